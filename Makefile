@@ -1,0 +1,67 @@
+# Each target sets up what it needs by itself. Only Python 3.11+ and make have to be there.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+RUN_STAMP := $(VENV)/.run-$(shell cksum requirements/run.lock 2>/dev/null | cut -d' ' -f1)
+DEV_STAMP := $(VENV)/.dev-$(shell cksum requirements/dev.lock 2>/dev/null | cut -d' ' -f1)
+PYTEST_ARGS ?=
+
+.PHONY: help demo test check bench serve kill-trial fuzz docs lock clean
+.DEFAULT_GOAL := help
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Millstream needs Python 3.11 or newer; none was found on the PATH." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+$(RUN_STAMP): requirements/run.lock pyproject.toml | $(BIN)/python
+	@echo "Setting up $(VENV) (once) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/run.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(DEV_STAMP): requirements/dev.lock pyproject.toml | $(BIN)/python
+	@echo "Setting up $(VENV) with the test tools (once) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(RUN_STAMP) ## Run the main job end to end on a broker of its own, and tell what happened
+	@$(BIN)/python -m millstream.cli.main demo
+
+serve: $(RUN_STAMP) ## Start a broker on the default ports with its data in ./millstream-data
+	@$(BIN)/millstream serve
+
+test: $(DEV_STAMP) ## Run all tests (under 10 minutes on 2 cores)
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(DEV_STAMP) ## Lint, types, layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+bench: $(DEV_STAMP) ## Measure produce and consume against the limit server, interleaved
+	@$(BIN)/python -m benchmarks.run
+
+kill-trial: $(DEV_STAMP) ## Kill a loaded broker 20 times and check every acknowledged message
+	@$(BIN)/python -m benchmarks.kill_trial
+
+fuzz: $(DEV_STAMP) ## Throw random bytes at the record codec, with bounds checks on
+	@NUMBA_BOUNDSCHECK=1 $(BIN)/python -m benchmarks.fuzz_codec
+
+docs: $(DEV_STAMP) ## Regenerate docs/configuration.md from the config object
+	@$(BIN)/python -m millstream.cli.main config-reference > docs/configuration.md
+
+lock: ## Renew the lock files from pyproject.toml (needs uv)
+	@uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
+		pyproject.toml requirements/build.in -o requirements/run.lock
+	@uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
+		--extra dev pyproject.toml requirements/build.in -c requirements/run.lock -o requirements/dev.lock
+
+clean: ## Remove the virtual environment and every cache
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

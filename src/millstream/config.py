@@ -1,0 +1,176 @@
+"""The one config object of a node. Flags, environment, file and `docs/configuration.md` derive from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millstream.model.errors import InvalidSetting
+from millstream.model.setting import Setting, setting, settings_of
+
+ENVIRONMENT_PREFIX = "MILLSTREAM_"
+FILE_NAME = "millstream.toml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Every setting of a node. A field's name is its flag (`--node-id`), its variable and its key in the file."""
+
+    data: str = setting("data", "./millstream-data", "The folder that holds everything the node stores.")
+    kafka: str = setting("kafka", "127.0.0.1:9092", "HOST:PORT on which Kafka clients connect; port 0 picks a free one.")
+    http: str = setting("http", "127.0.0.1:8080", "HOST:PORT of the HTTP gateway; port 0 picks a free one.")
+    advertise: str = setting(
+        "advertise", "", "HOST:PORT that clients are told to connect to; empty means the address of `kafka`."
+    )
+    node_id: int = setting("node-id", 1, "The number of this node in its cluster.", minimum=0, maximum=2**31 - 1)
+    auto_create_topics: bool = setting(
+        "auto-create-topics", True, "Create a topic when a client first produces to it or asks for it."
+    )
+    default_partitions: int = setting(
+        "default-partitions", 1, "Partitions of a topic that is created without saying how many.", minimum=1, maximum=10_000
+    )
+    offsets_partitions: int = setting(
+        "offsets-partitions", 4, "Partitions of `__consumer_offsets`; fixed once the topic exists.", minimum=1, maximum=1000
+    )
+    default_flush: str = setting(
+        "default-flush",
+        "always",
+        "The `flush` setting of topics that do not set their own.",
+        choices=("always", "interval", "os"),
+    )
+    default_retention_ms: int = setting(
+        "default-retention-ms",
+        7 * 24 * 3600 * 1000,
+        "The `retention.ms` of topics that do not set their own; -1 keeps records for ever.",
+        minimum=-1,
+    )
+    retention_check_ms: int = setting(
+        "retention-check-ms", 60_000, "How often old segments are looked for.", minimum=100
+    )
+    request_bytes_max: int = setting(
+        "request-bytes-max", 100 * 1024 * 1024, "The largest request a client may send.", minimum=1024, maximum=2**31 - 1
+    )
+    inflight_bytes_max: int = setting(
+        "inflight-bytes-max",
+        256 * 1024 * 1024,
+        "Bytes of requests and replies held in memory for all clients together; beyond it, reading from sockets waits.",
+        minimum=1024 * 1024,
+    )
+    fetch_bytes_max: int = setting(
+        "fetch-bytes-max", 55 * 1024 * 1024, "The most that one fetch is answered with.", minimum=1024
+    )
+    connections_max: int = setting(
+        "connections-max", 10_000, "Connections that are open at the same time.", minimum=1
+    )
+    connection_idle_ms: int = setting(
+        "connection-idle-ms", 600_000, "A connection on which nothing happened for this long is closed.", minimum=1000
+    )
+    journal_bytes: int = setting(
+        "journal-bytes",
+        64 * 1024 * 1024,
+        "The size of one file of the shared journal, which commits that touch many partitions go through.",
+        minimum=1024 * 1024,
+    )
+    group_session_min_ms: int = setting(
+        "group-session-min-ms", 6_000, "The shortest session timeout a group member may ask for.", minimum=1
+    )
+    group_session_max_ms: int = setting(
+        "group-session-max-ms", 1_800_000, "The longest session timeout a group member may ask for.", minimum=1
+    )
+    group_initial_delay_ms: int = setting(
+        "group-initial-delay-ms",
+        500,
+        "How long an empty group waits for more members before its first assignment.",
+        minimum=0,
+    )
+    group_members_max: int = setting("group-members-max", 10_000, "Members of one group at most.", minimum=1)
+    offsets_retention_ms: int = setting(
+        "offsets-retention-ms",
+        7 * 24 * 3600 * 1000,
+        "Committed offsets of a group without members are kept for this long.",
+        minimum=1,
+    )
+    producer_expiry_ms: int = setting(
+        "producer-expiry-ms",
+        24 * 3600 * 1000,
+        "How long a partition remembers an idempotent producer that sends nothing.",
+        minimum=1000,
+    )
+    shutdown_ms: int = setting(
+        "shutdown-ms", 30_000, "How long a stopping node waits for requests under way before it closes them.", minimum=0
+    )
+    log_level: str = setting(
+        "log-level", "info", "How much is logged.", choices=("debug", "info", "warning", "error")
+    )
+    log_format: str = setting(
+        "log-format", "text", "Whether log lines are for people or one JSON object each.", choices=("text", "json")
+    )
+
+    @classmethod
+    def declared(cls) -> Mapping[str, tuple[str, Setting]]:
+        """Every setting: its flag name to its attribute and declaration."""
+        return {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        flags: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        file: Path | None = None,
+    ) -> Config:
+        """Put the sources together: a flag wins over the environment, which wins over the file."""
+        values = _from_file(file)
+        values.update(_from_environment(os.environ if environment is None else environment))
+        declared = cls.declared()
+        for name, value in (flags or {}).items():
+            attribute, known = declared[name]
+            values[attribute] = known.parse(value) if isinstance(value, str) else value
+            known.check(values[attribute])
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with some settings changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, (attribute, known) in Config.declared().items():
+        variable = ENVIRONMENT_PREFIX + name.upper().replace("-", "_")
+        if variable in environment:
+            values[attribute] = known.parse(environment[variable])
+    return values
+
+
+def _from_file(file: Path | None) -> dict[str, Any]:
+    path = file if file is not None else Path(FILE_NAME)
+    if not path.exists():
+        if file is not None:
+            raise InvalidSetting(f"config file {file} does not exist")
+        return {}
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidSetting(f"config file {path} is not valid TOML: {error}") from error
+    declared = Config.declared()
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        if name not in declared:
+            raise InvalidSetting(f"config file {path} has an unknown setting {name!r}")
+        attribute, known = declared[name]
+        values[attribute] = known.parse(str(value).lower() if isinstance(value, bool) else str(value))
+    return values
+
+
+def parse_address(text: str, *, name: str) -> tuple[str, int]:
+    """Split HOST:PORT; an IPv6 host stands in brackets."""
+    host, separator, port = text.rpartition(":")
+    if not separator or not port.isdigit() or int(port) > 65535:
+        raise InvalidSetting(f"{name} must be HOST:PORT (for example 127.0.0.1:9092), not {text!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)

@@ -1,0 +1,225 @@
+"""Everything that can go wrong, as one tree. Each front door maps it to its own codes in one place.
+
+MillstreamError
+├── InvalidRequest                 the caller asked for something that cannot be
+│   ├── InvalidTopicName
+│   ├── InvalidSetting
+│   ├── InvalidPartitions
+│   ├── InvalidReplication
+│   ├── InvalidGroupId
+│   ├── InvalidTimestamp
+│   └── PolicyViolation
+├── NotFound
+│   ├── UnknownTopic
+│   ├── UnknownTopicId
+│   ├── UnknownGroup
+│   └── UnknownMember
+├── Conflict
+│   ├── TopicExists
+│   └── GroupNotEmpty
+├── BatchRejected                  the batch was read and will never be accepted as it is
+│   ├── CorruptBatch               framing or CRC is wrong
+│   ├── InvalidBatch               well framed, but not what a producer may send
+│   ├── BatchTooLarge
+│   └── UnsupportedCompression
+├── ProducerRejected               idempotent produce
+│   ├── OutOfOrderSequence
+│   ├── FencedProducer
+│   └── UnknownProducer
+├── LogUnavailable                 the log cannot do this now
+│   ├── StorageFailure             the disk is full or failed; reads go on
+│   ├── OffsetOutOfRange
+│   ├── DamagedRange               the disk lost these offsets; others are unharmed
+│   └── PartitionClosed            the partition was deleted or the broker is stopping
+├── NotLeader
+│   ├── FencedLeaderEpoch          the caller knows an older leader
+│   └── UnknownLeaderEpoch         the caller knows a newer one
+├── NotEnoughReplicas
+├── CoordinatorUnavailable
+│   └── CoordinatorLoading
+├── DataFolderInUse
+├── DataFolderInvalid
+├── BrokerUnreachable              raised by clients of the wire protocol
+├── RequestTimedOut
+└── ProtocolViolation              fatal to the connection it came from
+"""
+
+from __future__ import annotations
+
+
+class MillstreamError(Exception):
+    """The root of the tree."""
+
+
+class InvalidRequest(MillstreamError):
+    """The caller asked for something that cannot be."""
+
+
+class InvalidTopicName(InvalidRequest):
+    """The name of a topic breaks the naming rule."""
+
+
+class InvalidSetting(InvalidRequest):
+    """A setting is unknown or its value is out of bounds."""
+
+
+class InvalidPartitions(InvalidRequest):
+    """A number of partitions that cannot be."""
+
+
+class InvalidReplication(InvalidRequest):
+    """A number of replicas that this cluster cannot hold."""
+
+
+class InvalidGroupId(InvalidRequest):
+    """The id of a consumer group is empty or too long."""
+
+
+class InvalidTimestamp(InvalidRequest):
+    """A record's timestamp is outside what its topic allows."""
+
+
+class PolicyViolation(InvalidRequest):
+    """Well formed, but the operator's settings forbid it."""
+
+
+class NotFound(MillstreamError):
+    """The thing named does not exist."""
+
+
+class UnknownTopic(NotFound):
+    """No topic (or no partition of it) has this name."""
+
+
+class UnknownTopicId(NotFound):
+    """No topic has this id."""
+
+
+class UnknownGroup(NotFound):
+    """No consumer group has this id."""
+
+
+class UnknownMember(NotFound):
+    """The group has no such member."""
+
+
+class Conflict(MillstreamError):
+    """The thing is in a state that forbids this."""
+
+
+class TopicExists(Conflict):
+    """A topic of this name is there already."""
+
+
+class GroupNotEmpty(Conflict):
+    """The group still has members."""
+
+
+class BatchRejected(MillstreamError):
+    """The batch was read and will never be accepted as it is."""
+
+
+class CorruptBatch(BatchRejected):
+    """The framing or the CRC of a batch is wrong."""
+
+
+class InvalidBatch(BatchRejected):
+    """The batch is well framed, but not what a producer may send."""
+
+
+class BatchTooLarge(BatchRejected):
+    """The batch exceeds `max.message.bytes`."""
+
+
+class UnsupportedCompression(BatchRejected):
+    """The batch names a compression this broker does not know."""
+
+
+class ProducerRejected(MillstreamError):
+    """The idempotent producer's numbers do not fit."""
+
+
+class OutOfOrderSequence(ProducerRejected):
+    """A gap: a batch before this one is missing."""
+
+
+class FencedProducer(ProducerRejected):
+    """A newer incarnation of this producer is at work."""
+
+
+class UnknownProducer(ProducerRejected):
+    """The partition remembers nothing of this producer id."""
+
+
+class LogUnavailable(MillstreamError):
+    """The log cannot do this now."""
+
+
+class StorageFailure(LogUnavailable):
+    """The disk is full or failed. Reads go on."""
+
+
+class OffsetOutOfRange(LogUnavailable):
+    """The offset asked for is below the start or beyond the end of the log."""
+
+    def __init__(self, message: str, *, start: int, end: int) -> None:
+        super().__init__(message)
+        self.start = start
+        self.end = end
+
+
+class DamagedRange(LogUnavailable):
+    """The disk lost the offsets from `first` up to, not including, `next_offset`."""
+
+    def __init__(self, message: str, *, first: int, next_offset: int) -> None:
+        super().__init__(message)
+        self.first = first
+        self.next_offset = next_offset
+
+
+class PartitionClosed(LogUnavailable):
+    """The partition was deleted, or the broker is stopping."""
+
+
+class NotLeader(MillstreamError):
+    """Another node leads the partition."""
+
+
+class FencedLeaderEpoch(NotLeader):
+    """The caller knows an older leader than the current one."""
+
+
+class UnknownLeaderEpoch(NotLeader):
+    """The caller knows a newer leader than this node does."""
+
+
+class NotEnoughReplicas(MillstreamError):
+    """Fewer replicas are in sync than `min.insync.replicas` asks for."""
+
+
+class CoordinatorUnavailable(MillstreamError):
+    """The coordinator cannot answer now."""
+
+
+class CoordinatorLoading(CoordinatorUnavailable):
+    """The coordinator is reading its state back from the log."""
+
+
+class DataFolderInUse(MillstreamError):
+    """Another process holds the data folder."""
+
+
+class DataFolderInvalid(MillstreamError):
+    """The data folder is not what it should be."""
+
+
+class BrokerUnreachable(MillstreamError):
+    """No broker answered at any of the addresses given."""
+
+
+class RequestTimedOut(MillstreamError):
+    """No answer in time; the request may or may not have been carried out."""
+
+
+class ProtocolViolation(MillstreamError):
+    """Bytes that are not the protocol. Fatal to the connection they came from."""

@@ -1,0 +1,26 @@
+"""The small numbers of the system, each with a type of its own so that mypy keeps them apart."""
+
+from typing import NewType
+
+Offset = NewType("Offset", int)
+"""The position of a record in its partition."""
+
+Epoch = NewType("Epoch", int)
+"""How many times the leadership of a partition has changed hands."""
+
+PartitionIndex = NewType("PartitionIndex", int)
+"""The number of a partition within its topic, from 0."""
+
+NodeId = NewType("NodeId", int)
+"""The number of a node within its cluster."""
+
+ProducerId = NewType("ProducerId", int)
+"""The number handed to an idempotent producer; -1 means that the producer has none."""
+
+ProducerEpoch = NewType("ProducerEpoch", int)
+"""The incarnation of a producer id; an older one is fenced."""
+
+NO_OFFSET = Offset(-1)
+NO_EPOCH = Epoch(-1)
+NO_PRODUCER_ID = ProducerId(-1)
+NO_TIMESTAMP_MS = -1

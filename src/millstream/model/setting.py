@@ -1,0 +1,92 @@
+"""How one setting is declared: description, default, bounds, and whether a change needs a restart.
+
+Flags, environment, file and documentation all derive from these declarations, so a setting is written once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from millstream.model.errors import InvalidSetting
+
+_KEY = "millstream.setting"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is known about one setting besides its value."""
+
+    name: str
+    kind: type
+    default: Any
+    description: str
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+    needs_restart: bool = True
+
+    def parse(self, text: str) -> Any:
+        """Turn the text of a flag, variable or file into the value, or raise `InvalidSetting`."""
+        if self.kind is bool:
+            value: Any = self._parse_bool(text)
+        elif self.kind is str:
+            value = text
+        else:
+            try:
+                value = self.kind(text)
+            except ValueError:
+                noun = "a whole number" if self.kind is int else "a number"
+                raise InvalidSetting(f"{self.name} must be {noun}, not {text!r}") from None
+        self.check(value)
+        return value
+
+    def check(self, value: Any) -> None:
+        """Raise `InvalidSetting` when a value is out of bounds."""
+        if self.choices and value not in self.choices:
+            raise InvalidSetting(f"{self.name} must be one of {', '.join(self.choices)}, not {value!r}")
+        if self.minimum is not None and value < self.minimum:
+            raise InvalidSetting(f"{self.name} must be at least {self.minimum:g}, not {value}")
+        if self.maximum is not None and value > self.maximum:
+            raise InvalidSetting(f"{self.name} must be at most {self.maximum:g}, not {value}")
+
+    def _parse_bool(self, text: str) -> bool:
+        lowered = text.strip().lower()
+        if lowered in ("true", "1", "yes", "on"):
+            return True
+        if lowered in ("false", "0", "no", "off"):
+            return False
+        raise InvalidSetting(f"{self.name} must be true or false, not {text!r}")
+
+
+def setting(
+    name: str,
+    default: Any,
+    description: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] = (),
+    needs_restart: bool = True,
+) -> Any:
+    """Declare a dataclass field as a setting."""
+    declared = Setting(
+        name=name,
+        kind=type(default),
+        default=default,
+        description=description,
+        minimum=minimum,
+        maximum=maximum,
+        choices=choices,
+        needs_restart=needs_restart,
+    )
+    return dataclasses.field(default=default, metadata={_KEY: declared})
+
+
+def settings_of(holder: type) -> Iterator[tuple[str, Setting]]:
+    """Yield `(attribute name, setting)` for every setting that a dataclass declares, in order."""
+    for field in dataclasses.fields(holder):
+        if _KEY in field.metadata:
+            yield field.name, field.metadata[_KEY]

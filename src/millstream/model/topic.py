@@ -1,0 +1,191 @@
+"""Topics, and the settings each of them carries."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from millstream.model.errors import InvalidSetting, InvalidTopicName
+from millstream.model.ids import PartitionIndex
+from millstream.model.setting import Setting, setting, settings_of
+
+NAME_LENGTH_MAX = 249
+_NAME = re.compile(r"[a-zA-Z0-9._-]+\Z")
+
+CONSUMER_OFFSETS = "__consumer_offsets"
+INTERNAL_TOPICS = frozenset({CONSUMER_OFFSETS, "__transaction_state", "__subscriptions", "__deliveries"})
+
+FLUSH_ALWAYS = "always"
+FLUSH_INTERVAL = "interval"
+FLUSH_OS = "os"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicSettings:
+    """What a topic's owner can set. Names are Kafka's where Kafka has them."""
+
+    retention_ms: int = setting(
+        "retention.ms",
+        7 * 24 * 3600 * 1000,
+        "How long a record is kept, in milliseconds; -1 keeps it for ever.",
+        minimum=-1,
+        needs_restart=False,
+    )
+    retention_bytes: int = setting(
+        "retention.bytes",
+        -1,
+        "How many bytes a partition keeps at most; -1 means no limit. Whole old segments are deleted.",
+        minimum=-1,
+        needs_restart=False,
+    )
+    segment_bytes: int = setting(
+        "segment.bytes",
+        1024 * 1024 * 1024,
+        "A segment file is closed and a new one begun when it would grow beyond this size.",
+        minimum=1024 * 1024,
+        maximum=2**31 - 1,
+        needs_restart=False,
+    )
+    segment_ms: int = setting(
+        "segment.ms",
+        3600 * 1000,
+        "A segment file is closed after this many milliseconds of appends, so that data is laid out by the hour.",
+        minimum=1,
+        needs_restart=False,
+    )
+    index_interval_bytes: int = setting(
+        "index.interval.bytes",
+        4096,
+        "About how many bytes of log lie between two entries of the offset and time index.",
+        minimum=1,
+        needs_restart=False,
+    )
+    max_message_bytes: int = setting(
+        "max.message.bytes",
+        1024 * 1024 + 12,
+        "The largest record batch (as sent, so after compression) that the topic takes.",
+        minimum=0,
+        maximum=2**31 - 1,
+        needs_restart=False,
+    )
+    flush: str = setting(
+        "flush",
+        FLUSH_ALWAYS,
+        "When an acknowledgement is given: `always` after fsync (many producers share one), `interval` before it, "
+        "with an fsync every `flush.ms`, `os` before it, leaving the write-back to the operating system.",
+        choices=(FLUSH_ALWAYS, FLUSH_INTERVAL, FLUSH_OS),
+        needs_restart=False,
+    )
+    flush_ms: int = setting(
+        "flush.ms",
+        1000,
+        "With `flush=interval`: the longest time an acknowledged record may be unsynced.",
+        minimum=1,
+        needs_restart=False,
+    )
+    cleanup_policy: str = setting(
+        "cleanup.policy",
+        "delete",
+        "What happens to old segments: `delete` removes them by age and size, `compact` keeps the last record per key.",
+        choices=("delete", "compact", "compact,delete", "delete,compact"),
+        needs_restart=False,
+    )
+    message_timestamp_type: str = setting(
+        "message.timestamp.type",
+        "CreateTime",
+        "Whether a record carries the producer's time (`CreateTime`) or the broker's (`LogAppendTime`).",
+        choices=("CreateTime", "LogAppendTime"),
+        needs_restart=False,
+    )
+    min_insync_replicas: int = setting(
+        "min.insync.replicas",
+        1,
+        "How many replicas must have a record before `acks=all` is answered.",
+        minimum=1,
+        needs_restart=False,
+    )
+    compression_type: str = setting(
+        "compression.type",
+        "producer",
+        "Kept for Kafka tools: the broker stores batches as the producer compressed them.",
+        choices=("producer",),
+        needs_restart=False,
+    )
+
+    @classmethod
+    def from_strings(cls, given: Mapping[str, str], *, base: TopicSettings | None = None) -> TopicSettings:
+        """Build from Kafka-style names and texts, on top of `base`; raise `InvalidSetting` for what does not fit."""
+        by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
+        values: dict[str, Any] = {}
+        for name, text in given.items():
+            if name not in by_name:
+                raise InvalidSetting(f"unknown topic setting {name!r}; known are: {', '.join(sorted(by_name))}")
+            attribute, declared = by_name[name]
+            values[attribute] = declared.parse(text)
+        return dataclasses.replace(base or cls(), **values)
+
+    @classmethod
+    def declared(cls) -> Mapping[str, Setting]:
+        """Every setting of a topic, by its Kafka-style name."""
+        return {declared.name: declared for _, declared in settings_of(cls)}
+
+    def as_strings(self) -> dict[str, str]:
+        """Every setting as Kafka shows it: name to text."""
+        return {
+            declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))
+        }
+
+    @property
+    def deletes(self) -> bool:
+        """Whether old segments go by age and size."""
+        return "delete" in self.cleanup_policy
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topic:
+    """A named log as it is declared in the catalog. `overrides` holds only what its owner set."""
+
+    name: str
+    topic_id: UUID
+    partitions: int
+    replication: int
+    overrides: Mapping[str, str]
+    created_ms: int
+
+    @property
+    def is_internal(self) -> bool:
+        """Whether the broker keeps its own state in it."""
+        return self.name in INTERNAL_TOPICS
+
+
+@dataclass(frozen=True, slots=True)
+class TopicPartition:
+    """One partition, by the topic's name."""
+
+    topic: str
+    partition: PartitionIndex
+
+    def __str__(self) -> str:
+        return f"{self.topic}-{self.partition}"
+
+
+def check_topic_name(name: str) -> None:
+    """Raise `InvalidTopicName` unless the name follows Kafka's rule."""
+    if not name:
+        raise InvalidTopicName("a topic name cannot be empty")
+    if name in (".", ".."):
+        raise InvalidTopicName(f"a topic cannot be named {name!r}")
+    if len(name) > NAME_LENGTH_MAX:
+        raise InvalidTopicName(f"a topic name has at most {NAME_LENGTH_MAX} characters, this one has {len(name)}")
+    if not _NAME.match(name):
+        raise InvalidTopicName(
+            f"topic name {name!r} may hold only letters, digits, '.', '_' and '-' (no spaces, no other alphabets)"
+        )
