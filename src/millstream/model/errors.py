@@ -7,7 +7,9 @@ MillstreamError
 │   ├── InvalidPartitions
 │   ├── InvalidReplication
 │   ├── InvalidGroupId
+│   ├── InvalidSessionTimeout
 │   ├── InvalidTimestamp
+│   ├── MetadataTooLarge           what a consumer wants kept beside its offset
 │   └── PolicyViolation
 ├── NotFound
 │   ├── UnknownTopic
@@ -17,6 +19,14 @@ MillstreamError
 ├── Conflict
 │   ├── TopicExists
 │   └── GroupNotEmpty
+├── GroupRejected                  what a group answers to one of its members
+│   ├── MemberIdRequired           join again with the id given
+│   ├── IllegalGeneration
+│   ├── RebalanceInProgress        join again
+│   ├── FencedInstance             another process runs under this instance id now
+│   ├── InconsistentProtocol       no protocol that all members know
+│   ├── GroupFull
+│   └── SubscribedToTopic          offsets of a topic in use are not deleted
 ├── BatchRejected                  the batch was read and will never be accepted as it is
 │   ├── CorruptBatch               framing or CRC is wrong
 │   ├── InvalidBatch               well framed, but not what a producer may send
@@ -36,7 +46,8 @@ MillstreamError
 │   └── UnknownLeaderEpoch         the caller knows a newer one
 ├── NotEnoughReplicas
 ├── CoordinatorUnavailable
-│   └── CoordinatorLoading
+│   ├── CoordinatorLoading
+│   └── NotCoordinator             ask again who coordinates this
 ├── DataFolderInUse
 ├── DataFolderInvalid
 ├── BrokerUnreachable              raised by clients of the wire protocol
@@ -75,8 +86,16 @@ class InvalidGroupId(InvalidRequest):
     """The id of a consumer group is empty or too long."""
 
 
+class InvalidSessionTimeout(InvalidRequest):
+    """A member asked for a session timeout outside the broker's bounds."""
+
+
 class InvalidTimestamp(InvalidRequest):
     """A record's timestamp is outside what its topic allows."""
+
+
+class MetadataTooLarge(InvalidRequest):
+    """What a consumer wants kept beside its offset is too long."""
 
 
 class PolicyViolation(InvalidRequest):
@@ -113,6 +132,42 @@ class TopicExists(Conflict):
 
 class GroupNotEmpty(Conflict):
     """The group still has members."""
+
+
+class GroupRejected(MillstreamError):
+    """What a group answers to one of its members."""
+
+
+class MemberIdRequired(GroupRejected):
+    """The member has to join again with the id given here."""
+
+    def __init__(self, message: str, *, member_id: str) -> None:
+        super().__init__(message)
+        self.member_id = member_id
+
+
+class IllegalGeneration(GroupRejected):
+    """The member speaks of a generation that is not the current one."""
+
+
+class RebalanceInProgress(GroupRejected):
+    """The group is rebalancing; the member has to join again."""
+
+
+class FencedInstance(GroupRejected):
+    """Another process runs under this group instance id now."""
+
+
+class InconsistentProtocol(GroupRejected):
+    """The member knows no protocol that all other members know."""
+
+
+class GroupFull(GroupRejected):
+    """The group has as many members as it may have."""
+
+
+class SubscribedToTopic(GroupRejected):
+    """The group consumes this topic, so its offsets are not deleted."""
 
 
 class BatchRejected(MillstreamError):
@@ -203,6 +258,10 @@ class CoordinatorUnavailable(MillstreamError):
 
 class CoordinatorLoading(CoordinatorUnavailable):
     """The coordinator is reading its state back from the log."""
+
+
+class NotCoordinator(CoordinatorUnavailable):
+    """This node does not coordinate what was asked for, or has just stopped to."""
 
 
 class DataFolderInUse(MillstreamError):
