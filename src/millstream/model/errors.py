@@ -261,7 +261,7 @@ class CoordinatorLoading(CoordinatorUnavailable):
 
 
 class NotCoordinator(CoordinatorUnavailable):
-    """This node does not coordinate what was asked for, or has just stopped to."""
+    """Another node coordinates what was asked for, or this one has just begun anew."""
 
 
 class DataFolderInUse(MillstreamError):
