@@ -50,6 +50,7 @@ MillstreamError
 │   └── NotCoordinator             ask again who coordinates this
 ├── DataFolderInUse
 ├── DataFolderInvalid
+├── AddressUnavailable             a listener cannot have the address it was given
 ├── BrokerUnreachable              raised by clients of the wire protocol
 ├── RequestTimedOut
 └── ProtocolViolation              fatal to the connection it came from
@@ -270,6 +271,10 @@ class DataFolderInUse(MillstreamError):
 
 class DataFolderInvalid(MillstreamError):
     """The data folder is not what it should be."""
+
+
+class AddressUnavailable(MillstreamError):
+    """A listener cannot have the address it was given: it is taken, or not one of this machine."""
 
 
 class BrokerUnreachable(MillstreamError):
