@@ -50,7 +50,7 @@ MillstreamError
 │   └── NotCoordinator             ask again who coordinates this
 ├── DataFolderInUse
 ├── DataFolderInvalid
-├── AddressUnavailable             a listener cannot have the address it was given
+├── AddressTaken                   a listener cannot have the address it was given
 ├── BrokerUnreachable              raised by clients of the wire protocol
 ├── RequestTimedOut
 └── ProtocolViolation              fatal to the connection it came from
@@ -273,8 +273,8 @@ class DataFolderInvalid(MillstreamError):
     """The data folder is not what it should be."""
 
 
-class AddressUnavailable(MillstreamError):
-    """A listener cannot have the address it was given: it is taken, or not one of this machine."""
+class AddressTaken(MillstreamError):
+    """A listener cannot have the address it was given: it is in use, or not one of this machine."""
 
 
 class BrokerUnreachable(MillstreamError):
