@@ -23,12 +23,12 @@ LATENCY_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 
 
 
 class Distribution(NamedTuple):
-    """The value of one sample of a histogram: how many observations were at most each bound, their sum and number."""
+    """The value of one sample of a histogram: how many observations were at most each bound, their number and sum."""
 
     bounds: tuple[float, ...]
     cumulative: tuple[int, ...]
+    observations: int
     total: float
-    count: int
 
 
 class Sample(NamedTuple):
@@ -61,7 +61,7 @@ class MetricSource(Protocol):
 class Histogram:
     """Counts observations by size. One `observe` costs a binary search and three additions."""
 
-    __slots__ = ("_bounds", "_counts", "count", "total")
+    __slots__ = ("_bounds", "_counts", "observations", "total")
 
     def __init__(self, bounds: tuple[float, ...] = LATENCY_BOUNDS_S) -> None:
         if list(bounds) != sorted(set(bounds)):
@@ -69,13 +69,13 @@ class Histogram:
         self._bounds = bounds
         # One more than there are bounds: the last one counts what exceeds them all.
         self._counts = [0] * (len(bounds) + 1)
-        self.count = 0
+        self.observations = 0
         self.total = 0.0
 
     def observe(self, value: float) -> None:
         """Count one observation."""
         self._counts[bisect_left(self._bounds, value)] += 1
-        self.count += 1
+        self.observations += 1
         self.total += value
 
     def distribution(self) -> Distribution:
@@ -85,7 +85,7 @@ class Histogram:
         for count in self._counts[:-1]:
             running += count
             cumulative.append(running)
-        return Distribution(self._bounds, tuple(cumulative), self.total, self.count)
+        return Distribution(self._bounds, tuple(cumulative), self.observations, self.total)
 
 
 def counter(name: str, help_text: str, value: float) -> Metric:

@@ -1,0 +1,80 @@
+"""How one log line is written: text for people, or one JSON object for machines.
+
+Every part logs with the standard library: a fixed message and the facts in `extra`, for example
+`logger.info("topic created", extra={"topic": name})`. The broker and its HTTP gateway both set up logging here,
+so their lines look the same. Logs go to stderr; stdout belongs to answers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any, TextIO
+
+TEXT = "text"
+JSON = "json"
+
+_ROOT = "millstream"
+# What the standard library itself puts on a record; everything else came in through `extra`.
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_LEVEL_COLUMN = 7
+
+
+def set_up_logging(level: str, line_format: str, *, stream: TextIO | None = None) -> None:
+    """Send the log lines of this process to `stream` (stderr), from `level` up, in the format given."""
+    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler.setFormatter(JsonLines() if line_format == JSON else TextLines())
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    # Libraries speak up only when something is wrong; the level is about Millstream's own lines.
+    root.setLevel(logging.WARNING)
+    logging.getLogger(_ROOT).setLevel(level.upper())
+
+
+class TextLines(logging.Formatter):
+    """`2026-01-31 12:00:00.123 info    topic created topic=orders partitions=3`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line; a traceback, if there is one, follows on lines of its own."""
+        seconds = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        line = f"{seconds}.{int(record.msecs):03d} {record.levelname.lower():<{_LEVEL_COLUMN}} {record.getMessage()}"
+        for name, value in facts(record).items():
+            line += f" {name}={_readable(value)}"
+        return line + self._traceback(record)
+
+    def _traceback(self, record: logging.LogRecord) -> str:
+        return "\n" + self.formatException(record.exc_info) if record.exc_info else ""
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per line: time (UTC), level, logger, message, the facts, and the traceback if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line. A fact never hides one of the fixed fields."""
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for name, value in facts(record).items():
+            line.setdefault(name, value)
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def facts(record: logging.LogRecord) -> dict[str, Any]:
+    """What the caller gave in `extra`, in the order given."""
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+
+
+def _readable(value: Any) -> str:
+    text = str(value)
+    # Quotes keep a value with spaces in one piece, and escapes keep a line one line.
+    return json.dumps(text, ensure_ascii=False) if not text or any(c.isspace() or c in '"=' for c in text) else text
