@@ -1,0 +1,63 @@
+"""What every API of the Kafka front door has in common.
+
+An API serves a range of versions but is written once, against the newest of them: `upgrade` turns a request of
+any version into that one, `handle` answers it, `downgrade` turns the answer back. `answer` does all three.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from millstream.model.errors import MillstreamError
+from millstream.wire.codec import load_request_class, load_response_class
+from millstream.wire.shape import reshape
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+
+
+@dataclass(slots=True, kw_only=True)
+class ClientInfo:
+    """Who is at the other end of a connection; one per connection, filled in as the client tells more."""
+
+    connection_id: int
+    host: str
+    client_id: str = ""
+    software_name: str = "unknown"
+    software_version: str = "unknown"
+
+
+class Api(ABC, Generic[RequestT, ResponseT]):
+    """One API: its key, the versions it serves and how it answers."""
+
+    key: ClassVar[int]
+    versions: ClassVar[tuple[int, int]]
+    """The oldest and the newest version served."""
+
+    @abstractmethod
+    async def handle(self, request: RequestT, client: ClientInfo) -> ResponseT:
+        """Answer a request of the newest version."""
+
+    def upgrade(self, version: int, request: Any) -> RequestT:
+        """Turn a request of any version served into one of the newest."""
+        upgraded: RequestT = reshape(request, load_request_class(self.key, self.versions[1]))
+        return upgraded
+
+    def downgrade(self, version: int, response: ResponseT) -> Any:
+        """Turn an answer of the newest version into one of the version asked for."""
+        return reshape(response, load_response_class(self.key, version))
+
+    def failure(self, error: MillstreamError, request: RequestT) -> ResponseT:
+        """Answer a request that failed as a whole; an API whose answer can say so overrides this."""
+        raise error
+
+    async def answer(self, version: int, request: Any, client: ClientInfo) -> Any:
+        """Answer a request of any version served in that version."""
+        upgraded = self.upgrade(version, request)
+        try:
+            response = await self.handle(upgraded, client)
+        except MillstreamError as error:
+            response = self.failure(error, upgraded)
+        return self.downgrade(version, response)

@@ -1,0 +1,225 @@
+"""A bounds check that walks over the bytes of a message before kio reads them.
+
+kio's native reader takes an announced array length at its word and allocates for it, so a frame of nine bytes
+that announces four billion items ends the process. `guard_of` compiles, once per message class, a walk that
+steps over the same fields without building anything, and raises `ProtocolViolation` when a length does not fit
+into the bytes that are there.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import Field, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Final, get_args, get_origin
+
+from millstream.model.errors import ProtocolViolation
+
+Walk = Callable[[memoryview, int, int], int]
+"""Steps over one value: `(buffer, position, end) -> position after it`."""
+
+_INT16: Final = struct.Struct(">h")
+_INT32: Final = struct.Struct(">i")
+
+_FIXED_BYTES: Final = {
+    "bool": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "uint16": 2,
+    "error_code": 2,
+    "int32": 4,
+    "uint32": 4,
+    "timedelta_i32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float64": 8,
+    "timedelta_i64": 8,
+    "datetime_i64": 8,
+    "uuid": 16,
+}
+_NULL_ENTITY: Final = 0xFF
+
+
+@cache
+def guard_of(entity_type: type[Any]) -> Walk:
+    """Compile the walk over one message class (or nested entity)."""
+    steps: list[Walk] = []
+    tagged: dict[int, Walk] = {}
+    fixed_bytes = 0
+    for field in fields(entity_type):
+        if "tag" in field.metadata:
+            tagged[field.metadata["tag"]] = _field_walk(field, entity_type.__flexible__, tagged=True)
+            continue
+        size = _fixed_size(field)
+        if size is not None:
+            fixed_bytes += size
+            continue
+        if fixed_bytes:
+            steps.append(_fixed(fixed_bytes))
+            fixed_bytes = 0
+        steps.append(_field_walk(field, entity_type.__flexible__, tagged=False))
+    if fixed_bytes:
+        steps.append(_fixed(fixed_bytes))
+    if entity_type.__flexible__:
+        steps.append(_tags(tagged))
+    return steps[0] if len(steps) == 1 else _sequence(tuple(steps))
+
+
+def _unwrapped(field_type: Any) -> tuple[Any, bool]:
+    """Split `X | None` into `(X, True)`."""
+    if get_origin(field_type) is UnionType:
+        return next(part for part in get_args(field_type) if part is not NoneType), True
+    return field_type, False
+
+
+def _fixed_size(field: Field[Any]) -> int | None:
+    kind, _ = _unwrapped(field.type)
+    if get_origin(kind) is tuple or is_dataclass(kind):
+        return None
+    return _FIXED_BYTES.get(field.metadata["kafka_type"])
+
+
+def _field_walk(field: Field[Any], flexible: bool, *, tagged: bool) -> Walk:
+    kind, nullable = _unwrapped(field.type)
+    if get_origin(kind) is tuple:
+        return _array_walk(get_args(kind)[0], field, flexible)
+    if is_dataclass(kind):
+        walk = guard_of(kind)  # type: ignore[arg-type]
+        return _nullable_entity(walk) if nullable and not tagged else walk
+    return _primitive_walk(field.metadata["kafka_type"], flexible)
+
+
+def _array_walk(item_type: Any, field: Field[Any], flexible: bool) -> Walk:
+    length_of = _compact_length if flexible else _legacy_length
+    if is_dataclass(item_type):
+        return _array(length_of, guard_of(item_type))  # type: ignore[arg-type]
+    kafka_type = field.metadata["kafka_type"]
+    if kafka_type in _FIXED_BYTES:
+        return _fixed_array(length_of, _FIXED_BYTES[kafka_type])
+    return _array(length_of, _primitive_walk(kafka_type, flexible))
+
+
+def _primitive_walk(kafka_type: str, flexible: bool) -> Walk:
+    if kafka_type in _FIXED_BYTES:
+        return _fixed(_FIXED_BYTES[kafka_type])
+    if flexible:
+        return _compact_bytes
+    return _legacy_string if kafka_type == "string" else _legacy_bytes
+
+
+def _fixed(size: int) -> Walk:
+    def walk(buffer: memoryview, position: int, end: int) -> int:
+        return _step(position, size, end)
+
+    return walk
+
+
+def _sequence(steps: tuple[Walk, ...]) -> Walk:
+    def walk(buffer: memoryview, position: int, end: int) -> int:
+        for step in steps:
+            position = step(buffer, position, end)
+        return position
+
+    return walk
+
+
+def _array(length_of: Callable[[memoryview, int, int], tuple[int, int]], item: Walk) -> Walk:
+    def walk(buffer: memoryview, position: int, end: int) -> int:
+        length, position = length_of(buffer, position, end)
+        if length > end - position:
+            raise ProtocolViolation(f"an array of {length} items is announced with {end - position} bytes left")
+        for _ in range(length):
+            position = item(buffer, position, end)
+        return position
+
+    return walk
+
+
+def _fixed_array(length_of: Callable[[memoryview, int, int], tuple[int, int]], size: int) -> Walk:
+    def walk(buffer: memoryview, position: int, end: int) -> int:
+        length, position = length_of(buffer, position, end)
+        return _step(position, max(length, 0) * size, end)
+
+    return walk
+
+
+def _nullable_entity(inner: Walk) -> Walk:
+    def walk(buffer: memoryview, position: int, end: int) -> int:
+        after = _step(position, 1, end)
+        return after if buffer[position] == _NULL_ENTITY else inner(buffer, after, end)
+
+    return walk
+
+
+def _tags(known: dict[int, Walk]) -> Walk:
+    def walk(buffer: memoryview, position: int, end: int) -> int:
+        if position < end and buffer[position] == 0:
+            return position + 1
+        count, position = _uvarint(buffer, position, end)
+        if count > end - position:
+            raise ProtocolViolation(f"{count} tagged fields are announced with {end - position} bytes left")
+        for _ in range(count):
+            tag, position = _uvarint(buffer, position, end)
+            size, position = _uvarint(buffer, position, end)
+            after = _step(position, size, end)
+            if tag in known and known[tag](buffer, position, after) != after:
+                raise ProtocolViolation(f"tagged field {tag} is not {size} bytes long as announced")
+            position = after
+        return position
+
+    return walk
+
+
+def _compact_bytes(buffer: memoryview, position: int, end: int) -> int:
+    length, position = _compact_length(buffer, position, end)
+    return _step(position, max(length, 0), end)
+
+
+def _legacy_string(buffer: memoryview, position: int, end: int) -> int:
+    after = _step(position, 2, end)
+    return _step(after, _checked(_INT16.unpack_from(buffer, position)[0]), end)
+
+
+def _legacy_bytes(buffer: memoryview, position: int, end: int) -> int:
+    length, position = _legacy_length(buffer, position, end)
+    return _step(position, max(length, 0), end)
+
+
+def _compact_length(buffer: memoryview, position: int, end: int) -> tuple[int, int]:
+    length, position = _uvarint(buffer, position, end)
+    return length - 1, position
+
+
+def _legacy_length(buffer: memoryview, position: int, end: int) -> tuple[int, int]:
+    after = _step(position, 4, end)
+    length: int = _INT32.unpack_from(buffer, position)[0]
+    _checked(length)
+    return length, after
+
+
+def _checked(length: int) -> int:
+    if length < -1:
+        raise ProtocolViolation(f"a length of {length} is negative")
+    return max(length, 0)
+
+
+def _uvarint(buffer: memoryview, position: int, end: int) -> tuple[int, int]:
+    value = 0
+    for shift in (0, 7, 14, 21, 28):
+        after = _step(position, 1, end)
+        byte = buffer[position]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, after
+        position = after
+    raise ProtocolViolation("a varint is longer than 5 bytes")
+
+
+def _step(position: int, size: int, end: int) -> int:
+    after = position + size
+    if after > end:
+        raise ProtocolViolation(f"{size} bytes are needed where {end - position} are left")
+    return after
