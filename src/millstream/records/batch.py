@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from crc32c import crc32c
 
-from millstream.model.errors import CorruptBatch, UnsupportedCompression
+from millstream.model.errors import CorruptBatch, InvalidBatch, UnsupportedCompression
 from millstream.model.ids import Epoch, Offset, ProducerEpoch, ProducerId
 
 HEADER_BYTES = 61
@@ -37,10 +37,13 @@ COMPRESSION_NONE, COMPRESSION_GZIP, COMPRESSION_SNAPPY, COMPRESSION_LZ4, COMPRES
 _HEADER = struct.Struct(">qiibIhiqqqhii")
 _OFFSET_LENGTH_EPOCH = struct.Struct(">qii")
 _TIMESTAMP = struct.Struct(">q")
+_LENGTH_AT = 8
+_MAGIC_AT = 16
 _CRC_AT = 17
 _CRC_FROM = 21
 _ATTRIBUTES_AT = 21
 _MAX_TIMESTAMP_AT = 35
+_LENGTH = struct.Struct(">i")
 _CRC = struct.Struct(">I")
 _ATTRIBUTES = struct.Struct(">h")
 
@@ -147,6 +150,58 @@ def iterate_headers(buffer: Buffer) -> Iterator[BatchHeader]:
         header = read_header(buffer, position)
         yield header
         position = header.end_position
+
+
+def iterate_whole_headers(buffer: Buffer) -> Iterator[BatchHeader]:
+    """Yield the header of every whole batch of a fetch answer, whose last batch may be cut off anywhere."""
+    position = 0
+    while len(buffer) - position >= HEADER_BYTES:
+        (length,) = _LENGTH.unpack_from(buffer, position + _LENGTH_AT)
+        if length + LOG_OVERHEAD_BYTES > len(buffer) - position and buffer[position + _MAGIC_AT] == MAGIC:
+            return
+        header = read_header(buffer, position)
+        yield header
+        position = header.end_position
+
+
+def frame_batch(
+    section: Buffer,
+    *,
+    base_offset: int,
+    attributes: int,
+    last_offset_delta: int,
+    base_timestamp_ms: int,
+    max_timestamp_ms: int,
+    producer_id: int,
+    producer_epoch: int,
+    base_sequence: int,
+    record_count: int,
+) -> bytearray:
+    """Put the header, with its CRC, before records that are encoded (and compressed) already."""
+    batch = bytearray(HEADER_BYTES + len(section))
+    batch[HEADER_BYTES:] = section
+    try:
+        _HEADER.pack_into(
+            batch,
+            0,
+            base_offset,
+            len(batch) - LOG_OVERHEAD_BYTES,
+            -1,
+            MAGIC,
+            0,
+            attributes,
+            last_offset_delta,
+            base_timestamp_ms,
+            max_timestamp_ms,
+            producer_id,
+            producer_epoch,
+            base_sequence,
+            record_count,
+        )
+    except struct.error as error:
+        raise InvalidBatch(f"a number does not fit into the header of a record batch: {error}") from error
+    _CRC.pack_into(batch, _CRC_AT, crc32c(memoryview(batch)[_CRC_FROM:]))
+    return batch
 
 
 def place_batch(buffer: bytearray | memoryview, header: BatchHeader, base_offset: int, leader_epoch: int) -> None:
