@@ -22,7 +22,9 @@ class Config:
     """Every setting of a node. A field's name is its flag (`--node-id`), its variable and its key in the file."""
 
     data: str = setting("data", "./millstream-data", "The folder that holds everything the node stores.")
-    kafka: str = setting("kafka", "127.0.0.1:9092", "HOST:PORT on which Kafka clients connect; port 0 picks a free one.")
+    kafka: str = setting(
+        "kafka", "127.0.0.1:9092", "HOST:PORT on which Kafka clients connect; port 0 picks a free one."
+    )
     http: str = setting("http", "127.0.0.1:8080", "HOST:PORT of the HTTP gateway; port 0 picks a free one.")
     advertise: str = setting(
         "advertise", "", "HOST:PORT that clients are told to connect to; empty means the address of `kafka`."
@@ -32,10 +34,18 @@ class Config:
         "auto-create-topics", True, "Create a topic when a client first produces to it or asks for it."
     )
     default_partitions: int = setting(
-        "default-partitions", 1, "Partitions of a topic that is created without saying how many.", minimum=1, maximum=10_000
+        "default-partitions",
+        1,
+        "Partitions of a topic that is created without saying how many.",
+        minimum=1,
+        maximum=10_000,
     )
     offsets_partitions: int = setting(
-        "offsets-partitions", 4, "Partitions of `__consumer_offsets`; fixed once the topic exists.", minimum=1, maximum=1000
+        "offsets-partitions",
+        4,
+        "Partitions of `__consumer_offsets`; fixed once the topic exists.",
+        minimum=1,
+        maximum=1000,
     )
     default_flush: str = setting(
         "default-flush",
@@ -53,7 +63,11 @@ class Config:
         "retention-check-ms", 60_000, "How often old segments are looked for.", minimum=100
     )
     request_bytes_max: int = setting(
-        "request-bytes-max", 100 * 1024 * 1024, "The largest request a client may send.", minimum=1024, maximum=2**31 - 1
+        "request-bytes-max",
+        100 * 1024 * 1024,
+        "The largest request a client may send.",
+        minimum=1024,
+        maximum=2**31 - 1,
     )
     inflight_bytes_max: int = setting(
         "inflight-bytes-max",
@@ -64,9 +78,7 @@ class Config:
     fetch_bytes_max: int = setting(
         "fetch-bytes-max", 55 * 1024 * 1024, "The most that one fetch is answered with.", minimum=1024
     )
-    connections_max: int = setting(
-        "connections-max", 10_000, "Connections that are open at the same time.", minimum=1
-    )
+    connections_max: int = setting("connections-max", 10_000, "Connections that are open at the same time.", minimum=1)
     connection_idle_ms: int = setting(
         "connection-idle-ms", 600_000, "A connection on which nothing happened for this long is closed.", minimum=1000
     )
@@ -104,9 +116,7 @@ class Config:
     shutdown_ms: int = setting(
         "shutdown-ms", 30_000, "How long a stopping node waits for requests under way before it closes them.", minimum=0
     )
-    log_level: str = setting(
-        "log-level", "info", "How much is logged.", choices=("debug", "info", "warning", "error")
-    )
+    log_level: str = setting("log-level", "info", "How much is logged.", choices=("debug", "info", "warning", "error"))
     log_format: str = setting(
         "log-format", "text", "Whether log lines are for people or one JSON object each.", choices=("text", "json")
     )

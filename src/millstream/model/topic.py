@@ -135,9 +135,7 @@ class TopicSettings:
 
     def as_strings(self) -> dict[str, str]:
         """Every setting as Kafka shows it: name to text."""
-        return {
-            declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))
-        }
+        return {declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))}
 
     @property
     def deletes(self) -> bool:

@@ -1,0 +1,154 @@
+"""The catalog: a small relational store, SQLite in the data folder of a single node.
+
+Calls block for a moment and are rare, so callers run them in a thread.
+"""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Connection, create_engine, delete, event, insert, select, update
+from sqlalchemy.exc import DatabaseError, IntegrityError
+
+from millstream.catalog.tables import SCHEMA_VERSION, about, counters, deleted_topics, metadata, topics
+from millstream.model.errors import DataFolderInvalid, TopicExists, UnknownTopic
+from millstream.model.topic import Topic
+
+_CLUSTER_ID = "cluster-id"
+_SCHEMA_VERSION = "schema-version"
+
+
+class Catalog:
+    """What people declared, kept durably."""
+
+    def __init__(self, url: str) -> None:
+        self._engine = create_engine(url)
+        if self._engine.dialect.name == "sqlite":
+            event.listen(self._engine, "connect", _make_durable)
+        self.cluster_id = ""
+
+    @classmethod
+    def open_folder(cls, data: Path) -> Catalog:
+        """Open the embedded catalog of a data folder, creating it in a new one."""
+        path = data / "catalog.sqlite"
+        catalog = cls(f"sqlite:///{path}")
+        try:
+            catalog.prepare()
+        except DatabaseError as error:
+            raise DataFolderInvalid(
+                f"the catalog {path} cannot be read ({error.orig}); "
+                "restore it from a backup or start with another --data"
+            ) from error
+        return catalog
+
+    def prepare(self) -> None:
+        """Create what is missing and check the version of the schema."""
+        metadata.create_all(self._engine)
+        with self._engine.begin() as connection:
+            found = _about(connection, _SCHEMA_VERSION)
+            if found is None:
+                connection.execute(insert(about).values(name=_SCHEMA_VERSION, value=str(SCHEMA_VERSION)))
+                connection.execute(insert(about).values(name=_CLUSTER_ID, value=_new_cluster_id()))
+            elif int(found) > SCHEMA_VERSION:
+                raise DataFolderInvalid(
+                    f"the catalog was written by a newer Millstream (schema {found}, this one knows {SCHEMA_VERSION})"
+                )
+            self.cluster_id = _about(connection, _CLUSTER_ID) or ""
+
+    def topics(self) -> list[Topic]:
+        """Every topic, by name."""
+        with self._engine.connect() as connection:
+            return [_topic(row) for row in connection.execute(select(topics).order_by(topics.c.name))]
+
+    def add_topic(self, topic: Topic) -> None:
+        """Declare a topic, durably."""
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(
+                    insert(topics).values(
+                        topic_id=str(topic.topic_id),
+                        name=topic.name,
+                        partitions=topic.partitions,
+                        replication=topic.replication,
+                        overrides=dict(topic.overrides),
+                        created_ms=topic.created_ms,
+                    )
+                )
+        except IntegrityError as error:
+            raise TopicExists(f"topic {topic.name!r} exists already") from error
+
+    def change_topic(self, topic: Topic) -> None:
+        """Store the partitions and overrides of a topic that exists."""
+        with self._engine.begin() as connection:
+            changed = connection.execute(
+                update(topics)
+                .where(topics.c.topic_id == str(topic.topic_id))
+                .values(partitions=topic.partitions, overrides=dict(topic.overrides))
+            )
+            if changed.rowcount != 1:
+                raise UnknownTopic(f"topic {topic.name!r} is not in the catalog")
+
+    def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
+        """Take a topic out and leave the record that allows its files to go."""
+        with self._engine.begin() as connection:
+            connection.execute(delete(topics).where(topics.c.topic_id == str(topic.topic_id)))
+            connection.execute(
+                insert(deleted_topics).values(topic_id=str(topic.topic_id), name=topic.name, deleted_ms=now_ms)
+            )
+
+    def deleted_topic_ids(self) -> set[UUID]:
+        """Topics whose files may go."""
+        with self._engine.connect() as connection:
+            return {UUID(row.topic_id) for row in connection.execute(select(deleted_topics.c.topic_id))}
+
+    def forget_deleted(self, topic_id: UUID) -> None:
+        """Drop the deletion record once the files are gone."""
+        with self._engine.begin() as connection:
+            connection.execute(delete(deleted_topics).where(deleted_topics.c.topic_id == str(topic_id)))
+
+    def take_block(self, counter: str, size: int, *, first: int = 0) -> int:
+        """Take `size` numbers of a counter for good and return the first of them."""
+        with self._engine.begin() as connection:
+            row = connection.execute(select(counters.c.next_value).where(counters.c.name == counter)).first()
+            taken = first if row is None else int(row.next_value)
+            if row is None:
+                connection.execute(insert(counters).values(name=counter, next_value=taken + size))
+            else:
+                connection.execute(update(counters).where(counters.c.name == counter).values(next_value=taken + size))
+            return taken
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._engine.dispose()
+
+
+def _make_durable(connection: Any, _record: Any) -> None:
+    # FULL makes a commit survive a power cut in WAL mode too.
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.close()
+
+
+def _about(connection: Connection, name: str) -> str | None:
+    return connection.execute(select(about.c.value).where(about.c.name == name)).scalar_one_or_none()
+
+
+def _new_cluster_id() -> str:
+    # Kafka shows cluster ids as 22 characters of URL-safe base 64, and some tools expect that.
+    return base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
+
+
+def _topic(row: Any) -> Topic:
+    return Topic(
+        name=row.name,
+        topic_id=UUID(row.topic_id),
+        partitions=row.partitions,
+        replication=row.replication,
+        overrides=dict(row.overrides),
+        created_ms=row.created_ms,
+    )

@@ -1,0 +1,45 @@
+"""The tables of the catalog: what people declare, as opposed to what the log holds."""
+
+from __future__ import annotations
+
+from sqlalchemy import JSON, BigInteger, Column, Integer, MetaData, String, Table
+
+SCHEMA_VERSION = 1
+
+metadata = MetaData()
+
+about = Table(
+    "about",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("value", String(255), nullable=False),
+)
+"""Single facts: the version of this schema, the id of the cluster."""
+
+topics = Table(
+    "topics",
+    metadata,
+    Column("topic_id", String(36), primary_key=True),
+    Column("name", String(249), nullable=False, unique=True),
+    Column("partitions", Integer, nullable=False),
+    Column("replication", Integer, nullable=False),
+    Column("overrides", JSON, nullable=False),
+    Column("created_ms", BigInteger, nullable=False),
+)
+
+deleted_topics = Table(
+    "deleted_topics",
+    metadata,
+    Column("topic_id", String(36), primary_key=True),
+    Column("name", String(249), nullable=False),
+    Column("deleted_ms", BigInteger, nullable=False),
+)
+"""Explicit deletion records: data files go only because of a row here, never because one is missing above."""
+
+counters = Table(
+    "counters",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("next_value", BigInteger, nullable=False),
+)
+"""Numbers that are handed out once, in blocks."""

@@ -1,0 +1,244 @@
+"""The topics of this node: the catalog's declarations joined with the partitions that carry them out."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import uuid
+from collections.abc import Mapping
+from uuid import UUID
+
+from millstream.catalog.catalog import Catalog
+from millstream.config import Config
+from millstream.log.store import LogStore
+from millstream.model.clock import Clock
+from millstream.model.errors import (
+    InvalidPartitions,
+    InvalidReplication,
+    InvalidRequest,
+    PolicyViolation,
+    TopicExists,
+    UnknownTopic,
+    UnknownTopicId,
+)
+from millstream.model.ids import PartitionIndex
+from millstream.model.topic import INTERNAL_TOPICS, Topic, TopicPartition, TopicSettings, check_topic_name
+from millstream.replication.partition import Partition
+
+_logger = logging.getLogger(__name__)
+
+PARTITIONS_MAX = 10_000
+_NAMES_SHOWN_MAX = 5
+
+
+class Topics:
+    """Every topic and its partitions, by name and by id."""
+
+    def __init__(self, catalog: Catalog, store: LogStore, config: Config, clock: Clock) -> None:
+        self._catalog = catalog
+        self._store = store
+        self._config = config
+        self._clock = clock
+        self._defaults = TopicSettings(flush=config.default_flush, retention_ms=config.default_retention_ms)
+        self._by_name: dict[str, Topic] = {}
+        self._by_id: dict[UUID, Topic] = {}
+        self._partitions: dict[str, list[Partition]] = {}
+        # One change of the catalog at a time; readers never wait for it.
+        self._changing = asyncio.Lock()
+
+    async def load(self) -> None:
+        """Finish interrupted deletions, then open every partition that the catalog declares."""
+        declared = await asyncio.to_thread(self._catalog.topics)
+        for topic_id in await asyncio.to_thread(self._catalog.deleted_topic_ids):
+            self._store.delete_stored(topic_id)
+            await asyncio.to_thread(self._catalog.forget_deleted, topic_id)
+        for topic in declared:
+            self._open(topic)
+        known = {topic.topic_id for topic in declared}
+        strangers = {topic_id for topic_id, _ in self._store.stored()} - known
+        if strangers:
+            _logger.warning(
+                "the data folder holds partitions that the catalog does not know; they are left alone",
+                extra={"topic_ids": ", ".join(sorted(map(str, strangers))[:_NAMES_SHOWN_MAX]), "count": len(strangers)},
+            )
+
+    def get(self, name: str) -> Topic | None:
+        """The topic of this name, if there is one."""
+        return self._by_name.get(name)
+
+    def by_id(self, topic_id: UUID) -> Topic | None:
+        """The topic with this id, if there is one."""
+        return self._by_id.get(topic_id)
+
+    def all(self) -> list[Topic]:
+        """Every topic, by name."""
+        return [self._by_name[name] for name in sorted(self._by_name)]
+
+    def partition(self, name: str, index: int) -> Partition:
+        """One partition by the topic's name."""
+        partitions = self._partitions.get(name)
+        if partitions is None:
+            raise UnknownTopic(f"topic {name!r} does not exist")
+        if not 0 <= index < len(partitions):
+            raise UnknownTopic(f"topic {name!r} has {len(partitions)} partitions, there is no number {index}")
+        return partitions[index]
+
+    def partition_by_id(self, topic_id: UUID, index: int) -> Partition:
+        """One partition by the topic's id."""
+        topic = self._by_id.get(topic_id)
+        if topic is None:
+            raise UnknownTopicId(f"no topic has the id {topic_id}")
+        return self.partition(topic.name, index)
+
+    def partitions_of(self, topic: Topic) -> list[Partition]:
+        """The partitions of a topic, in order."""
+        return self._partitions[topic.name]
+
+    def settings_of(self, topic: Topic) -> TopicSettings:
+        """What holds for a topic: the node's defaults and, on top, what its owner set."""
+        return TopicSettings.from_strings(topic.overrides, base=self._defaults)
+
+    async def create(
+        self,
+        name: str,
+        *,
+        partitions: int = -1,
+        replication: int = -1,
+        overrides: Mapping[str, str] | None = None,
+        internal: bool = False,
+        validate_only: bool = False,
+    ) -> Topic:
+        """Declare a topic durably, then open its partitions."""
+        async with self._changing:
+            topic = self._declare(name, partitions, replication, overrides or {}, internal=internal)
+            if not validate_only:
+                await asyncio.to_thread(self._catalog.add_topic, topic)
+                self._open(topic)
+                _logger.info("topic created", extra={"topic": name, "partitions": topic.partitions})
+            return topic
+
+    async def ensure(self, name: str) -> Topic:
+        """The topic of this name; created if it is missing and the config allows that."""
+        topic = self._by_name.get(name)
+        if topic is not None:
+            return topic
+        check_topic_name(name)
+        if not self._config.auto_create_topics:
+            raise UnknownTopic(f"topic {name!r} does not exist, and auto-create-topics is off")
+        try:
+            return await self.create(name)
+        except TopicExists:
+            return self._by_name[name]
+
+    async def delete(self, name: str) -> None:
+        """Delete a topic and its data. The deletion record comes first, so that a crash cannot bring it back."""
+        async with self._changing:
+            topic = self._require(name)
+            if topic.is_internal:
+                raise PolicyViolation(f"topic {name!r} holds the broker's own state and cannot be deleted")
+            await asyncio.to_thread(self._catalog.delete_topic, topic, now_ms=self._clock.now_ms())
+            del self._by_name[name]
+            del self._by_id[topic.topic_id]
+            for partition in self._partitions.pop(name):
+                partition.close()
+                self._store.delete_log(partition.log)
+            self._store.delete_stored(topic.topic_id)
+            await asyncio.to_thread(self._catalog.forget_deleted, topic.topic_id)
+            _logger.info("topic deleted", extra={"topic": name})
+
+    async def add_partitions(self, name: str, total: int, *, validate_only: bool = False) -> Topic:
+        """Grow a topic to `total` partitions; it never shrinks."""
+        async with self._changing:
+            topic = self._require(name)
+            if total <= topic.partitions:
+                raise InvalidPartitions(
+                    f"topic {name!r} has {topic.partitions} partitions; ask for more than that, not {total}"
+                )
+            self._check_partitions(total)
+            grown = dataclasses.replace(topic, partitions=total)
+            if not validate_only:
+                await asyncio.to_thread(self._catalog.change_topic, grown)
+                self._open(grown)
+            return grown
+
+    async def alter(self, name: str, changes: Mapping[str, str | None], *, validate_only: bool = False) -> Topic:
+        """Set some of a topic's settings; None takes a setting back to the node's default."""
+        async with self._changing:
+            topic = self._require(name)
+            overrides = dict(topic.overrides)
+            for setting_name, text in changes.items():
+                if text is None:
+                    overrides.pop(setting_name, None)
+                else:
+                    overrides[setting_name] = text
+            settings = TopicSettings.from_strings(overrides, base=self._defaults)
+            self._check_settings(name, settings, internal=topic.is_internal)
+            changed = dataclasses.replace(topic, overrides=overrides)
+            if not validate_only:
+                await asyncio.to_thread(self._catalog.change_topic, changed)
+                self._register(changed)
+                for partition in self._partitions[name]:
+                    partition.change_settings(changed, settings)
+            return changed
+
+    def close(self) -> None:
+        """Close every partition: waiting producers are told that the broker stops."""
+        for partitions in self._partitions.values():
+            for partition in partitions:
+                partition.close()
+
+    def _declare(
+        self, name: str, partitions: int, replication: int, overrides: Mapping[str, str], *, internal: bool
+    ) -> Topic:
+        check_topic_name(name)
+        if name in self._by_name:
+            raise TopicExists(f"topic {name!r} exists already")
+        if name in INTERNAL_TOPICS and not internal:
+            raise PolicyViolation(f"the name {name!r} is kept for the broker's own state")
+        wanted = self._config.default_partitions if partitions == -1 else partitions
+        self._check_partitions(wanted)
+        if replication not in (-1, 1):
+            raise InvalidReplication(f"replication factor {replication} needs as many nodes, this cluster has 1")
+        settings = TopicSettings.from_strings(overrides, base=self._defaults)
+        self._check_settings(name, settings, internal=internal)
+        return Topic(
+            name=name,
+            topic_id=uuid.uuid4(),
+            partitions=wanted,
+            replication=1,
+            overrides=dict(overrides),
+            created_ms=self._clock.now_ms(),
+        )
+
+    def _check_partitions(self, wanted: int) -> None:
+        if not 1 <= wanted <= PARTITIONS_MAX:
+            raise InvalidPartitions(f"a topic has 1 to {PARTITIONS_MAX} partitions, not {wanted}")
+
+    def _check_settings(self, name: str, settings: TopicSettings, *, internal: bool) -> None:
+        if "compact" in settings.cleanup_policy and not internal:
+            raise InvalidRequest(
+                f"topic {name!r}: cleanup.policy={settings.cleanup_policy} is not available yet; use delete"
+            )
+
+    def _require(self, name: str) -> Topic:
+        topic = self._by_name.get(name)
+        if topic is None:
+            raise UnknownTopic(f"topic {name!r} does not exist")
+        return topic
+
+    def _register(self, topic: Topic) -> None:
+        self._by_name[topic.name] = topic
+        self._by_id[topic.topic_id] = topic
+
+    def _open(self, topic: Topic) -> None:
+        settings = self.settings_of(topic)
+        partitions = self._partitions.get(topic.name, [])
+        for number in range(len(partitions), topic.partitions):
+            index = PartitionIndex(number)
+            log = self._store.open_log(topic.topic_id, TopicPartition(topic.name, index), settings)
+            partitions.append(Partition(topic, index, log, self._store))
+        for partition in partitions:
+            partition.topic = topic
+        self._partitions[topic.name] = partitions
+        self._register(topic)

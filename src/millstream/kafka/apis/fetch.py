@@ -1,0 +1,345 @@
+"""Fetch (key 1), versions 4 to 17: topic ids, sessions, and a long poll that wakes on append.
+
+Hand-laid, since this is the hot path: stored batches go to the socket as they are. A request that finds fewer than
+`min_bytes` waits for its partitions' high watermarks to move or for `max_wait`, whichever comes first.
+
+Version notes: 7 brings sessions (KIP-227), 9 the leader epoch, 11 the rack, 12 is flexible, 13 names topics by id,
+15 moves the replica id into a tag.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import NamedTuple
+from uuid import UUID
+
+from kio.schema.errors import ErrorCode
+
+from millstream.cluster.topics import Topics
+from millstream.kafka.api import ClientInfo
+from millstream.kafka.errors import error_code
+from millstream.kafka.fetch_session import (
+    FIRST_EPOCH,
+    SESSIONLESS_EPOCH,
+    FetchSession,
+    FetchSessions,
+    PartitionKey,
+    Position,
+)
+from millstream.model.errors import MillstreamError, ProtocolViolation
+from millstream.model.ids import Offset
+from millstream.net.budget import Budget
+from millstream.net.connection import Answer, Buffers
+from millstream.records.batch import Buffer
+from millstream.replication.partition import Partition
+from millstream.wire.codec import RequestHeader, response_head
+from millstream.wire.primitives import Reader, Writer
+
+FIRST_WITH_LOG_START = 5
+FIRST_WITH_SESSIONS = 7
+FIRST_WITH_LEADER_EPOCH = 9
+FIRST_WITH_RACK = 11
+FIRST_WITH_LAST_EPOCH = 12
+FIRST_WITH_TOPIC_IDS = 13
+FIRST_WITHOUT_REPLICA_ID = 15
+MAX_WAIT_S_MAX = 300.0
+_NO_PREFERRED_REPLICA = -1
+
+
+class _Request(NamedTuple):
+    max_wait_ms: int
+    min_bytes: int
+    max_bytes: int
+    session_id: int
+    session_epoch: int
+    wanted: dict[PartitionKey, Position]
+    forgotten: list[PartitionKey]
+
+
+class _Found(NamedTuple):
+    """What is said about one partition."""
+
+    key: PartitionKey
+    code: ErrorCode
+    high_watermark: int
+    log_start: int
+    records: Buffer
+
+
+class _Context(NamedTuple):
+    """One request with the partitions it is about, of its own or of its session."""
+
+    request: _Request
+    positions: dict[PartitionKey, Position]
+    session: FetchSession | None
+    incremental: bool
+
+
+class _Wait:
+    """A long poll: done at the first advance of any of its partitions."""
+
+    __slots__ = ("moved",)
+
+    def __init__(self) -> None:
+        self.moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def advanced(self, partition: Partition) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        if not self.moved.done():
+            self.moved.set_result(None)
+
+
+class Fetch:
+    """Reads batches from the log, at once or when there are enough."""
+
+    key = 1
+    versions = (4, 17)
+
+    def __init__(self, topics: Topics, budget: Budget, *, bytes_max: int) -> None:
+        self._topics = topics
+        self._budget = budget
+        self._bytes_max = bytes_max
+        self._sessions = FetchSessions()
+        self._waits: set[_Wait] = set()
+        self._stopping = False
+
+    @property
+    def waiting(self) -> int:
+        """How many long polls are under way."""
+        return len(self._waits)
+
+    @property
+    def sessions(self) -> int:
+        """How many fetch sessions are remembered."""
+        return len(self._sessions)
+
+    def stop(self) -> None:
+        """Answer every long poll now and start no more: the broker is stopping."""
+        self._stopping = True
+        for wait in tuple(self._waits):
+            wait.finish()
+
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
+        """Answer at once when there is enough to send, else have the connection wait."""
+        request = _read(frame, header)
+        context = self._context(request, header)
+        if isinstance(context, ErrorCode):
+            return _write(header, context, 0, [])
+        found, size = self._look(context)
+        if self._is_enough(context, found, size):
+            return self._answer(header, context, found)
+        return self._wait(header, context)
+
+    # -- sessions -------------------------------------------------------------------------------------------
+
+    def _context(self, request: _Request, header: RequestHeader) -> _Context | ErrorCode:
+        by_id = header.version >= FIRST_WITH_TOPIC_IDS
+        if request.session_epoch in (SESSIONLESS_EPOCH, FIRST_EPOCH):
+            self._sessions.close(request.session_id)
+            session = None
+            if request.session_epoch == FIRST_EPOCH and header.version >= FIRST_WITH_SESSIONS:
+                session = self._sessions.open(request.wanted, by_id=by_id)
+            return _Context(request, request.wanted, session, incremental=False)
+        resumed = self._sessions.resume(request.session_id, request.session_epoch, by_id=by_id)
+        if isinstance(resumed, ErrorCode):
+            return resumed
+        resumed.update(request.wanted, request.forgotten)
+        return _Context(request, resumed.positions, resumed, incremental=True)
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    def _partition(self, key: PartitionKey) -> Partition:
+        topic, index = key
+        if isinstance(topic, UUID):
+            return self._topics.partition_by_id(topic, index)
+        return self._topics.partition(topic, index)
+
+    def _look(self, context: _Context) -> tuple[list[_Found], int]:
+        """Read what is there now, within the limits of the request and of the broker."""
+        left = min(context.request.max_bytes, self._bytes_max) if self._budget.has_room else 0
+        found: list[_Found] = []
+        size = 0
+        for key, position in context.positions.items():
+            one = self._look_at(key, position, left)
+            left -= len(one.records)
+            size += len(one.records)
+            if not context.incremental or _is_news(one, position):
+                found.append(one)
+        return found, size
+
+    def _look_at(self, key: PartitionKey, position: Position, left: int) -> _Found:
+        try:
+            partition = self._partition(key)
+            partition.check_leader_epoch(position.leader_epoch)
+            records: Buffer = b""
+            max_bytes = min(position.max_bytes, left)
+            if max_bytes > 0 or position.offset > partition.high_watermark:
+                records = partition.read(position.offset, max_bytes=max(max_bytes, 0))
+            return _Found(key, ErrorCode.none, partition.high_watermark, partition.log_start, records)
+        except MillstreamError as error:
+            return _Found(key, error_code(error), -1, -1, b"")
+
+    def _is_enough(self, context: _Context, found: list[_Found], size: int) -> bool:
+        return (
+            size >= context.request.min_bytes
+            or context.request.max_wait_ms <= 0
+            or not context.positions
+            or self._stopping
+            or any(one.code is not ErrorCode.none for one in found)
+        )
+
+    # -- waiting --------------------------------------------------------------------------------------------
+
+    async def _wait(self, header: RequestHeader, context: _Context) -> Buffers:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + min(context.request.max_wait_ms / 1000, MAX_WAIT_S_MAX)
+        while True:
+            wait = _Wait()
+            listening = self._listen(context, wait)
+            try:
+                # The look comes after the listening, so that no advance falls between the two.
+                found, size = self._look(context)
+                if loop.time() >= deadline or self._is_enough(context, found, size):
+                    return self._answer(header, context, found)
+                async with asyncio.timeout_at(deadline):
+                    await wait.moved
+            except TimeoutError:
+                continue
+            finally:
+                self._waits.discard(wait)
+                self._budget.stop_waiting(wait)
+                for partition in listening:
+                    partition.forget(wait)
+
+    def _listen(self, context: _Context, wait: _Wait) -> list[Partition]:
+        self._waits.add(wait)
+        if not self._budget.has_room:
+            self._budget.wait(wait, wait.finish)
+        listening: list[Partition] = []
+        for key in context.positions:
+            # A topic that went away in the meantime is what the next look reports to the client.
+            with suppress(MillstreamError):
+                partition = self._partition(key)
+                partition.listen(wait)
+                listening.append(partition)
+        return listening
+
+    def _answer(self, header: RequestHeader, context: _Context, found: list[_Found]) -> Buffers:
+        session = context.session
+        if session is not None:
+            for one in found:
+                position = session.positions.get(one.key)
+                if position is None:
+                    continue
+                position.watermark_told = Offset(one.high_watermark)
+                position.log_start_told = Offset(one.log_start)
+                if one.records:
+                    session.served(one.key)
+        return _write(header, ErrorCode.none, 0 if session is None else session.session_id, found)
+
+
+def _is_news(one: _Found, position: Position) -> bool:
+    """Whether an incremental answer has to mention the partition."""
+    return (
+        bool(one.records)
+        or one.code is not ErrorCode.none
+        or one.high_watermark != position.watermark_told
+        or one.log_start != position.log_start_told
+    )
+
+
+def _read(frame: memoryview, header: RequestHeader) -> _Request:
+    version = header.version
+    reader = Reader(frame, header.body_at, flexible=header.flexible)
+    if version < FIRST_WITHOUT_REPLICA_ID:
+        _check_consumer(reader.int32())
+    max_wait_ms, min_bytes, max_bytes = reader.int32(), reader.int32(), reader.int32()
+    reader.int8()  # The isolation level: without transactions, both read the same.
+    session_id, session_epoch = 0, SESSIONLESS_EPOCH
+    if version >= FIRST_WITH_SESSIONS:
+        session_id, session_epoch = reader.int32(), reader.int32()
+    wanted = _read_wanted(reader, version)
+    forgotten: list[PartitionKey] = []
+    if version >= FIRST_WITH_SESSIONS:
+        for _ in range(reader.array_length()):
+            topic: str | UUID = reader.uuid() if version >= FIRST_WITH_TOPIC_IDS else reader.string()
+            forgotten.extend((topic, index) for index in reader.int32_array())
+            reader.skip_tags()
+    if version >= FIRST_WITH_RACK:
+        reader.string()
+    for tag, content in reader.tags():
+        if tag == 1 and version >= FIRST_WITHOUT_REPLICA_ID:
+            _check_consumer(content.int32())
+    return _Request(max_wait_ms, min_bytes, max_bytes, session_id, session_epoch, wanted, forgotten)
+
+
+def _check_consumer(replica_id: int) -> None:
+    # -1 is a consumer and -2 a debugging tool; anything else claims to be a follower, and there are none yet.
+    if replica_id not in (-1, -2):
+        raise ProtocolViolation(f"a fetch as replica {replica_id}, but this broker has no followers")
+
+
+def _read_wanted(reader: Reader, version: int) -> dict[PartitionKey, Position]:
+    wanted: dict[PartitionKey, Position] = {}
+    for _ in range(reader.array_length()):
+        topic: str | UUID = reader.uuid() if version >= FIRST_WITH_TOPIC_IDS else reader.string()
+        for _ in range(reader.array_length()):
+            index = reader.int32()
+            leader_epoch = reader.int32() if version >= FIRST_WITH_LEADER_EPOCH else -1
+            offset = Offset(reader.int64())
+            if version >= FIRST_WITH_LAST_EPOCH:
+                reader.int32()  # The epoch of the last record, which only followers make use of.
+            if version >= FIRST_WITH_LOG_START:
+                reader.int64()  # The follower's log start.
+            wanted[topic, index] = Position(offset, reader.int32(), leader_epoch)
+            reader.skip_tags()
+        reader.skip_tags()
+    return wanted
+
+
+def _write(header: RequestHeader, code: ErrorCode, session_id: int, found: list[_Found]) -> Buffers:
+    """Lay out the reply as a list of buffers, so that records are sent from where they were read to."""
+    version = header.version
+    writer = Writer(flexible=header.flexible)
+    writer.int32(0)
+    if version >= FIRST_WITH_SESSIONS:
+        writer.int16(code)
+        writer.int32(session_id)
+    by_topic: dict[str | UUID, list[_Found]] = {}
+    for one in found:
+        by_topic.setdefault(one.key[0], []).append(one)
+    writer.array_length(len(by_topic))
+    pieces: Buffers = []
+    for topic, of_topic in by_topic.items():
+        if isinstance(topic, UUID):
+            writer.uuid(topic)
+        else:
+            writer.string(topic)
+        writer.array_length(len(of_topic))
+        for one in of_topic:
+            _write_found(writer, version, one)
+            if one.records:
+                pieces += (writer.buffer, one.records)
+                writer.buffer = bytearray()
+            writer.no_tags()
+        writer.no_tags()
+    writer.no_tags()
+    pieces.append(writer.buffer)
+    size = sum(map(len, pieces))
+    return [response_head(1, version, header.correlation_id, size), *pieces]
+
+
+def _write_found(writer: Writer, version: int, one: _Found) -> None:
+    writer.int32(one.key[1])
+    writer.int16(one.code)
+    writer.int64(one.high_watermark)
+    writer.int64(one.high_watermark)  # The last stable offset: there are no open transactions.
+    if version >= FIRST_WITH_LOG_START:
+        writer.int64(one.log_start)
+    writer.array_length(0)
+    if version >= FIRST_WITH_RACK:
+        writer.int32(_NO_PREFERRED_REPLICA)
+    writer.blob_length(len(one.records))

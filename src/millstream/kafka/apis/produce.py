@@ -1,0 +1,254 @@
+"""Produce (key 0), versions 3 to 13; 0 to 2 are advertised for old librdkafka, which needs to see them, and refused.
+
+Hand-laid, since this is the hot path: the batches are patched and written to disk straight from the frame they
+arrived in. All partitions of a request are appended before the first await, in the order of the request, so
+requests of one connection are appended in the order they were sent, and the reply is a promise that is kept once
+every partition is acknowledged as `acks` and the topic's `flush` say.
+
+Version notes: 9 is flexible, 8 adds the error message, 10 the current leader (a tag we leave out), 13 names topics
+by id. With `acks=0` there is no reply; an error then closes the connection, as in Kafka.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import NamedTuple
+from uuid import UUID
+
+from kio.schema.errors import ErrorCode
+
+from millstream.cluster.topics import Topics
+from millstream.kafka.api import ClientInfo
+from millstream.kafka.errors import error_code
+from millstream.log.log import AppendedRange
+from millstream.model.errors import CorruptBatch, MillstreamError, ProtocolViolation
+from millstream.net.connection import Answer, Buffers
+from millstream.replication.partition import Partition
+from millstream.wire.codec import RequestHeader, response_head
+from millstream.wire.primitives import Reader, Writer
+
+FIRST_SERVED = 3
+FIRST_WITH_LOG_START = 5
+FIRST_WITH_MESSAGES = 8
+FIRST_WITH_TOPIC_IDS = 13
+ACKS_NONE = 0
+_ACKS_VALID = (-1, 0, 1)
+_PENDING_SWEEP_S = 0.25
+_TIMEOUT_S_MAX = 600.0
+
+
+class _Given(NamedTuple):
+    topic: str | UUID
+    partition: int
+    records: memoryview | None
+
+
+class _Request(NamedTuple):
+    transactional_id: str | None
+    acks: int
+    timeout_ms: int
+    given: list[_Given]
+
+
+class _Outcome:
+    """What became of one partition of a request."""
+
+    __slots__ = ("appended", "code", "given", "message")
+
+    def __init__(self, given: _Given) -> None:
+        self.given = given
+        self.appended: AppendedRange | None = None
+        self.code = ErrorCode.none
+        self.message: str | None = None
+
+    def fail(self, error: MillstreamError) -> None:
+        self.code = error_code(error)
+        self.message = str(error)
+        self.appended = None
+
+
+class _Pending:
+    """A request whose reply waits for acknowledgements."""
+
+    __slots__ = ("deadline", "header", "outcomes", "promise", "remaining")
+
+    def __init__(self, header: RequestHeader, outcomes: list[_Outcome], deadline: float) -> None:
+        self.header = header
+        self.outcomes = outcomes
+        self.deadline = deadline
+        self.remaining: dict[_Outcome, asyncio.Future[None]] = {}
+        self.promise: asyncio.Future[Buffers | None] = asyncio.get_running_loop().create_future()
+
+
+class Produce:
+    """Appends batches and answers once they are as durable as was asked for."""
+
+    key = 0
+    versions = (0, 13)
+
+    def __init__(self, topics: Topics) -> None:
+        self._topics = topics
+        self._pending: OrderedDict[_Pending, None] = OrderedDict()
+        self._sweep: asyncio.TimerHandle | None = None
+        self.batches_rejected = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests whose reply waits for an acknowledgement."""
+        return len(self._pending)
+
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
+        """Append everything in the frame; the answer is ready, promised, or none."""
+        if header.version < FIRST_SERVED:
+            raise ProtocolViolation(f"Produce v{header.version} is not served; versions 3 and later are")
+        request = _read(frame, header)
+        outcomes = [self._append(given, request) for given in request.given]
+        if request.acks == ACKS_NONE:
+            _check_unanswered(outcomes)
+            return None
+        return self._reply(header, request, outcomes)
+
+    def _append(self, given: _Given, request: _Request) -> _Outcome:
+        outcome = _Outcome(given)
+        if request.acks not in _ACKS_VALID:
+            outcome.code = ErrorCode.invalid_required_acks
+            outcome.message = f"acks must be -1, 0 or 1, not {request.acks}"
+        elif request.transactional_id is not None:
+            outcome.code = ErrorCode.invalid_producer_id_mapping
+            outcome.message = "transactions are not available yet"
+        else:
+            try:
+                if given.records is None:
+                    raise CorruptBatch("the request holds no records for this partition")
+                outcome.appended = self._partition(given).write(given.records, acks=request.acks)
+            except MillstreamError as error:
+                self.batches_rejected += 1
+                outcome.fail(error)
+        return outcome
+
+    def _partition(self, given: _Given) -> Partition:
+        if isinstance(given.topic, UUID):
+            return self._topics.partition_by_id(given.topic, given.partition)
+        return self._topics.partition(given.topic, given.partition)
+
+    def _reply(self, header: RequestHeader, request: _Request, outcomes: list[_Outcome]) -> Answer:
+        pending: _Pending | None = None
+        for outcome in outcomes:
+            if outcome.appended is None:
+                continue
+            acknowledged = self._partition(outcome.given).acknowledged(outcome.appended)
+            if acknowledged is None:
+                continue
+            if pending is None:
+                timeout_s = min(max(request.timeout_ms, 0) / 1000, _TIMEOUT_S_MAX)
+                pending = _Pending(header, outcomes, asyncio.get_running_loop().time() + timeout_s)
+            pending.remaining[outcome] = acknowledged
+        if pending is None:
+            return _write(header, outcomes)
+        self._wait(pending)
+        return pending.promise
+
+    def _wait(self, pending: _Pending) -> None:
+        self._pending[pending] = None
+        for outcome, acknowledged in pending.remaining.items():
+            acknowledged.add_done_callback(
+                lambda done, outcome=outcome: self._acknowledged(pending, outcome, done)  # type: ignore[misc]
+            )
+        if self._sweep is None:
+            self._sweep = asyncio.get_running_loop().call_later(_PENDING_SWEEP_S, self._time_out)
+
+    def _acknowledged(self, pending: _Pending, outcome: _Outcome, done: asyncio.Future[None]) -> None:
+        if pending.remaining.pop(outcome, None) is None:
+            return
+        error = None if done.cancelled() else done.exception()
+        if isinstance(error, MillstreamError):
+            outcome.fail(error)
+        elif error is not None:
+            outcome.code = ErrorCode.unknown_server_error
+            outcome.message = str(error)
+        if not pending.remaining:
+            self._keep(pending)
+
+    def _keep(self, pending: _Pending) -> None:
+        self._pending.pop(pending, None)
+        if not pending.promise.done():
+            pending.promise.set_result(_write(pending.header, pending.outcomes))
+
+    def _time_out(self) -> None:
+        """Answer what has waited longer than its client is willing to; the records may still become durable."""
+        self._sweep = None
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for pending in tuple(self._pending):
+            if pending.deadline > now:
+                continue
+            for outcome in pending.remaining:
+                outcome.code = ErrorCode.request_timed_out
+                outcome.message = "the records were not acknowledged within the request's timeout"
+                outcome.appended = None
+            pending.remaining.clear()
+            self._keep(pending)
+        if self._pending:
+            self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
+
+
+def _check_unanswered(outcomes: list[_Outcome]) -> None:
+    for outcome in outcomes:
+        if outcome.code is not ErrorCode.none:
+            # There is no reply that could carry the error, so the connection itself has to tell.
+            raise ProtocolViolation(f"produce with acks=0 failed: {outcome.message}")
+
+
+def _read(frame: memoryview, header: RequestHeader) -> _Request:
+    """Read the whole request before anything is done, so that a malformed one leaves no trace."""
+    reader = Reader(frame, header.body_at, flexible=header.flexible)
+    by_id = header.version >= FIRST_WITH_TOPIC_IDS
+    transactional_id = reader.nullable_string()
+    acks = reader.int16()
+    timeout_ms = reader.int32()
+    given: list[_Given] = []
+    for _ in range(reader.array_length()):
+        topic: str | UUID = reader.uuid() if by_id else reader.string()
+        for _ in range(reader.array_length()):
+            partition = reader.int32()
+            given.append(_Given(topic, partition, reader.blob()))
+            reader.skip_tags()
+        reader.skip_tags()
+    reader.skip_tags()
+    return _Request(transactional_id, acks, timeout_ms, given)
+
+
+def _write(header: RequestHeader, outcomes: list[_Outcome]) -> Buffers:
+    version = header.version
+    writer = Writer(flexible=header.flexible)
+    by_topic: dict[str | UUID, list[_Outcome]] = {}
+    for outcome in outcomes:
+        by_topic.setdefault(outcome.given.topic, []).append(outcome)
+    writer.array_length(len(by_topic))
+    for topic, of_topic in by_topic.items():
+        if isinstance(topic, UUID):
+            writer.uuid(topic)
+        else:
+            writer.string(topic)
+        writer.array_length(len(of_topic))
+        for outcome in of_topic:
+            _write_outcome(writer, version, outcome)
+        writer.no_tags()
+    writer.int32(0)
+    writer.no_tags()
+    return [response_head(0, version, header.correlation_id, len(writer.buffer)), writer.buffer]
+
+
+def _write_outcome(writer: Writer, version: int, outcome: _Outcome) -> None:
+    appended = outcome.appended
+    writer.int32(outcome.given.partition)
+    writer.int16(outcome.code)
+    writer.int64(-1 if appended is None else appended.base_offset)
+    writer.int64(-1 if appended is None else appended.append_time_ms)
+    if version >= FIRST_WITH_LOG_START:
+        writer.int64(-1 if appended is None else appended.log_start)
+    if version >= FIRST_WITH_MESSAGES:
+        writer.array_length(0)
+        writer.string(outcome.message)
+    writer.no_tags()

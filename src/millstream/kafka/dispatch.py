@@ -1,0 +1,155 @@
+"""From a frame to the API it asks for and back: reads the header, finds the API, encodes the answer.
+
+The APIs are loaded when the broker is up, since their message classes are slow to import; a request that comes
+before that waits. What cannot be read, or asks for what is not served, closes the connection, as in Kafka;
+ApiVersions alone answers every version, so that clients can find out what is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import count
+from typing import Any, Protocol
+
+from millstream.kafka.api import Api, ClientInfo
+from millstream.model.errors import ProtocolViolation
+from millstream.net.connection import Answer, Buffers, Connection
+from millstream.wire.codec import (
+    API_VERSIONS_KEY,
+    RequestHeader,
+    read_request,
+    read_request_header,
+    write_response,
+)
+
+_logger = logging.getLogger(__name__)
+
+LATENCY_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class RawApi(Protocol):
+    """An API that reads its own frames: the hot paths and Millstream's private requests."""
+
+    key: int
+    versions: tuple[int, int]
+
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
+        """Answer a frame; see `net.connection.Service` for what the kinds of answer mean."""
+
+
+class ApiStatistics:
+    """How often an API was asked and how long its answers took."""
+
+    __slots__ = ("buckets", "count", "name", "seconds")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+        self.seconds = 0.0
+        self.buckets = [0] * (len(LATENCY_BUCKETS_S) + 1)
+
+    def observe(self, seconds: float) -> None:
+        """Count one answer."""
+        self.count += 1
+        self.seconds += seconds
+        self.buckets[bisect_left(LATENCY_BUCKETS_S, seconds)] += 1
+
+
+class Dispatch:
+    """The service behind every Kafka connection."""
+
+    def __init__(self) -> None:
+        self._apis: dict[int, Api[Any, Any] | RawApi] = {}
+        self._loaded = asyncio.Event()
+        self._connection_ids = count(1)
+        self.statistics: dict[int, ApiStatistics] = {}
+
+    def serve(self, apis: Iterable[Api[Any, Any] | RawApi]) -> None:
+        """Begin to answer with these APIs."""
+        self._apis = {api.key: api for api in apis}
+        self.statistics = {key: ApiStatistics(type(api).__name__) for key, api in self._apis.items()}
+        self._loaded.set()
+
+    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+        """Answer one frame."""
+        if not self._loaded.is_set():
+            return self._when_loaded(frame, connection)
+        started = time.perf_counter()
+        header = read_request_header(frame)
+        client = self._client(connection, header)
+        api = self._find(header)
+        if isinstance(api, Api):
+            return self._answer(api, header, frame, client, started)
+        answer = api.handle_frame(frame, header, client)
+        return self._observe(self.statistics[api.key], answer, started)
+
+    async def _when_loaded(self, frame: memoryview, connection: Connection) -> Buffers | None:
+        await self._loaded.wait()
+        answer = self.handle(frame, connection)
+        if isinstance(answer, Awaitable):
+            return await answer
+        return answer
+
+    def _client(self, connection: Connection, header: RequestHeader) -> ClientInfo:
+        client: ClientInfo | None = connection.state
+        if client is None:
+            client = ClientInfo(connection_id=next(self._connection_ids), host=connection.host)
+            connection.state = client
+        if header.client_id is not None:
+            client.client_id = header.client_id
+        return client
+
+    def _find(self, header: RequestHeader) -> Api[Any, Any] | RawApi:
+        api = self._apis.get(header.api_key)
+        if api is None:
+            raise ProtocolViolation(f"API key {header.api_key} is not served")
+        oldest, newest = api.versions
+        if not oldest <= header.version <= newest and header.api_key != API_VERSIONS_KEY:
+            raise ProtocolViolation(
+                f"{type(api).__name__} v{header.version} is not served; versions {oldest} to {newest} are"
+            )
+        return api
+
+    async def _answer(
+        self, api: Api[Any, Any], header: RequestHeader, frame: memoryview, client: ClientInfo, started: float
+    ) -> Buffers:
+        version = header.version
+        if not api.versions[0] <= version <= api.versions[1]:
+            # ApiVersions only: an unknown version is answered in the oldest, which says what is served.
+            return [_unsupported(api, header)]
+        request = read_request(api.key, version, frame, header.body_at)
+        response = await api.answer(version, request, client)
+        encoded = write_response(api.key, version, header.correlation_id, response)
+        self.statistics[api.key].observe(time.perf_counter() - started)
+        return [encoded]
+
+    def _observe(self, statistics: ApiStatistics, answer: Answer, started: float) -> Answer:
+        if answer is None or isinstance(answer, list):
+            statistics.observe(time.perf_counter() - started)
+            return answer
+        if isinstance(answer, asyncio.Future):
+            answer.add_done_callback(_observer(statistics, started))
+            return answer
+        return _observed(statistics, answer, started)
+
+
+def _observer(statistics: ApiStatistics, started: float) -> Callable[[asyncio.Future[Any]], None]:
+    def observe(_done: asyncio.Future[Any]) -> None:
+        statistics.observe(time.perf_counter() - started)
+
+    return observe
+
+
+async def _observed(statistics: ApiStatistics, answer: Awaitable[Buffers | None], started: float) -> Buffers | None:
+    try:
+        return await answer
+    finally:
+        statistics.observe(time.perf_counter() - started)
+
+
+def _unsupported(api: Any, header: RequestHeader) -> bytes:
+    return write_response(api.key, 0, header.correlation_id, api.unsupported())

@@ -1,0 +1,409 @@
+"""One client connection: frames in, replies out, in order.
+
+A frame is four bytes of length and that many bytes of body. Small frames are cut out of one scratch buffer
+that all connections of the loop share; a large one is received straight into a buffer of its own, which the
+log later writes to disk from, so the payload is never copied in Python.
+
+Requests are served one after the other, as Kafka does, with one exception: a reply may be promised (a future),
+and then the next request is taken up at once. Produce uses this, so that pipelined requests share one sync.
+Replies leave in the order of their requests in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from millstream.model.errors import ProtocolViolation
+from millstream.net.budget import Budget
+
+_logger = logging.getLogger(__name__)
+
+Buffers = list[bytes | bytearray | memoryview]
+Answer = Buffers | asyncio.Future[Buffers | None] | Coroutine[Any, Any, Buffers | None] | None
+
+SCRATCH_BYTES = 256 * 1024
+FRAME_GROWTH_BYTES = 2 * 1024 * 1024
+"""A frame's buffer starts no larger than this and grows as data arrives, so that a length alone costs nothing."""
+
+WRITE_BUFFER_HIGH_BYTES = 1024 * 1024
+"""A client that leaves more than this unread is not served further until it has caught up."""
+
+FRAMES_WAITING_MAX = 64
+REPLIES_WAITING_MAX = 1024
+_LENGTH = struct.Struct(">i")
+
+_scratch = bytearray(SCRATCH_BYTES)
+_scratch_view = memoryview(_scratch)
+
+
+class Service(Protocol):
+    """What stands behind the connection and answers requests."""
+
+    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+        """Answer now (buffers), promise an answer (a future), or need the connection to wait (a coroutine).
+
+        None means that the client expects no reply. `ProtocolViolation` closes the connection.
+        """
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Plain counters over all connections of a listener."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    frames_in: int = 0
+    connections_accepted: int = 0
+    connections_refused: int = 0
+    connections_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """What one connection may do."""
+
+    frame_bytes_max: int
+    stall_s: float = 60.0
+    """A half-sent frame or an unread reply that makes no progress for this long ends the connection."""
+
+
+class _Reply:
+    """A place in the order of replies."""
+
+    __slots__ = ("buffers", "done", "held_bytes")
+
+    def __init__(self, held_bytes: int) -> None:
+        self.buffers: Buffers | None = None
+        self.done = False
+        self.held_bytes = held_bytes
+
+
+class Connection(asyncio.BufferedProtocol):
+    """The server's side of one TCP connection."""
+
+    def __init__(
+        self,
+        service: Service,
+        limits: ConnectionLimits,
+        budget: Budget,
+        traffic: Traffic,
+        closed: Callable[[Connection], None],
+    ) -> None:
+        self._service = service
+        self._limits = limits
+        self._budget = budget
+        self._traffic = traffic
+        self._closed = closed
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._frame: bytearray | None = None
+        self._frame_size = 0
+        self._filled = 0
+        self._length_bytes = bytearray()
+        self._waiting: deque[memoryview] = deque()
+        self._replies: deque[_Reply] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._draining = False
+        self._write_paused = False
+        self._read_paused = False
+        self._held_out_bytes = 0
+        self.peer = ""
+        self.host = ""
+        self.state: Any = None
+        """What the service remembers about this client."""
+        self.last_activity = self._loop.time()
+
+    # -- what asyncio calls ---------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Remember the transport and who is at its other end."""
+        if not isinstance(transport, asyncio.Transport):
+            raise TypeError(f"a stream transport was expected, not {type(transport).__name__}")
+        self._transport = transport
+        peer = transport.get_extra_info("peername")
+        self.host = str(peer[0]) if isinstance(peer, tuple) else str(peer or "")
+        self.peer = f"{self.host}:{peer[1]}" if isinstance(peer, tuple) else self.host
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_HIGH_BYTES)
+        self._traffic.connections_accepted += 1
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give back whatever the connection held."""
+        self._closed(self)
+        self._budget.stop_waiting(self)
+        if self._task is not None:
+            self._task.cancel()
+        held = self._held_out_bytes + sum(reply.held_bytes for reply in self._replies)
+        held += sum(map(len, self._waiting))
+        if self._frame is not None:
+            held += len(self._frame)
+        self._replies.clear()
+        self._waiting.clear()
+        self._frame = None
+        self._held_out_bytes = 0
+        self._transport = None
+        self._budget.give_back(held)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go: the frame under way, or the scratch buffer."""
+        if self._frame is not None:
+            return memoryview(self._frame)[self._filled :]
+        return _scratch_view
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take in what has arrived."""
+        self._traffic.bytes_in += nbytes
+        self.last_activity = self._loop.time()
+        try:
+            if self._frame is not None:
+                self._fill(nbytes)
+            else:
+                self._split(_scratch_view[:nbytes])
+        except ProtocolViolation as error:
+            self.fail(error)
+            return
+        self._adjust_reading()
+
+    def eof_received(self) -> bool:
+        """Let replies that are under way leave before the connection closes."""
+        self._draining = True
+        self._close_when_drained()
+        return self._transport is not None
+
+    def pause_writing(self) -> None:
+        """The client reads slower than it asks: hold its further requests."""
+        self._write_paused = True
+        if self._transport is not None:
+            self._hold_out(self._transport.get_write_buffer_size())
+        self._adjust_reading()
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        self._write_paused = False
+        self.last_activity = self._loop.time()
+        self._hold_out(0)
+        self._flush_replies()
+        self._serve_waiting()
+        self._adjust_reading()
+
+    # -- what the listener and the service use --------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not (self._replies or self._waiting or self._task or self._write_paused or self._frame is not None)
+
+    def stalled(self, now: float) -> bool:
+        """Whether the client left something half done and has stopped moving."""
+        if self._write_paused:
+            unread = self._transport.get_write_buffer_size() if self._transport is not None else 0
+            if unread < self._held_out_bytes:
+                self._hold_out(unread)
+                self.last_activity = now
+        elif self._read_paused or (self._frame is None and not self._length_bytes):
+            # Nothing is half done, or it is the broker itself that holds the client back.
+            return False
+        return now - self.last_activity > self._limits.stall_s
+
+    def drain(self) -> None:
+        """Read nothing more, answer what is under way, then close."""
+        self._draining = True
+        self._adjust_reading()
+        self._close_when_drained()
+
+    def fail(self, error: BaseException) -> None:
+        """Close at once because of what this client did or what went wrong for it."""
+        self._traffic.connections_failed += 1
+        _logger.warning("connection closed", extra={"peer": self.peer, "reason": str(error) or type(error).__name__})
+        self.abort()
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- frames ---------------------------------------------------------------------------------------------
+
+    def _split(self, data: memoryview) -> None:
+        """Cut whole frames out of the scratch buffer; begin a frame of its own for the rest."""
+        if self._length_bytes:
+            # A length that came in pieces: put it together and go on with a copy, which is rare and small.
+            data = memoryview(bytes(self._length_bytes) + bytes(data))
+            self._length_bytes.clear()
+        position = 0
+        available = len(data)
+        while available - position >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(data, position)
+            self._check_size(size)
+            position += _LENGTH.size
+            if position + size > available:
+                self._begin_frame(size, data[position:])
+                return
+            # The scratch buffer is reused at once, so the frame takes its bytes along.
+            body = bytearray(data[position : position + size])
+            position += size
+            self._budget.take(size)
+            self._take_frame(memoryview(body))
+        self._length_bytes += data[position:]
+
+    def _check_size(self, size: int) -> None:
+        if not 0 < size <= self._limits.frame_bytes_max:
+            raise ProtocolViolation(
+                f"a request of {size} bytes was announced; 1 to {self._limits.frame_bytes_max} are allowed "
+                "(is the client speaking the Kafka protocol without TLS?)"
+            )
+
+    def _begin_frame(self, size: int, start: memoryview) -> None:
+        self._frame_size = size
+        self._filled = len(start)
+        self._frame = bytearray(max(min(size, FRAME_GROWTH_BYTES), self._filled))
+        self._frame[: self._filled] = start
+        self._budget.take(len(self._frame))
+
+    def _fill(self, nbytes: int) -> None:
+        frame = self._frame
+        if frame is None:
+            raise ProtocolViolation("bytes arrived for a frame that was never begun")
+        self._filled += nbytes
+        if self._filled == self._frame_size:
+            self._frame = None
+            self._take_frame(memoryview(frame))
+        elif self._filled == len(frame):
+            # A new buffer, since the transport may still hold a view of the old one, which pins its size.
+            grown = bytearray(min(self._frame_size, len(frame) * 4))
+            grown[: self._filled] = frame
+            self._budget.take(len(grown) - len(frame))
+            self._frame = grown
+
+    # -- requests -------------------------------------------------------------------------------------------
+
+    def _take_frame(self, frame: memoryview) -> None:
+        self._traffic.frames_in += 1
+        if self._task is not None or self._waiting or self._write_paused:
+            self._waiting.append(frame)
+        else:
+            self._serve(frame)
+
+    def _serve(self, frame: memoryview) -> None:
+        reply = _Reply(len(frame))
+        answer = self._service.handle(frame, self)
+        if isinstance(answer, list):
+            self._replies.append(reply)
+            self._finish(reply, answer)
+        elif answer is None:
+            self._budget.give_back(reply.held_bytes)
+        elif isinstance(answer, asyncio.Future):
+            self._replies.append(reply)
+            answer.add_done_callback(lambda done: self._promise_kept(reply, done))
+        else:
+            self._replies.append(reply)
+            self._task = self._loop.create_task(self._wait_for(reply, answer))
+
+    def _promise_kept(self, reply: _Reply, done: asyncio.Future[Buffers | None]) -> None:
+        if done.cancelled() or self._transport is None:
+            return
+        error = done.exception()
+        if error is not None:
+            self.fail(error)
+        else:
+            self._finish(reply, done.result())
+
+    async def _wait_for(self, reply: _Reply, answer: Coroutine[Any, Any, Buffers | None]) -> None:
+        try:
+            buffers = await answer
+        except asyncio.CancelledError:
+            raise
+        except ProtocolViolation as error:
+            self._task = None
+            self.fail(error)
+            return
+        except Exception as error:
+            _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
+            self._task = None
+            self.fail(error)
+            return
+        self._task = None
+        self._finish(reply, buffers)
+        self._serve_waiting()
+        self._adjust_reading()
+
+    def _serve_waiting(self) -> None:
+        while self._waiting and self._task is None and not self._write_paused and self._transport is not None:
+            try:
+                self._serve(self._waiting.popleft())
+            except ProtocolViolation as error:
+                self.fail(error)
+
+    # -- replies --------------------------------------------------------------------------------------------
+
+    def _finish(self, reply: _Reply, buffers: Buffers | None) -> None:
+        reply.buffers = buffers
+        reply.done = True
+        if self._replies and self._replies[0] is reply:
+            self._flush_replies()
+
+    def _flush_replies(self) -> None:
+        """Send every reply that is ready and has nothing unanswered before it."""
+        transport = self._transport
+        if transport is None:
+            return
+        out: Buffers = []
+        freed = 0
+        replies = self._replies
+        while replies and replies[0].done:
+            reply = replies.popleft()
+            freed += reply.held_bytes
+            if reply.buffers is not None:
+                out.extend(reply.buffers)
+        if out:
+            self.last_activity = self._loop.time()
+            self._traffic.bytes_out += sum(map(len, out))
+            transport.writelines(out)
+            if self._write_paused:
+                self._hold_out(transport.get_write_buffer_size())
+        if freed:
+            self._budget.give_back(freed)
+        self._adjust_reading()
+        self._close_when_drained()
+
+    def _hold_out(self, size_bytes: int) -> None:
+        """Count the bytes that the client has not read yet."""
+        change = size_bytes - self._held_out_bytes
+        self._held_out_bytes = size_bytes
+        if change > 0:
+            self._budget.take(change)
+        elif change < 0:
+            self._budget.give_back(-change)
+
+    # -- backpressure ---------------------------------------------------------------------------------------
+
+    def _adjust_reading(self) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        no_room = not self._budget.has_room
+        hold = (
+            no_room
+            or self._draining
+            or self._write_paused
+            or len(self._waiting) >= FRAMES_WAITING_MAX
+            or len(self._replies) >= REPLIES_WAITING_MAX
+        )
+        if no_room:
+            self._budget.wait(self, self._adjust_reading)
+        if hold and not self._read_paused:
+            self._read_paused = True
+            transport.pause_reading()
+        elif self._read_paused and not hold:
+            self._read_paused = False
+            self.last_activity = self._loop.time()
+            transport.resume_reading()
+
+    def _close_when_drained(self) -> None:
+        if self._draining and not (self._replies or self._waiting or self._task) and self._transport is not None:
+            self._transport.close()

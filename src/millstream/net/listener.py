@@ -1,0 +1,122 @@
+"""Accepts connections, keeps count of them, ends those that stall or idle too long, and drains them at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+from millstream.model.errors import MillstreamError
+from millstream.net.budget import Budget
+from millstream.net.connection import Connection, ConnectionLimits, Service, Traffic
+
+_logger = logging.getLogger(__name__)
+
+SWEEP_S = 5.0
+BACKLOG = 1024
+
+
+class AddressTaken(MillstreamError):
+    """The address is in use or cannot be used."""
+
+
+class _Refused(asyncio.Protocol):
+    """Turns a connection away that is one too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Close at once."""
+        transport.close()
+
+
+class Listener:
+    """A listening socket and its connections."""
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        limits: ConnectionLimits,
+        budget: Budget,
+        connections_max: int,
+        idle_s: float,
+    ) -> None:
+        self._service = service
+        self._limits = limits
+        self._budget = budget
+        self._connections_max = connections_max
+        self._idle_s = idle_s
+        self._server: asyncio.Server | None = None
+        self._sweep: asyncio.TimerHandle | None = None
+        self._all_closed = asyncio.Event()
+        self._all_closed.set()
+        self.connections: set[Connection] = set()
+        self.traffic = Traffic()
+
+    async def start(self, listening: socket.socket) -> None:
+        """Accept connections on a socket that is bound already."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._connection, sock=listening, backlog=BACKLOG)
+        self._sweep = loop.call_later(SWEEP_S, self._sweep_connections)
+
+    def stop_accepting(self) -> None:
+        """Take no new connections; those that are open go on."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def drain(self, timeout_s: float) -> None:
+        """Let every connection finish what is under way, then close them all."""
+        self.stop_accepting()
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for connection in tuple(self.connections):
+            connection.drain()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._all_closed.wait()
+        except TimeoutError:
+            _logger.warning("connections closed before they were done", extra={"connections": len(self.connections)})
+            for connection in tuple(self.connections):
+                connection.abort()
+            await self._all_closed.wait()
+
+    def _connection(self) -> asyncio.BaseProtocol:
+        if len(self.connections) >= self._connections_max:
+            self.traffic.connections_refused += 1
+            return _Refused()
+        connection = Connection(self._service, self._limits, self._budget, self.traffic, self._closed)
+        self.connections.add(connection)
+        self._all_closed.clear()
+        return connection
+
+    def _closed(self, connection: Connection) -> None:
+        self.connections.discard(connection)
+        if not self.connections:
+            self._all_closed.set()
+
+    def _sweep_connections(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for connection in tuple(self.connections):
+            if connection.stalled(now):
+                connection.fail(TimeoutError("a request or a reply made no progress"))
+            elif connection.is_idle and now - connection.last_activity > self._idle_s:
+                connection.abort()
+        self._sweep = loop.call_later(SWEEP_S, self._sweep_connections)
+
+
+def bind(host: str, port: int, *, flag: str) -> socket.socket:
+    """Bind and listen, so that the address is known before anything is served; name the flag when it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise AddressTaken(
+            f"cannot listen on {host}:{port} ({error.strerror}); give another address with --{flag} HOST:PORT"
+        ) from error
+    listening.setblocking(False)
+    return listening

@@ -1,0 +1,264 @@
+"""Connections over a real loopback socket: framing, order, backpressure and bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millstream.model.errors import ProtocolViolation
+from millstream.net.budget import Budget
+from millstream.net.connection import FRAME_GROWTH_BYTES, Answer, Connection, ConnectionLimits
+from millstream.net.listener import AddressTaken, Listener, bind
+
+LIMITS = ConnectionLimits(frame_bytes_max=32 * 1024 * 1024, stall_s=60)
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack(">i", len(body)) + body
+
+
+class Echo:
+    """Answers every frame with itself."""
+
+    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+        return [struct.pack(">i", len(frame)), bytes(frame)]
+
+
+class Scripted:
+    """Answers through a function that the test gives."""
+
+    def __init__(self, answer: Callable[[bytes], Answer]) -> None:
+        self._answer = answer
+
+    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+        return self._answer(bytes(frame))
+
+
+@asynccontextmanager
+async def listening(
+    service: Echo | Scripted,
+    *,
+    limits: ConnectionLimits = LIMITS,
+    budget: Budget | None = None,
+    connections_max: int = 100,
+) -> AsyncIterator[tuple[Listener, int]]:
+    listener = Listener(
+        service, limits=limits, budget=budget or Budget(1 << 30), connections_max=connections_max, idle_s=600
+    )
+    sock = bind("127.0.0.1", 0, flag="kafka")
+    port = sock.getsockname()[1]
+    await listener.start(sock)
+    try:
+        yield listener, port
+    finally:
+        await listener.drain(1)
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    (size,) = struct.unpack(">i", await reader.readexactly(4))
+    return await reader.readexactly(size)
+
+
+@asynccontextmanager
+async def client(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+@given(bodies=st.lists(st.binary(min_size=1, max_size=5000), min_size=1, max_size=20), data=st.data())
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_frames_survive_any_cutting(bodies: list[bytes], data: st.DataObject) -> None:
+    stream = b"".join(map(framed, bodies))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(stream)), max_size=12)))
+
+    async def exchange() -> list[bytes]:
+        async with listening(Echo()) as (_, port), client(port) as (reader, writer):
+            start = 0
+            for cut in [*cuts, len(stream)]:
+                writer.write(stream[start:cut])
+                await writer.drain()
+                await asyncio.sleep(0)
+                start = cut
+            return [await read_frame(reader) for _ in bodies]
+
+    assert asyncio.run(exchange()) == bodies
+
+
+async def test_a_large_frame_grows_its_buffer_and_arrives_whole() -> None:
+    body = bytes(range(256)) * (FRAME_GROWTH_BYTES // 256 * 5)
+    budget = Budget(1 << 30)
+    async with listening(Echo(), budget=budget) as (_, port), client(port) as (reader, writer):
+        writer.write(framed(body) + framed(b"next"))
+        assert await read_frame(reader) == body
+        assert await read_frame(reader) == b"next"
+    assert budget.used_bytes == 0
+
+
+@pytest.mark.parametrize("length", [0, -1, -(2**31), 2**31 - 1, LIMITS.frame_bytes_max + 1])
+async def test_an_impossible_length_closes_only_its_own_connection(length: int) -> None:
+    async with listening(Echo()) as (listener, port), client(port) as (good_reader, good_writer):
+        async with client(port) as (reader, writer):
+            writer.write(struct.pack(">i", length) + b"garbage")
+            assert await reader.read() == b""
+        good_writer.write(framed(b"still here"))
+        assert await read_frame(good_reader) == b"still here"
+        assert listener.traffic.connections_failed == 1
+
+
+async def test_an_announced_length_alone_costs_little_memory() -> None:
+    budget = Budget(1 << 30)
+    async with listening(Echo(), budget=budget) as (_, port), client(port) as (_, writer):
+        writer.write(struct.pack(">i", LIMITS.frame_bytes_max) + b"x")
+        while budget.used_bytes == 0:
+            await asyncio.sleep(0.001)
+        assert budget.used_bytes <= FRAME_GROWTH_BYTES
+    assert budget.used_bytes == 0
+
+
+async def test_promised_replies_leave_in_the_order_of_their_requests() -> None:
+    promises: list[asyncio.Future[list[bytes | bytearray | memoryview] | None]] = []
+
+    def promise(frame: bytes) -> Answer:
+        promises.append(asyncio.get_running_loop().create_future())
+        return promises[-1]
+
+    async with listening(Scripted(promise)) as (_, port), client(port) as (reader, writer):
+        writer.write(framed(b"a") + framed(b"b") + framed(b"c"))
+        while len(promises) < 3:
+            await asyncio.sleep(0.001)
+        for number in (2, 0, 1):
+            promises[number].set_result([framed(b"reply %d" % number)])
+        assert [await read_frame(reader) for _ in range(3)] == [b"reply 0", b"reply 1", b"reply 2"]
+
+
+async def test_a_coroutine_holds_up_later_requests_of_its_connection_only() -> None:
+    gate = asyncio.Event()
+    seen: list[bytes] = []
+
+    def answer(frame: bytes) -> Answer:
+        seen.append(frame)
+
+        async def slow() -> list[bytes | bytearray | memoryview]:
+            await gate.wait()
+            return [framed(frame)]
+
+        return slow() if frame == b"slow" else [framed(frame)]
+
+    async with listening(Scripted(answer)) as (_, port), client(port) as (reader, writer), client(port) as other:
+        writer.write(framed(b"slow") + framed(b"after"))
+        other[1].write(framed(b"other"))
+        assert await read_frame(other[0]) == b"other"
+        assert b"after" not in seen
+        gate.set()
+        assert [await read_frame(reader), await read_frame(reader)] == [b"slow", b"after"]
+
+
+async def test_a_violation_closes_the_connection() -> None:
+    def violate(frame: bytes) -> Answer:
+        raise ProtocolViolation("no")
+
+    async with listening(Scripted(violate)) as (_, port), client(port) as (reader, writer):
+        writer.write(framed(b"x"))
+        assert await reader.read() == b""
+
+
+async def test_a_client_that_never_reads_is_held_back() -> None:
+    served = 0
+
+    def answer(frame: bytes) -> Answer:
+        nonlocal served
+        served += 1
+        return [framed(bytes(1024 * 1024))]
+
+    budget = Budget(1 << 30)
+    async with listening(Scripted(answer), budget=budget) as (_, port), client(port) as (_, writer):
+        for _ in range(200):
+            writer.write(framed(b"more"))
+        await writer.drain()
+        before = -1
+        while before != served:
+            before = served
+            await asyncio.sleep(0.05)
+        # Socket buffers take a few megabytes; everything beyond waits with its request.
+        assert served < 100
+        assert 0 < budget.used_bytes < 64 * 1024 * 1024
+    assert budget.used_bytes == 0
+
+
+async def test_reading_waits_when_the_budget_is_used_up() -> None:
+    gate: asyncio.Future[list[bytes | bytearray | memoryview] | None] = asyncio.get_running_loop().create_future()
+
+    def answer(frame: bytes) -> Answer:
+        return gate if frame[:4] == b"hold" else [framed(frame)]
+
+    budget = Budget(1024)
+    async with listening(Scripted(answer), budget=budget) as (_, port), client(port) as first, client(port) as second:
+        first[1].write(framed(b"hold" + bytes(2000)))
+        while budget.has_room:
+            await asyncio.sleep(0.001)
+        second[1].write(framed(b"a"))
+        # The first read of a connection is taken; after it the connection waits for room.
+        assert await read_frame(second[0]) == b"a"
+        second[1].write(framed(b"b"))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(second[0].readexactly(1), 0.1)
+        gate.set_result([framed(b"done")])
+        assert await read_frame(second[0]) == b"b"
+        assert await read_frame(first[0]) == b"done"
+
+
+async def test_one_connection_too_many_is_turned_away() -> None:
+    async with listening(Echo(), connections_max=1) as (listener, port), client(port) as (reader, writer):
+        writer.write(framed(b"in"))
+        assert await read_frame(reader) == b"in"
+        async with client(port) as (refused, _):
+            assert await refused.read() == b""
+        assert listener.traffic.connections_refused == 1
+
+
+async def test_a_half_sent_frame_that_stalls_is_ended() -> None:
+    limits = ConnectionLimits(frame_bytes_max=1000, stall_s=10)
+    async with listening(Echo(), limits=limits) as (listener, port), client(port) as (_, writer):
+        writer.write(struct.pack(">i", 100) + b"half")
+        while not listener.connections or listener.traffic.bytes_in == 0:
+            await asyncio.sleep(0.001)
+        (connection,) = listener.connections
+        assert not connection.stalled(connection.last_activity + 9)
+        assert connection.stalled(connection.last_activity + 11)
+
+
+async def test_draining_answers_what_is_under_way() -> None:
+    promise: asyncio.Future[list[bytes | bytearray | memoryview] | None] = asyncio.get_running_loop().create_future()
+    started = asyncio.Event()
+
+    def answer(frame: bytes) -> Answer:
+        started.set()
+        return promise
+
+    async with listening(Scripted(answer)) as (listener, port), client(port) as (reader, writer):
+        writer.write(framed(b"x"))
+        await started.wait()
+        drained = asyncio.create_task(listener.drain(5))
+        await asyncio.sleep(0.01)
+        promise.set_result([framed(b"last words")])
+        assert await read_frame(reader) == b"last words"
+        assert await reader.read() == b""
+        await drained
+
+
+def test_a_taken_port_names_the_flag() -> None:
+    taken = bind("127.0.0.1", 0, flag="kafka")
+    try:
+        with pytest.raises(AddressTaken, match="--kafka"):
+            bind("127.0.0.1", taken.getsockname()[1], flag="kafka")
+    finally:
+        taken.close()
