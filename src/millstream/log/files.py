@@ -1,0 +1,161 @@
+"""The file layer: everything the log asks of a disk, as a parameter, so that tests can own its faults.
+
+Descriptors are plain numbers and the calls mirror `os`, so that the real layer adds nothing to the hot path.
+Every call may raise `OSError`; a write may be short, as the operating system's may.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+from typing import Protocol
+
+from millstream.model.errors import DataFolderInUse
+
+Readable = bytes | bytearray | memoryview
+
+OPEN_FILES_MIN = 16
+OPEN_FILES_MAX = 4096
+
+
+class Files(Protocol):
+    """What the log asks of a disk."""
+
+    def open(self, path: str, /, *, create: bool = False) -> int:
+        """Open a file for reading and writing; make it when asked to."""
+
+    def close(self, descriptor: int, /) -> None:
+        """Give a descriptor back."""
+
+    def write_at(self, descriptor: int, data: Readable, position: int, /) -> int:
+        """Write at a position and say how many bytes were taken, perhaps not all."""
+
+    def read_at(self, descriptor: int, size: int, position: int, /) -> bytes:
+        """Read up to `size` bytes at a position; fewer at the end of the file."""
+
+    def sync(self, descriptor: int, /) -> None:
+        """Return once the contents of the file survive a loss of power."""
+
+    def truncate(self, descriptor: int, size: int, /) -> None:
+        """Cut the file off."""
+
+    def size(self, descriptor: int, /) -> int:
+        """The size of an open file."""
+
+    def allocate(self, descriptor: int, size: int, /) -> None:
+        """Reserve space, so that later writes neither fail for lack of it nor change the file's size."""
+
+    def names(self, directory: str, /) -> list[str]:
+        """What a directory holds; nothing when there is no such directory."""
+
+    def exists(self, path: str, /) -> bool:
+        """Whether a file or directory is there."""
+
+    def make_directory(self, path: str, /) -> None:
+        """Make a directory and those above it, unless they are there."""
+
+    def sync_directory(self, path: str, /) -> None:
+        """Return once the names in the directory survive a loss of power."""
+
+    def rename(self, old: str, new: str, /) -> None:
+        """Give a file or directory another name, replacing a file that has it."""
+
+    def remove(self, path: str, /) -> None:
+        """Remove a file."""
+
+    def remove_directory(self, path: str, /) -> None:
+        """Remove an empty directory."""
+
+    def lock(self, path: str, /) -> int:
+        """Hold a lock file until its descriptor is closed, or raise `DataFolderInUse`."""
+
+    def free_bytes(self, path: str, /) -> int:
+        """How much can still be written to the disk that holds the path."""
+
+    def open_files_max(self) -> int:
+        """How many files the log may hold open at the same time."""
+
+
+class DiskFiles:
+    """The real disk."""
+
+    write_at = staticmethod(os.pwrite)
+    read_at = staticmethod(os.pread)
+    sync = staticmethod(os.fdatasync)
+    truncate = staticmethod(os.ftruncate)
+    close = staticmethod(os.close)
+    rename = staticmethod(os.replace)
+    remove = staticmethod(os.unlink)
+    remove_directory = staticmethod(os.rmdir)
+    exists = staticmethod(os.path.lexists)
+
+    def open(self, path: str, /, *, create: bool = False) -> int:
+        """Open a file for reading and writing; make it when asked to."""
+        flags = os.O_RDWR | os.O_CLOEXEC
+        return os.open(path, flags | os.O_CREAT if create else flags, 0o644)
+
+    def size(self, descriptor: int, /) -> int:
+        """The size of an open file."""
+        return os.fstat(descriptor).st_size
+
+    def allocate(self, descriptor: int, size: int, /) -> None:
+        """Reserve space; where the file system cannot, later writes may fail instead."""
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+
+    def names(self, directory: str, /) -> list[str]:
+        """What a directory holds; nothing when there is no such directory."""
+        try:
+            return os.listdir(directory)
+        except FileNotFoundError:
+            return []
+
+    def make_directory(self, path: str, /) -> None:
+        """Make a directory and those above it, unless they are there."""
+        os.makedirs(path, exist_ok=True)
+
+    def sync_directory(self, path: str, /) -> None:
+        """Return once the names in the directory survive a loss of power."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def lock(self, path: str, /) -> int:
+        """Hold a lock file until its descriptor is closed, or raise `DataFolderInUse`."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise DataFolderInUse(f"another process holds {path}; stop it, or use another data folder") from None
+        return descriptor
+
+    def free_bytes(self, path: str, /) -> int:
+        """How much can still be written to the disk that holds the path."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+    def open_files_max(self) -> int:
+        """A quarter of what the process may open: connections need descriptors too."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return max(OPEN_FILES_MIN, min(OPEN_FILES_MAX, soft // 4))
+
+
+def write_fully(files: Files, descriptor: int, data: Readable, position: int) -> None:
+    """Write all of the data, however short each write is; raise `OSError` when the disk takes no more."""
+    written = files.write_at(descriptor, data, position)
+    if written == len(data):
+        return
+    rest = memoryview(data)
+    while written < len(rest):
+        taken = files.write_at(descriptor, rest[written:], position + written)
+        if taken <= 0:
+            raise OSError(errno.EIO, "the disk took nothing of a write")
+        written += taken

@@ -1,0 +1,85 @@
+"""The open files of all logs together, so that ten thousand partitions do not need ten thousand descriptors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Protocol
+
+from millstream.log.files import Files
+
+
+class Opened(Protocol):
+    """What can be held open: `descriptor` is -1 while it is not."""
+
+    path: str
+    descriptor: int
+    used: bool
+    pins: int
+
+    def closed(self) -> None:
+        """Let go of what is kept in memory only while the file is open."""
+
+
+class OpenFiles:
+    """Opens files when they are needed and closes those that have not been used for a while.
+
+    The choice is by second chance: users set `used`, which is all that the hot path pays. A pinned file is in use by
+    a thread and is not closed before it is unpinned.
+    """
+
+    def __init__(self, files: Files, limit: int) -> None:
+        self._files = files
+        self._limit = limit
+        self._open: OrderedDict[int, Opened] = OrderedDict()
+        self._doomed: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def descriptor(self, opened: Opened, *, create: bool = False) -> int:
+        """The descriptor of a file, opening it if need be."""
+        opened.used = True
+        if opened.descriptor >= 0:
+            return opened.descriptor
+        if len(self._open) >= self._limit:
+            self._make_room()
+        opened.descriptor = self._files.open(opened.path, create=create)
+        self._open[id(opened)] = opened
+        return opened.descriptor
+
+    def pin(self, opened: Opened) -> int:
+        """Open a file for the use of a thread; `unpin` must follow."""
+        descriptor = self.descriptor(opened)
+        opened.pins += 1
+        return descriptor
+
+    def unpin(self, opened: Opened) -> None:
+        """The thread is done with it."""
+        opened.pins -= 1
+        if opened.pins == 0 and id(opened) in self._doomed:
+            self._doomed.discard(id(opened))
+            self._close(opened)
+
+    def release(self, opened: Opened) -> None:
+        """Close a file that will not be used again, at the latest when the last thread has unpinned it."""
+        if opened.descriptor < 0:
+            return
+        if opened.pins:
+            self._doomed.add(id(opened))
+        else:
+            self._close(opened)
+
+    def _make_room(self) -> None:
+        for _ in range(2 * len(self._open)):
+            key, opened = next(iter(self._open.items()))
+            if not opened.used and not opened.pins:
+                self._close(opened)
+                return
+            opened.used = False
+            self._open.move_to_end(key)
+
+    def _close(self, opened: Opened) -> None:
+        del self._open[id(opened)]
+        descriptor, opened.descriptor = opened.descriptor, -1
+        self._files.close(descriptor)
+        opened.closed()

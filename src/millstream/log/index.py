@@ -1,0 +1,101 @@
+"""The sparse index of one segment: where a batch lies, by offset and by time.
+
+An entry is made at the start of a batch once `index.interval.bytes` were written since the one before. It says
+which offset begins where, and the largest timestamp of all that lies before it in the segment. Both columns share
+their ordinal, so `.index` holds (offset - base) << 32 | position and `.timeindex` the timestamps, eight bytes each.
+The start of the segment is the entry that is never written.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from bisect import bisect_left, bisect_right
+
+from crc32c import crc32c
+
+ENTRY_BYTES = 8
+RELATIVE_OFFSET_MAX = 2**32 - 1
+_POSITION_MASK = 0xFFFFFFFF
+
+
+class Index:
+    """Positions and times of some of the batches of a segment."""
+
+    __slots__ = ("last_position", "places", "times")
+
+    def __init__(self) -> None:
+        self.places = array("Q")
+        self.times = array("q")
+        self.last_position = 0
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @classmethod
+    def from_bytes(cls, places: bytes, times: bytes) -> Index:
+        """Read back what `to_bytes` gave."""
+        index = cls()
+        index.places.frombytes(places)
+        index.times.frombytes(times)
+        if sys.byteorder == "big":
+            index.places.byteswap()
+            index.times.byteswap()
+        if index.places:
+            index.last_position = index.places[-1] & _POSITION_MASK
+        return index
+
+    def to_bytes(self, first: int = 0) -> tuple[bytes, bytes]:
+        """The two columns from an entry on, little-endian."""
+        places, times = self.places[first:], self.times[first:]
+        if sys.byteorder == "big":
+            places.byteswap()
+            times.byteswap()
+        return places.tobytes(), times.tobytes()
+
+    def add(self, relative_offset: int, position: int, max_timestamp_before_ms: int) -> None:
+        """Note the start of a batch."""
+        self.places.append(relative_offset << 32 | position)
+        self.times.append(max_timestamp_before_ms)
+        self.last_position = position
+
+    def position_of(self, relative_offset: int) -> int:
+        """The start of the last known batch that begins at or before an offset."""
+        at = bisect_right(self.places, relative_offset << 32 | _POSITION_MASK)
+        return self.places[at - 1] & _POSITION_MASK if at else 0
+
+    def start_before(self, position: int) -> tuple[int, int]:
+        """The last known batch that begins at or before a position: its relative offset and its own position."""
+        at = bisect_right(self.places, position, key=_position)
+        return (self.places[at - 1] >> 32, self.places[at - 1] & _POSITION_MASK) if at else (0, 0)
+
+    def start_after(self, position: int) -> int | None:
+        """The start of the first known batch that begins after a position."""
+        at = bisect_right(self.places, position, key=_position)
+        return self.places[at] & _POSITION_MASK if at < len(self.places) else None
+
+    def position_for_time(self, timestamp_ms: int) -> int:
+        """A start with nothing as late as the timestamp before it, as far on as is known."""
+        at = bisect_left(self.times, timestamp_ms)
+        return self.places[at - 1] & _POSITION_MASK if at else 0
+
+    def max_timestamp_before(self, position: int) -> tuple[int, int] | None:
+        """The last known start at or before a position, and the largest timestamp before that start."""
+        at = bisect_right(self.places, position, key=_position)
+        return (self.places[at - 1] & _POSITION_MASK, self.times[at - 1]) if at else None
+
+    def cut(self, position: int) -> None:
+        """Forget every start at or beyond a position."""
+        at = bisect_left(self.places, position, key=_position)
+        del self.places[at:]
+        del self.times[at:]
+        self.last_position = self.places[-1] & _POSITION_MASK if at else 0
+
+    def checksum(self) -> int:
+        """The CRC-32C over both columns."""
+        places, times = self.to_bytes()
+        return crc32c(times, crc32c(places))
+
+
+def _position(place: int) -> int:
+    return place & _POSITION_MASK

@@ -1,0 +1,78 @@
+"""Finding records by time: the time index narrows it down to a batch, then the batch is looked into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millstream.log.frame import Frame
+from millstream.log.reader import Reader
+from millstream.log.segment import Segment
+from millstream.model.ids import Epoch, Offset
+from millstream.records.batch import TIMESTAMP_TYPE_FLAG, read_header
+from millstream.records.record import decode_batch
+
+Found = tuple[Offset, int, Epoch]
+
+
+class Lookup:
+    """Finds records of one log by their timestamps."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def first_at_or_after(
+        self, segments: Sequence[Segment], timestamp_ms: int, start_offset: int, up_to: int
+    ) -> Found | None:
+        """The first record with at least this timestamp, in the order of the log."""
+        for segment in segments:
+            if segment.max_timestamp_ms < timestamp_ms:
+                continue
+            if segment.base_offset >= up_to:
+                return None
+            found = self._first_in(segment, timestamp_ms, start_offset, up_to)
+            if found is not None:
+                return found
+        return None
+
+    def _first_in(self, segment: Segment, timestamp_ms: int, start_offset: int, up_to: int) -> Found | None:
+        position = self._reader.index_of(segment).position_for_time(timestamp_ms)
+        for frame in self._reader.frames(segment, position):
+            if frame.base_offset >= up_to:
+                return None
+            if frame.max_timestamp_ms < timestamp_ms or frame.next_offset <= start_offset:
+                continue
+            found = self._first_of_batch(segment, frame, timestamp_ms, start_offset, up_to)
+            if found is not None:
+                return found
+        return None
+
+    def _first_of_batch(
+        self, segment: Segment, frame: Frame, timestamp_ms: int, start_offset: int, up_to: int
+    ) -> Found | None:
+        if frame.attributes & TIMESTAMP_TYPE_FLAG:
+            offset = max(frame.base_offset, start_offset)
+            return (Offset(offset), frame.max_timestamp_ms, Epoch(frame.leader_epoch)) if offset < up_to else None
+        data = self._reader.read(segment, frame.position, 0, segment.size, segment.next_offset).data
+        for record in decode_batch(data, read_header(data)):
+            if record.timestamp_ms >= timestamp_ms and start_offset <= record.offset < up_to:
+                return record.offset, record.timestamp_ms, Epoch(frame.leader_epoch)
+        return None
+
+    def latest(self, segments: Sequence[Segment], start_offset: int, up_to: int) -> Found | None:
+        """The first of the records that have the largest timestamp."""
+        largest = -1
+        for segment in segments:
+            if segment.base_offset >= up_to:
+                break
+            largest = max(largest, self._largest_in(segment, start_offset, up_to))
+        return self.first_at_or_after(segments, largest, start_offset, up_to) if largest >= 0 else None
+
+    def _largest_in(self, segment: Segment, start_offset: int, up_to: int) -> int:
+        if start_offset <= segment.base_offset and segment.next_offset <= up_to:
+            return segment.max_timestamp_ms
+        largest = -1
+        for frame in self._reader.frames(segment, self._reader.locate(segment, start_offset)):
+            if frame.base_offset >= up_to:
+                break
+            largest = max(largest, frame.max_timestamp_ms)
+        return largest
