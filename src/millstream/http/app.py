@@ -1,0 +1,81 @@
+"""What the gateway serves: health, readiness and metrics of the node it belongs to.
+
+GET /         what is served here
+GET /healthz  200 while the gateway runs and its broker answers; for restarting a node that hangs
+GET /readyz   200 while the broker takes traffic, else 503 with the reasons; for load balancers
+GET /metrics  every number of the node as Prometheus text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from millstream import __version__
+from millstream.http.exposition import render
+from millstream.http.problem import failed, problem, refused
+from millstream.model.errors import MillstreamError
+
+Ask = Callable[[], Awaitable[dict[str, Any]]]
+"""Asks the broker how it is; see `kafka/apis/node_status.py` for the answer."""
+
+_NO_STORE = {"cache-control": "no-store"}
+
+
+def build_app(ask: Ask) -> Starlette:
+    """Build the gateway's application over one way to ask the broker."""
+    doors = _Doors(ask)
+    return Starlette(
+        routes=[
+            Route("/", doors.index),
+            Route("/healthz", doors.healthz),
+            Route("/readyz", doors.readyz),
+            Route("/metrics", doors.metrics),
+        ],
+        exception_handlers={HTTPException: refused, MillstreamError: _unanswered, Exception: failed},
+    )
+
+
+class _Doors:
+    """One method per route."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    async def index(self, request: Request) -> Response:
+        links = {"health": "/healthz", "readiness": "/readyz", "metrics": "/metrics"}
+        return JSONResponse({"name": "millstream", "version": __version__, "links": links})
+
+    async def healthz(self, request: Request) -> Response:
+        status = await self._ask()
+        return JSONResponse(
+            {"status": "ok", "node": status["node_id"], "version": status["version"]}, headers=_NO_STORE
+        )
+
+    async def readyz(self, request: Request) -> Response:
+        status = await self._ask()
+        if status["reasons"]:
+            return problem(
+                request,
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"the broker is not ready: {'; '.join(status['reasons'])}",
+                reasons=status["reasons"],
+            )
+        return JSONResponse({"status": "ready", "node": status["node_id"]}, headers=_NO_STORE)
+
+    async def metrics(self, request: Request) -> Response:
+        status = await self._ask()
+        text, content_type = render(status["metrics"], request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type, **_NO_STORE})
+
+
+def _unanswered(request: Request, error: Exception) -> JSONResponse:
+    reason = f"the broker does not answer: {error}"
+    return problem(request, HTTPStatus.SERVICE_UNAVAILABLE, reason, reasons=[reason])

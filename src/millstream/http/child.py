@@ -1,0 +1,131 @@
+"""The broker's side of the HTTP gateway: a child process that is started, restarted and stopped from here.
+
+The listening socket belongs to the broker, which knows its address at once; the child inherits it. The child lives as
+long as its standard input is open: that is a pipe whose other end only the broker holds, so the child ends with the
+broker even when the broker is killed hard. Connections that arrive while no child runs wait in the socket's backlog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
+
+_logger = logging.getLogger(__name__)
+
+MODULE = "millstream.http.gateway"
+BACKOFF_MIN_S = 0.1
+BACKOFF_MAX_S = 10.0
+SETTLED_S = 30.0
+"""A child that ran for this long was well; if it dies, the waiting starts again from the shortest."""
+
+STOP_S = 5.0
+"""How long a child may take to finish its requests before it is killed."""
+
+
+class HttpChild:
+    """Keeps one gateway process running behind a listening socket."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        kafka_address: str,
+        *,
+        log_level: str = "info",
+        log_format: str = "text",
+        backoff_min_s: float = BACKOFF_MIN_S,
+    ) -> None:
+        self._listening = listening
+        self._kafka_address = kafka_address
+        self._log_level = log_level
+        self._log_format = log_format
+        self._backoff_min_s = backoff_min_s
+        self._process: Process | None = None
+        self._stopping = asyncio.Event()
+        self.restarts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the child that runs now, if one does."""
+        return self._process.pid if self._process is not None else None
+
+    async def run(self) -> None:
+        """Start the child and start it again whenever it ends, until `stop`; a background task of the broker."""
+        backoff_s = self._backoff_min_s
+        while not self._stopping.is_set():
+            started = asyncio.get_running_loop().time()
+            code = await self._run_once()
+            if self._stopping.is_set():
+                break
+            if asyncio.get_running_loop().time() - started > SETTLED_S:
+                backoff_s = self._backoff_min_s
+            self.restarts += 1
+            _logger.warning("the HTTP gateway ended; starting it again", extra={"code": code, "in_s": backoff_s})
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), backoff_s)
+            backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
+
+    async def stop(self) -> None:
+        """Let the child finish its requests, then end it; the listening socket is closed."""
+        self._stopping.set()
+        process = self._process
+        if process is not None:
+            _hang_up(process)
+            try:
+                await asyncio.wait_for(process.wait(), STOP_S)
+            except TimeoutError:
+                _logger.warning("the HTTP gateway did not stop in time and is killed", extra={"pid": process.pid})
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        self._listening.close()
+
+    async def _run_once(self) -> int:
+        try:
+            process = await self._spawn()
+        except OSError as error:
+            _logger.warning("the HTTP gateway could not be started", extra={"reason": str(error)})
+            return -1
+        self._process = process
+        if self._stopping.is_set():
+            _hang_up(process)
+        try:
+            return await process.wait()
+        except asyncio.CancelledError:
+            # The broker gives up waiting, for example because its own start failed.
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            raise
+        finally:
+            _hang_up(process)
+            self._process = None
+
+    async def _spawn(self) -> Process:
+        descriptor = self._listening.fileno()
+        options = {
+            "descriptor": descriptor,
+            "kafka": self._kafka_address,
+            "log_level": self._log_level,
+            "log_format": self._log_format,
+        }
+        # In a session of its own, so that a Ctrl-C in the terminal reaches the broker alone, which stops in order.
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            MODULE,
+            json.dumps(options),
+            stdin=PIPE,
+            stdout=sys.stderr,
+            pass_fds=(descriptor,),
+            start_new_session=True,
+        )
+
+
+def _hang_up(process: Process) -> None:
+    if process.stdin is not None:
+        process.stdin.close()

@@ -1,0 +1,85 @@
+"""The gateway's process: `python -m millstream.http.gateway OPTIONS`, started by `http/child.py` and by nothing else.
+
+It is a client of the broker like any other, so that whatever HTTP asks for never stalls the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from millstream.http.app import build_app
+from millstream.http.broker_status import BrokerStatus
+from millstream.model.log_line import set_up_logging
+
+CONCURRENCY_MAX = 256
+"""Requests and connections at the same time; more are answered with 503 at once."""
+
+DRAIN_S = 3
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but waiting to be told to stop instead of looking ten times a second."""
+
+    def __init__(self, app: Starlette) -> None:
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            limit_concurrency=CONCURRENCY_MAX,
+            timeout_graceful_shutdown=DRAIN_S,
+        )
+        super().__init__(config)
+        self._told = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        """Serve until told to stop."""
+        await self._told.wait()
+
+    def stop(self) -> None:
+        """Finish the requests under way and end."""
+        self.should_exit = True
+        self._told.set()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop on a signal; the broker, if it lives, starts another gateway."""
+        asyncio.get_running_loop().call_soon_threadsafe(self.stop)
+
+
+async def serve(listening: socket.socket, kafka_address: str) -> None:
+    """Serve until the broker hangs up."""
+    status = BrokerStatus(kafka_address)
+    server = Server(build_app(status.ask))
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _hung_up, server)
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        await status.close()
+
+
+def _hung_up(server: Server) -> None:
+    # The pipe carries nothing: all there is to read is its end.
+    if not os.read(sys.stdin.fileno(), 1024):
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        server.stop()
+
+
+def main() -> None:
+    """Run the gateway as the broker asks."""
+    options = json.loads(sys.argv[1])
+    set_up_logging(options["log_level"], options["log_format"])
+    asyncio.run(serve(socket.socket(fileno=options["descriptor"]), options["kafka"]))
+
+
+if __name__ == "__main__":
+    main()
