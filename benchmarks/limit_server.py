@@ -1,0 +1,413 @@
+"""The limit server: the least a server can do and still take a Kafka client's messages and give them back.
+
+It speaks just enough of the protocol for librdkafka to produce and to consume with `assign()`. It moves the same
+bytes over the same event loop, with the same flush policy, into one file per partition. It checks nothing, knows
+no idempotence, keeps no index but the start of each batch, and forgets all when it stops. What it reaches is the
+limit that Millstream is compared with in `benchmarks.run`.
+
+    python -m benchmarks.limit_server --data DIR --kafka 127.0.0.1:0 --flush always|os --partitions N
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import uvloop
+
+PRODUCE, FETCH, LIST_OFFSETS, METADATA, FIND_COORDINATOR, API_VERSIONS, INIT_PRODUCER_ID = 0, 1, 2, 3, 10, 18, 22
+# Only the last version of each is understood, and librdkafka uses that; it wants to see some older ones offered too.
+VERSIONS = (
+    (PRODUCE, 0, 7),
+    (FETCH, 4, 11),
+    (LIST_OFFSETS, 1, 1),
+    (METADATA, 4, 4),
+    (FIND_COORDINATOR, 0, 0),
+    (API_VERSIONS, 0, 3),
+    (INIT_PRODUCER_ID, 0, 0),
+)
+NODE_ID = 1
+EARLIEST = -2
+RECEIVE_BYTES = 2 * 1024 * 1024
+WRITE_BUFFER_BYTES = 64 * 1024 * 1024
+M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
+
+Wanted = list[tuple[bytes, list[tuple[int, int, int, "Partition"]]]]
+"""What a fetch asks for: per topic, the index, offset and byte limit of each partition."""
+
+_HEADER = struct.Struct(">ihhih")
+_I16 = struct.Struct(">h")
+_I32 = struct.Struct(">i")
+_I64 = struct.Struct(">q")
+_FETCH_PARTITION = struct.Struct(">iiqqi")
+_PRODUCED = struct.Struct(">ihqqq")
+_FETCHED = struct.Struct(">ihqqqiii")
+
+
+class Partition:
+    """One file, the first offset and the position of every batch in it, and the fetches that wait for more."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self.end_offset = 0
+        self.end_position = 0
+        self.visible_offset = 0
+        self.visible_position = 0
+        self.offsets = array("q")
+        self.positions = array("q")
+        self.waiting: dict[Connection, Callable[[], None]] = {}
+
+    def append(self, view: memoryview, start: int, end: int) -> int:
+        """Give the batches between `start` and `end` their offsets and write them in one call."""
+        base = self.end_offset
+        at = start
+        while at < end:
+            self.offsets.append(self.end_offset)
+            self.positions.append(self.end_position + at - start)
+            _I64.pack_into(view, at, self.end_offset)
+            self.end_offset += _I32.unpack_from(view, at + 23)[0] + 1
+            at += 12 + _I32.unpack_from(view, at + 8)[0]
+        os.pwrite(self.file, view[start:end], self.end_position)
+        self.end_position += end - start
+        return base
+
+    def show(self, offset: int, position: int) -> None:
+        """Let readers see up to here and wake those that wait."""
+        self.visible_offset, self.visible_position = offset, position
+        waiting, self.waiting = self.waiting, {}
+        for wake in waiting.values():
+            wake()
+
+    def find(self, offset: int, bytes_max: int) -> tuple[int, int]:
+        """Where the whole batches from `offset` on lie in the file, up to `bytes_max` of them but at least one."""
+        if offset >= self.visible_offset:
+            return self.visible_position, 0
+        first = bisect_right(self.offsets, offset) - 1
+        start = self.positions[first]
+        if start + bytes_max >= self.visible_position:
+            return start, self.visible_position - start
+        last = bisect_right(self.positions, start + bytes_max) - 1
+        if last <= first:
+            last = first + 1
+        end = self.positions[last] if last < len(self.positions) else self.end_position
+        return start, min(end, self.visible_position) - start
+
+
+class Store:
+    """All partitions and the one flusher that many producers share."""
+
+    def __init__(self, folder: Path, partitions: int, flush_always: bool) -> None:
+        self.folder = folder
+        self.partitions = partitions
+        self.flush_always = flush_always
+        self.topics: dict[bytes, list[Partition]] = {}
+        self.dirty: dict[Partition, None] = {}
+        self.unanswered: list[Callable[[], None]] = []
+        self.flushing = False
+
+    def topic(self, name: bytes) -> list[Partition]:
+        """The partitions of a topic, which is made when it is first named."""
+        found = self.topics.get(name)
+        if found is None:
+            found = [Partition(self.folder / f"{name.decode()}-{index}.log") for index in range(self.partitions)]
+            self.topics[name] = found
+        return found
+
+    def settle(self, written: list[Partition], answer: Callable[[], None]) -> None:
+        """Answer now, or after the sync that covers what was just written."""
+        if self.flush_always:
+            self.dirty.update(dict.fromkeys(written))
+            self.unanswered.append(answer)
+            if not self.flushing:
+                self.flush()
+            return
+        for partition in written:
+            partition.show(partition.end_offset, partition.end_position)
+        answer()
+
+    def flush(self) -> None:
+        """Sync all that is dirty in a thread; what comes meanwhile shares the next one."""
+        self.flushing = True
+        dirty = [(partition, partition.end_offset, partition.end_position) for partition in self.dirty]
+        answers, self.unanswered = self.unanswered, []
+        self.dirty = {}
+
+        def synced(_: object) -> None:
+            for partition, offset, position in dirty:
+                partition.show(offset, position)
+            for answer in answers:
+                answer()
+            self.flushing = False
+            if self.dirty:
+                self.flush()
+
+        files = [partition.file for partition, _, _ in dirty]
+        asyncio.get_running_loop().run_in_executor(None, sync_files, files).add_done_callback(synced)
+
+
+def sync_files(files: list[int]) -> None:
+    """Sync each file; runs in a thread."""
+    for file in files:
+        os.fdatasync(file)
+
+
+class Connection(asyncio.BufferedProtocol):
+    """Receives into one buffer that is used again and again, so no byte is copied between socket and file."""
+
+    def __init__(self, store: Store, address: tuple[str, int]) -> None:
+        self.store = store
+        self.address = address
+        self.buffer = bytearray(RECEIVE_BYTES)
+        self.view = memoryview(self.buffer)
+        self.start = 0
+        self.end = 0
+        self.transport: asyncio.Transport
+        self.handlers: dict[int, Callable[[int, int, int, int], None]] = {
+            PRODUCE: self.produce,
+            FETCH: self.fetch,
+            LIST_OFFSETS: self.list_offsets,
+            METADATA: self.metadata,
+            FIND_COORDINATOR: self.find_coordinator,
+            API_VERSIONS: self.api_versions,
+            INIT_PRODUCER_ID: self.init_producer_id,
+        }
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)  # uvloop does not derive from asyncio
+        self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.handlers.clear()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.view[self.end :]
+
+    def buffer_updated(self, count: int) -> None:
+        self.end += count
+        at, end, view = self.start, self.end, self.view
+        while end - at >= 4:
+            frame_end = at + 4 + _I32.unpack_from(view, at)[0]
+            if frame_end > end:
+                break
+            self.request(at, frame_end)
+            at = frame_end
+        self.make_room(at)
+
+    def make_room(self, at: int) -> None:
+        """Move what is left of an unfinished frame to the front when the frame would not fit behind it."""
+        left = self.end - at
+        if not left:
+            self.start = self.end = 0
+            return
+        need = 4 + _I32.unpack_from(self.view, at)[0] if left >= 4 else 4
+        if need > len(self.buffer):
+            bigger = bytearray(need * 2)
+            bigger[:left] = self.view[at : self.end]
+            self.buffer, self.view = bigger, memoryview(bigger)
+            self.start, self.end = 0, left
+        elif at + need > len(self.buffer):
+            self.view[:left] = bytes(self.view[at : self.end])
+            self.start, self.end = 0, left
+        else:
+            self.start = at
+
+    def request(self, at: int, end: int) -> None:
+        _, api, version, correlation, client_length = _HEADER.unpack_from(self.view, at)
+        self.handlers[api](version, correlation, at + _HEADER.size + max(client_length, 0), end)
+
+    def reply(self, correlation: int, body: bytes) -> None:
+        self.transport.write(struct.pack(">ii", 4 + len(body), correlation) + body)
+
+    def text(self, at: int) -> tuple[bytes, int]:
+        length = _I16.unpack_from(self.view, at)[0]
+        return bytes(self.view[at + 2 : at + 2 + length]), at + 2 + max(length, 0)
+
+    def integer(self, at: int) -> int:
+        value: int = _I32.unpack_from(self.view, at)[0]
+        return value
+
+    def produce(self, version: int, correlation: int, at: int, end: int) -> None:
+        _, at = self.text(at)
+        acks = _I16.unpack_from(self.view, at)[0]
+        at += 6
+        answer = bytearray(_I32.pack(self.integer(at)))
+        at += 4
+        written: list[Partition] = []
+        for _ in range(self.integer(at - 4)):
+            name, at = self.text(at)
+            topic = self.store.topic(name)
+            count = self.integer(at)
+            at += 4
+            answer += _I16.pack(len(name)) + name + _I32.pack(count)
+            for _ in range(count):
+                index, length = struct.unpack_from(">ii", self.view, at)
+                partition = topic[index]
+                base = partition.append(self.view, at + 8, at + 8 + length)
+                at += 8 + length
+                answer += _PRODUCED.pack(index, 0, base, -1, 0)
+                written.append(partition)
+        body = bytes(answer) + bytes(4)
+        self.store.settle(written, lambda: self.reply(correlation, body) if acks else None)
+
+    def fetch(self, version: int, correlation: int, at: int, end: int) -> None:
+        _, wait_ms, _, bytes_max = struct.unpack_from(">iiii", self.view, at)
+        at += 25
+        wanted: Wanted = []
+        topics = self.integer(at)
+        at += 4
+        for _ in range(topics):
+            name, at = self.text(at)
+            topic = self.store.topic(name)
+            asked = []
+            count = self.integer(at)
+            at += 4
+            for _ in range(count):
+                index, _, offset, _, limit = _FETCH_PARTITION.unpack_from(self.view, at)
+                at += _FETCH_PARTITION.size
+                asked.append((index, offset, limit, topic[index]))
+            wanted.append((name, asked))
+        if any(offset < partition.visible_offset for _, asked in wanted for _, offset, _, partition in asked):
+            self.send_fetched(correlation, wanted, bytes_max)
+        else:
+            self.wait(correlation, wanted, bytes_max, wait_ms)
+
+    def wait(self, correlation: int, wanted: Wanted, bytes_max: int, wait_ms: int) -> None:
+        """Keep the fetch until the first append to one of its partitions, or until its time is up."""
+        done = False
+
+        def wake() -> None:
+            nonlocal done
+            if not done:
+                done = True
+                timer.cancel()
+                self.send_fetched(correlation, wanted, bytes_max)
+
+        timer = asyncio.get_running_loop().call_later(wait_ms / 1000, wake)
+        for _, asked in wanted:
+            for _, _, _, partition in asked:
+                partition.waiting[self] = wake
+
+    def send_fetched(self, correlation: int, wanted: Wanted, bytes_max: int) -> None:
+        """Answer with the bytes as they lie in the files."""
+        parts: list[bytes] = []
+        head = bytearray(struct.pack(">ihii", 0, 0, 0, len(wanted)))
+        for name, asked in wanted:
+            head += _I16.pack(len(name)) + name + _I32.pack(len(asked))
+            for index, offset, limit, partition in asked:
+                position, size = partition.find(offset, min(limit, max(bytes_max, 1)))
+                bytes_max -= size
+                end = partition.visible_offset
+                head += _FETCHED.pack(index, 0, end, end, 0, 0, -1, size)
+                if size:
+                    parts.append(bytes(head))
+                    parts.append(os.pread(partition.file, size, position))
+                    head = bytearray()
+        parts.append(bytes(head))
+        total = sum(map(len, parts)) + 4
+        parts[0] = struct.pack(">ii", total, correlation) + parts[0]
+        self.transport.writelines(parts)
+
+    def list_offsets(self, version: int, correlation: int, at: int, end: int) -> None:
+        at += 4
+        topics = self.integer(at)
+        at += 4
+        answer = bytearray(_I32.pack(topics))
+        for _ in range(topics):
+            name, at = self.text(at)
+            count = self.integer(at)
+            at += 4
+            answer += _I16.pack(len(name)) + name + _I32.pack(count)
+            for _ in range(count):
+                index, timestamp = struct.unpack_from(">iq", self.view, at)
+                at += 12
+                offset = 0 if timestamp == EARLIEST else self.store.topic(name)[index].visible_offset
+                answer += struct.pack(">ihqq", index, 0, -1, offset)
+        self.reply(correlation, bytes(answer))
+
+    def metadata(self, version: int, correlation: int, at: int, end: int) -> None:
+        names = []
+        count = self.integer(at)
+        at += 4
+        for _ in range(max(count, 0)):
+            name, at = self.text(at)
+            names.append(name)
+        host, port = self.address
+        answer = struct.pack(">ii", 0, 1) + struct.pack(">ih", NODE_ID, len(host)) + host.encode()
+        answer += struct.pack(">ihh", port, -1, 5) + b"limit" + struct.pack(">ii", NODE_ID, len(names))
+        for name in names:
+            partitions = self.store.topic(name)
+            answer += struct.pack(">hh", 0, len(name)) + name + struct.pack(">bi", 0, len(partitions))
+            for index in range(len(partitions)):
+                answer += struct.pack(">hiiiiii", 0, index, NODE_ID, 1, NODE_ID, 1, NODE_ID)
+        self.reply(correlation, answer)
+
+    def find_coordinator(self, version: int, correlation: int, at: int, end: int) -> None:
+        host, port = self.address
+        self.reply(correlation, struct.pack(">hih", 0, NODE_ID, len(host)) + host.encode() + _I32.pack(port))
+
+    def init_producer_id(self, version: int, correlation: int, at: int, end: int) -> None:
+        self.reply(correlation, struct.pack(">ihqh", 0, 0, 1, 0))
+
+    def api_versions(self, version: int, correlation: int, at: int, end: int) -> None:
+        if version > 3:
+            self.reply(correlation, struct.pack(">hi", 35, 1) + struct.pack(">hhh", API_VERSIONS, 0, 3))
+        elif version == 3:
+            keys = b"".join(struct.pack(">hhhb", *supported, 0) for supported in VERSIONS)
+            self.reply(correlation, struct.pack(">hb", 0, len(VERSIONS) + 1) + keys + struct.pack(">ib", 0, 0))
+        else:
+            keys = b"".join(struct.pack(">hhh", *supported) for supported in VERSIONS)
+            self.reply(correlation, struct.pack(">hi", 0, len(VERSIONS)) + keys + (bytes(4) if version else b""))
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    """Listen, tell the address, stop on SIGTERM."""
+    loop = asyncio.get_running_loop()
+    host, _, port = arguments.kafka.rpartition(":")
+    store = Store(arguments.data, arguments.partitions, arguments.flush == "always")
+    listening = socket.create_server((host, int(port)), backlog=128)
+    address = listening.getsockname()[:2]
+    server = await loop.create_server(lambda: Connection(store, address), sock=listening)
+    print(json.dumps({"kafka": f"{address[0]}:{address[1]}"}), flush=True)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()
+    server.close()
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc to reuse large blocks: giving them back to the kernel each time costs a page fault per 4 KiB sent."""
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(M_MMAP_THRESHOLD, 32 * 1024 * 1024)
+            mallopt(M_TRIM_THRESHOLD, 128 * 1024 * 1024)
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--data", required=True, type=Path)
+    parser.add_argument("--kafka", default="127.0.0.1:0")
+    parser.add_argument("--flush", choices=("always", "os"), default="always")
+    parser.add_argument("--partitions", type=int, default=4)
+    arguments = parser.parse_args()
+    arguments.data.mkdir(parents=True, exist_ok=True)
+    keep_freed_memory()
+    uvloop.run(serve(arguments))
+
+
+if __name__ == "__main__":
+    main()
