@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from uuid import UUID
 
 from millstream.catalog.catalog import Catalog
@@ -23,6 +23,7 @@ from millstream.model.errors import (
     UnknownTopicId,
 )
 from millstream.model.ids import PartitionIndex
+from millstream.model.metric import Metric, Sample, gauge
 from millstream.model.topic import INTERNAL_TOPICS, Topic, TopicPartition, TopicSettings, check_topic_name
 from millstream.replication.partition import Partition
 
@@ -51,7 +52,7 @@ class Topics:
         """Finish interrupted deletions, then open every partition that the catalog declares."""
         declared = await asyncio.to_thread(self._catalog.topics)
         for topic_id in await asyncio.to_thread(self._catalog.deleted_topic_ids):
-            self._store.delete_stored(topic_id)
+            self._remove_leftovers(topic_id)
             await asyncio.to_thread(self._catalog.forget_deleted, topic_id)
         for topic in declared:
             self._open(topic)
@@ -143,7 +144,6 @@ class Topics:
             for partition in self._partitions.pop(name):
                 partition.close()
                 self._store.delete_log(partition.log)
-            self._store.delete_stored(topic.topic_id)
             await asyncio.to_thread(self._catalog.forget_deleted, topic.topic_id)
             _logger.info("topic deleted", extra={"topic": name})
 
@@ -182,6 +182,30 @@ class Topics:
                     partition.change_settings(changed, settings)
             return changed
 
+    def metrics(self) -> Iterable[Metric]:
+        """What is stored and how much went in and out, by topic and by partition."""
+        yield gauge("millstream_topics", "Topics.", len(self._by_name))
+        yield gauge("millstream_partitions", "Partitions.", sum(map(len, self._partitions.values())))
+        totals = (
+            ("millstream_topic_records_in_total", "Records appended.", "records_in"),
+            ("millstream_topic_bytes_in_total", "Bytes appended.", "bytes_in"),
+            ("millstream_topic_bytes_out_total", "Bytes read.", "bytes_out"),
+        )
+        for name, text, attribute in totals:
+            yield Metric(name, "counter", text, self._by_topic(attribute))
+        yield Metric("millstream_log_start_offset", "gauge", "First offset kept.", self._by_partition("log_start"))
+        yield Metric("millstream_high_watermark", "gauge", "Next offset to read.", self._by_partition("high_watermark"))
+        yield Metric("millstream_log_bytes", "gauge", "Bytes on disk.", self._by_partition("size_bytes"))
+
+    def _by_topic(self, attribute: str) -> Iterable[Sample]:
+        for name, partitions in self._partitions.items():
+            yield Sample(sum(getattr(partition, attribute) for partition in partitions), (("topic", name),))
+
+    def _by_partition(self, attribute: str) -> Iterable[Sample]:
+        for name, partitions in self._partitions.items():
+            for partition in partitions:
+                yield Sample(getattr(partition, attribute), (("topic", name), ("partition", str(partition.index))))
+
     def close(self) -> None:
         """Close every partition: waiting producers are told that the broker stops."""
         for partitions in self._partitions.values():
@@ -210,6 +234,13 @@ class Topics:
             overrides=dict(overrides),
             created_ms=self._clock.now_ms(),
         )
+
+    def _remove_leftovers(self, topic_id: UUID) -> None:
+        """Carry a deletion to its end that a crash interrupted."""
+        for stored_id, index in tuple(self._store.stored()):
+            if stored_id == topic_id:
+                log = self._store.open_log(topic_id, TopicPartition(f"deleted-{topic_id}", index), self._defaults)
+                self._store.delete_log(log)
 
     def _check_partitions(self, wanted: int) -> None:
         if not 1 <= wanted <= PARTITIONS_MAX:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable
 from itertools import count
 from typing import Any, Protocol
 
 from millstream.kafka.api import Api, ClientInfo
 from millstream.model.errors import ProtocolViolation
+from millstream.model.metric import Histogram, Metric, Sample
 from millstream.net.connection import Answer, Buffers, Connection
 from millstream.wire.codec import (
     API_VERSIONS_KEY,
@@ -27,8 +27,6 @@ from millstream.wire.codec import (
 )
 
 _logger = logging.getLogger(__name__)
-
-LATENCY_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class RawApi(Protocol):
@@ -41,24 +39,6 @@ class RawApi(Protocol):
         """Answer a frame; see `net.connection.Service` for what the kinds of answer mean."""
 
 
-class ApiStatistics:
-    """How often an API was asked and how long its answers took."""
-
-    __slots__ = ("buckets", "count", "name", "seconds")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.count = 0
-        self.seconds = 0.0
-        self.buckets = [0] * (len(LATENCY_BUCKETS_S) + 1)
-
-    def observe(self, seconds: float) -> None:
-        """Count one answer."""
-        self.count += 1
-        self.seconds += seconds
-        self.buckets[bisect_left(LATENCY_BUCKETS_S, seconds)] += 1
-
-
 class Dispatch:
     """The service behind every Kafka connection."""
 
@@ -66,13 +46,31 @@ class Dispatch:
         self._apis: dict[int, Api[Any, Any] | RawApi] = {}
         self._loaded = asyncio.Event()
         self._connection_ids = count(1)
-        self.statistics: dict[int, ApiStatistics] = {}
+        self._latencies: dict[int, Histogram] = {}
 
     def serve(self, apis: Iterable[Api[Any, Any] | RawApi]) -> None:
         """Begin to answer with these APIs."""
         self._apis = {api.key: api for api in apis}
-        self.statistics = {key: ApiStatistics(type(api).__name__) for key, api in self._apis.items()}
+        self._latencies = {key: Histogram() for key in self._apis}
         self._loaded.set()
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether requests are answered, or still wait for the APIs."""
+        return self._loaded.is_set()
+
+    def metrics(self) -> Iterable[Metric]:
+        """How often each API was asked and how long its answers took."""
+        yield Metric(
+            "millstream_request_seconds",
+            "histogram",
+            "Time from a request's arrival to its answer, by API.",
+            tuple(
+                Sample(latency.distribution(), (("api", type(self._apis[key]).__name__),))
+                for key, latency in self._latencies.items()
+                if latency.observations
+            ),
+        )
 
     def handle(self, frame: memoryview, connection: Connection) -> Answer:
         """Answer one frame."""
@@ -85,7 +83,7 @@ class Dispatch:
         if isinstance(api, Api):
             return self._answer(api, header, frame, client, started)
         answer = api.handle_frame(frame, header, client)
-        return self._observe(self.statistics[api.key], answer, started)
+        return self._observe(self._latencies[api.key], answer, started)
 
     async def _when_loaded(self, frame: memoryview, connection: Connection) -> Buffers | None:
         await self._loaded.wait()
@@ -124,31 +122,31 @@ class Dispatch:
         request = read_request(api.key, version, frame, header.body_at)
         response = await api.answer(version, request, client)
         encoded = write_response(api.key, version, header.correlation_id, response)
-        self.statistics[api.key].observe(time.perf_counter() - started)
+        self._latencies[api.key].observe(time.perf_counter() - started)
         return [encoded]
 
-    def _observe(self, statistics: ApiStatistics, answer: Answer, started: float) -> Answer:
+    def _observe(self, latency: Histogram, answer: Answer, started: float) -> Answer:
         if answer is None or isinstance(answer, list):
-            statistics.observe(time.perf_counter() - started)
+            latency.observe(time.perf_counter() - started)
             return answer
         if isinstance(answer, asyncio.Future):
-            answer.add_done_callback(_observer(statistics, started))
+            answer.add_done_callback(_observer(latency, started))
             return answer
-        return _observed(statistics, answer, started)
+        return _observed(latency, answer, started)
 
 
-def _observer(statistics: ApiStatistics, started: float) -> Callable[[asyncio.Future[Any]], None]:
+def _observer(latency: Histogram, started: float) -> Callable[[asyncio.Future[Any]], None]:
     def observe(_done: asyncio.Future[Any]) -> None:
-        statistics.observe(time.perf_counter() - started)
+        latency.observe(time.perf_counter() - started)
 
     return observe
 
 
-async def _observed(statistics: ApiStatistics, answer: Awaitable[Buffers | None], started: float) -> Buffers | None:
+async def _observed(latency: Histogram, answer: Awaitable[Buffers | None], started: float) -> Buffers | None:
     try:
         return await answer
     finally:
-        statistics.observe(time.perf_counter() - started)
+        latency.observe(time.perf_counter() - started)
 
 
 def _unsupported(api: Any, header: RequestHeader) -> bytes:

@@ -2,7 +2,8 @@
 
 A frame is four bytes of length and that many bytes of body. Small frames are cut out of one scratch buffer
 that all connections of the loop share; a large one is received straight into a buffer of its own, which the
-log later writes to disk from, so the payload is never copied in Python.
+log later writes to disk from, so the payload is never copied in Python. A service must be done with a frame once
+it has answered or promised to: its buffer is then used for another one.
 
 Requests are served one after the other, as Kafka does, with one exception: a reply may be promised (a future),
 and then the next request is taken up at once. Produce uses this, so that pipelined requests share one sync.
@@ -17,19 +18,18 @@ import struct
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from millstream.model.errors import ProtocolViolation
 from millstream.net.budget import Budget
+from millstream.net.frame_buffers import FrameBuffers
 
 _logger = logging.getLogger(__name__)
 
 Buffers = list[bytes | bytearray | memoryview]
 Answer = Buffers | asyncio.Future[Buffers | None] | Coroutine[Any, Any, Buffers | None] | None
 
-SCRATCH_BYTES = 256 * 1024
-FRAME_GROWTH_BYTES = 2 * 1024 * 1024
-"""A frame's buffer starts no larger than this and grows as data arrives, so that a length alone costs nothing."""
+SCRATCH_BYTES = 128 * 1024
 
 WRITE_BUFFER_HIGH_BYTES = 1024 * 1024
 """A client that leaves more than this unread is not served further until it has caught up."""
@@ -38,8 +38,8 @@ FRAMES_WAITING_MAX = 64
 REPLIES_WAITING_MAX = 1024
 _LENGTH = struct.Struct(">i")
 
-_scratch = bytearray(SCRATCH_BYTES)
-_scratch_view = memoryview(_scratch)
+_scratch_view = memoryview(bytearray(SCRATCH_BYTES))
+_buffers = FrameBuffers()
 
 
 class Service(Protocol):
@@ -73,15 +73,21 @@ class ConnectionLimits:
     """A half-sent frame or an unread reply that makes no progress for this long ends the connection."""
 
 
+class _Frame(NamedTuple):
+    """A whole request and the buffer it lies in."""
+
+    view: memoryview
+    buffer: bytearray
+
+
 class _Reply:
     """A place in the order of replies."""
 
-    __slots__ = ("buffers", "done", "held_bytes")
+    __slots__ = ("buffers", "done")
 
-    def __init__(self, held_bytes: int) -> None:
+    def __init__(self) -> None:
         self.buffers: Buffers | None = None
         self.done = False
-        self.held_bytes = held_bytes
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -106,7 +112,7 @@ class Connection(asyncio.BufferedProtocol):
         self._frame_size = 0
         self._filled = 0
         self._length_bytes = bytearray()
-        self._waiting: deque[memoryview] = deque()
+        self._waiting: deque[_Frame] = deque()
         self._replies: deque[_Reply] = deque()
         self._task: asyncio.Task[None] | None = None
         self._draining = False
@@ -123,13 +129,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Remember the transport and who is at its other end."""
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError(f"a stream transport was expected, not {type(transport).__name__}")
-        self._transport = transport
+        # A cast, since uvloop's transports do not derive from asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
         peer = transport.get_extra_info("peername")
         self.host = str(peer[0]) if isinstance(peer, tuple) else str(peer or "")
         self.peer = f"{self.host}:{peer[1]}" if isinstance(peer, tuple) else self.host
-        transport.set_write_buffer_limits(high=WRITE_BUFFER_HIGH_BYTES)
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_HIGH_BYTES)
         self._traffic.connections_accepted += 1
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -138,21 +143,19 @@ class Connection(asyncio.BufferedProtocol):
         self._budget.stop_waiting(self)
         if self._task is not None:
             self._task.cancel()
-        held = self._held_out_bytes + sum(reply.held_bytes for reply in self._replies)
-        held += sum(map(len, self._waiting))
-        if self._frame is not None:
-            held += len(self._frame)
-        self._replies.clear()
-        self._waiting.clear()
-        self._frame = None
-        self._held_out_bytes = 0
         self._transport = None
-        self._budget.give_back(held)
+        self._replies.clear()
+        while self._waiting:
+            self._release(self._waiting.popleft().buffer)
+        if self._frame is not None:
+            frame, self._frame = self._frame, None
+            self._release(frame)
+        self._hold_out(0)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: the frame under way, or the scratch buffer."""
         if self._frame is not None:
-            return memoryview(self._frame)[self._filled :]
+            return memoryview(self._frame)[self._filled : self._frame_size]
         return _scratch_view
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -248,7 +251,7 @@ class Connection(asyncio.BufferedProtocol):
             body = bytearray(data[position : position + size])
             position += size
             self._budget.take(size)
-            self._take_frame(memoryview(body))
+            self._take_frame(_Frame(memoryview(body), body))
         self._length_bytes += data[position:]
 
     def _check_size(self, size: int) -> None:
@@ -259,9 +262,10 @@ class Connection(asyncio.BufferedProtocol):
             )
 
     def _begin_frame(self, size: int, start: memoryview) -> None:
+        # A length alone costs no more than one buffer: a larger frame moves to larger ones as its data arrives.
         self._frame_size = size
         self._filled = len(start)
-        self._frame = bytearray(max(min(size, FRAME_GROWTH_BYTES), self._filled))
+        self._frame = _buffers.take()
         self._frame[: self._filled] = start
         self._budget.take(len(self._frame))
 
@@ -272,37 +276,49 @@ class Connection(asyncio.BufferedProtocol):
         self._filled += nbytes
         if self._filled == self._frame_size:
             self._frame = None
-            self._take_frame(memoryview(frame))
+            self._take_frame(_Frame(memoryview(frame)[: self._frame_size], frame))
         elif self._filled == len(frame):
             # A new buffer, since the transport may still hold a view of the old one, which pins its size.
             grown = bytearray(min(self._frame_size, len(frame) * 4))
             grown[: self._filled] = frame
-            self._budget.take(len(grown) - len(frame))
+            self._budget.take(len(grown))
             self._frame = grown
+            self._release(frame)
+
+    def _release(self, buffer: bytearray) -> None:
+        _buffers.give_back(buffer)
+        self._budget.give_back(len(buffer))
 
     # -- requests -------------------------------------------------------------------------------------------
 
-    def _take_frame(self, frame: memoryview) -> None:
+    def _take_frame(self, frame: _Frame) -> None:
         self._traffic.frames_in += 1
         if self._task is not None or self._waiting or self._write_paused:
             self._waiting.append(frame)
         else:
             self._serve(frame)
 
-    def _serve(self, frame: memoryview) -> None:
-        reply = _Reply(len(frame))
-        answer = self._service.handle(frame, self)
-        if isinstance(answer, list):
-            self._replies.append(reply)
-            self._finish(reply, answer)
-        elif answer is None:
-            self._budget.give_back(reply.held_bytes)
-        elif isinstance(answer, asyncio.Future):
-            self._replies.append(reply)
-            answer.add_done_callback(lambda done: self._promise_kept(reply, done))
-        else:
+    def _serve(self, frame: _Frame) -> None:
+        try:
+            answer = self._service.handle(frame.view, self)
+        except BaseException:
+            self._release(frame.buffer)
+            raise
+        if asyncio.iscoroutine(answer):
+            reply = _Reply()
             self._replies.append(reply)
             self._task = self._loop.create_task(self._wait_for(reply, answer))
+            self._task.add_done_callback(lambda _done: self._after_task(answer, frame.buffer))
+            return
+        self._release(frame.buffer)
+        if answer is None:
+            return
+        reply = _Reply()
+        self._replies.append(reply)
+        if isinstance(answer, list):
+            self._finish(reply, answer)
+        else:
+            answer.add_done_callback(lambda done: self._promise_kept(reply, done))
 
     def _promise_kept(self, reply: _Reply, done: asyncio.Future[Buffers | None]) -> None:
         if done.cancelled() or self._transport is None:
@@ -316,21 +332,22 @@ class Connection(asyncio.BufferedProtocol):
     async def _wait_for(self, reply: _Reply, answer: Coroutine[Any, Any, Buffers | None]) -> None:
         try:
             buffers = await answer
-        except asyncio.CancelledError:
-            raise
         except ProtocolViolation as error:
-            self._task = None
             self.fail(error)
-            return
         except Exception as error:
             _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
-            self._task = None
             self.fail(error)
-            return
+        else:
+            self._finish(reply, buffers)
+
+    def _after_task(self, answer: Coroutine[Any, Any, Buffers | None], buffer: bytearray) -> None:
+        # A task that was cancelled before its first step has not touched the answer; close it, so that it never is.
+        answer.close()
         self._task = None
-        self._finish(reply, buffers)
+        self._release(buffer)
         self._serve_waiting()
         self._adjust_reading()
+        self._close_when_drained()
 
     def _serve_waiting(self) -> None:
         while self._waiting and self._task is None and not self._write_paused and self._transport is not None:
@@ -353,21 +370,17 @@ class Connection(asyncio.BufferedProtocol):
         if transport is None:
             return
         out: Buffers = []
-        freed = 0
         replies = self._replies
         while replies and replies[0].done:
-            reply = replies.popleft()
-            freed += reply.held_bytes
-            if reply.buffers is not None:
-                out.extend(reply.buffers)
+            buffers = replies.popleft().buffers
+            if buffers is not None:
+                out.extend(buffers)
         if out:
             self.last_activity = self._loop.time()
             self._traffic.bytes_out += sum(map(len, out))
             transport.writelines(out)
             if self._write_paused:
                 self._hold_out(transport.get_write_buffer_size())
-        if freed:
-            self._budget.give_back(freed)
         self._adjust_reading()
         self._close_when_drained()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Iterable
 
-from millstream.model.errors import MillstreamError
+from millstream.model.errors import AddressTaken
+from millstream.model.metric import Metric, counter, gauge
 from millstream.net.budget import Budget
 from millstream.net.connection import Connection, ConnectionLimits, Service, Traffic
 
@@ -14,10 +16,6 @@ _logger = logging.getLogger(__name__)
 
 SWEEP_S = 5.0
 BACKLOG = 1024
-
-
-class AddressTaken(MillstreamError):
-    """The address is in use or cannot be used."""
 
 
 class _Refused(asyncio.Protocol):
@@ -79,6 +77,19 @@ class Listener:
             for connection in tuple(self.connections):
                 connection.abort()
             await self._all_closed.wait()
+
+    def metrics(self) -> Iterable[Metric]:
+        """Connections and traffic."""
+        traffic = self.traffic
+        yield gauge("millstream_connections", "Connections that are open.", len(self.connections))
+        yield gauge("millstream_inflight_bytes", "Bytes held in memory for clients.", self._budget.used_bytes)
+        yield gauge("millstream_inflight_waiting", "Connections that wait for memory.", self._budget.waiting)
+        yield counter("millstream_connections_total", "Connections accepted.", traffic.connections_accepted)
+        yield counter("millstream_connections_refused_total", "Turned away: too many.", traffic.connections_refused)
+        yield counter("millstream_connections_failed_total", "Closed for bad input.", traffic.connections_failed)
+        yield counter("millstream_requests_total", "Requests received.", traffic.frames_in)
+        yield counter("millstream_received_bytes_total", "Bytes received from clients.", traffic.bytes_in)
+        yield counter("millstream_sent_bytes_total", "Bytes sent to clients.", traffic.bytes_out)
 
     def _connection(self) -> asyncio.BaseProtocol:
         if len(self.connections) >= self._connections_max:

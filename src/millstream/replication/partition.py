@@ -43,10 +43,13 @@ class Partition:
         "_listeners",
         "_store",
         "_waiting",
+        "bytes_in",
+        "bytes_out",
         "high_watermark",
         "index",
         "leader_epoch",
         "log",
+        "records_in",
         "topic",
     )
 
@@ -60,6 +63,9 @@ class Partition:
         self._waiting: deque[tuple[Offset, asyncio.Future[None]]] = deque()
         self._listeners: set[AdvanceListener] = set()
         self._closed = False
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.records_in = 0
         # After a start, everything that recovery kept is on disk, so all of it may be read.
         self.high_watermark = log.end_offset
         log.on_synced = self._advance
@@ -69,6 +75,11 @@ class Partition:
     def log_start(self) -> Offset:
         """The first offset that can still be read."""
         return self.log.start_offset
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on disk."""
+        return self.log.size_bytes
 
     @property
     def last_stable_offset(self) -> Offset:
@@ -85,6 +96,9 @@ class Partition:
                 f"{self.log.partition} has one replica, but min.insync.replicas asks for {settings.min_insync_replicas}"
             )
         appended = self.log.append(batches, leader_epoch=self.leader_epoch, internal=internal)
+        if not appended.duplicate:
+            self.bytes_in += len(batches)
+            self.records_in += appended.next_offset - appended.base_offset
         if settings.flush == FLUSH_ALWAYS:
             # Also for a duplicate: the first copy may still be waiting for its sync.
             if self.log.synced_offset < self.log.end_offset:
@@ -113,7 +127,9 @@ class Partition:
 
     def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
         """Whole batches from the one that holds `offset` up to the high watermark."""
-        return self.log.read(offset, max_bytes=max_bytes, up_to=self.high_watermark)
+        records = self.log.read(offset, max_bytes=max_bytes, up_to=self.high_watermark)
+        self.bytes_out += len(records)
+        return records
 
     def check_leader_epoch(self, epoch: int) -> None:
         """Raise when the caller knows another leader than this one; -1 means that it does not say."""

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millstream.model.errors import ProtocolViolation
+from millstream.model.errors import AddressTaken, ProtocolViolation
 from millstream.net.budget import Budget
-from millstream.net.connection import FRAME_GROWTH_BYTES, Answer, Connection, ConnectionLimits
-from millstream.net.listener import AddressTaken, Listener, bind
+from millstream.net.connection import Answer, Connection, ConnectionLimits
+from millstream.net.frame_buffers import BUFFER_BYTES
+from millstream.net.listener import Listener, bind
 
 LIMITS = ConnectionLimits(frame_bytes_max=32 * 1024 * 1024, stall_s=60)
 
@@ -94,7 +95,7 @@ def test_frames_survive_any_cutting(bodies: list[bytes], data: st.DataObject) ->
 
 
 async def test_a_large_frame_grows_its_buffer_and_arrives_whole() -> None:
-    body = bytes(range(256)) * (FRAME_GROWTH_BYTES // 256 * 5)
+    body = bytes(range(256)) * (BUFFER_BYTES // 256 * 5)
     budget = Budget(1 << 30)
     async with listening(Echo(), budget=budget) as (_, port), client(port) as (reader, writer):
         writer.write(framed(body) + framed(b"next"))
@@ -120,7 +121,7 @@ async def test_an_announced_length_alone_costs_little_memory() -> None:
         writer.write(struct.pack(">i", LIMITS.frame_bytes_max) + b"x")
         while budget.used_bytes == 0:
             await asyncio.sleep(0.001)
-        assert budget.used_bytes <= FRAME_GROWTH_BYTES
+        assert budget.used_bytes <= BUFFER_BYTES
     assert budget.used_bytes == 0
 
 
@@ -195,10 +196,14 @@ async def test_a_client_that_never_reads_is_held_back() -> None:
 
 
 async def test_reading_waits_when_the_budget_is_used_up() -> None:
-    gate: asyncio.Future[list[bytes | bytearray | memoryview] | None] = asyncio.get_running_loop().create_future()
+    gate = asyncio.Event()
 
     def answer(frame: bytes) -> Answer:
-        return gate if frame[:4] == b"hold" else [framed(frame)]
+        async def held() -> list[bytes | bytearray | memoryview]:
+            await gate.wait()
+            return [framed(b"done")]
+
+        return held() if frame[:4] == b"hold" else [framed(frame)]
 
     budget = Budget(1024)
     async with listening(Scripted(answer), budget=budget) as (_, port), client(port) as first, client(port) as second:
@@ -211,9 +216,10 @@ async def test_reading_waits_when_the_budget_is_used_up() -> None:
         second[1].write(framed(b"b"))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(second[0].readexactly(1), 0.1)
-        gate.set_result([framed(b"done")])
+        gate.set()
         assert await read_frame(second[0]) == b"b"
         assert await read_frame(first[0]) == b"done"
+    assert budget.used_bytes == 0
 
 
 async def test_one_connection_too_many_is_turned_away() -> None:

@@ -10,6 +10,7 @@ Version notes: 7 brings sessions (KIP-227), 9 the leader epoch, 11 the rack, 12 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 from uuid import UUID
@@ -29,6 +30,7 @@ from millstream.kafka.fetch_session import (
 )
 from millstream.model.errors import MillstreamError, ProtocolViolation
 from millstream.model.ids import Offset
+from millstream.model.metric import Metric, gauge
 from millstream.net.budget import Budget
 from millstream.net.connection import Answer, Buffers
 from millstream.records.batch import Buffer
@@ -106,15 +108,10 @@ class Fetch:
         self._waits: set[_Wait] = set()
         self._stopping = False
 
-    @property
-    def waiting(self) -> int:
-        """How many long polls are under way."""
-        return len(self._waits)
-
-    @property
-    def sessions(self) -> int:
-        """How many fetch sessions are remembered."""
-        return len(self._sessions)
+    def metrics(self) -> Iterable[Metric]:
+        """Long polls and sessions."""
+        yield gauge("millstream_fetch_waiting", "Fetches that wait for records.", len(self._waits))
+        yield gauge("millstream_fetch_sessions", "Fetch sessions that are remembered.", len(self._sessions))
 
     def stop(self) -> None:
         """Answer every long poll now and start no more: the broker is stopping."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 from uuid import UUID
 
@@ -23,6 +24,7 @@ from millstream.kafka.api import ClientInfo
 from millstream.kafka.errors import error_code
 from millstream.log.log import AppendedRange
 from millstream.model.errors import CorruptBatch, MillstreamError, ProtocolViolation
+from millstream.model.metric import Metric, counter, gauge
 from millstream.net.connection import Answer, Buffers
 from millstream.replication.partition import Partition
 from millstream.wire.codec import RequestHeader, response_head
@@ -93,10 +95,10 @@ class Produce:
         self._sweep: asyncio.TimerHandle | None = None
         self.batches_rejected = 0
 
-    @property
-    def waiting(self) -> int:
-        """Requests whose reply waits for an acknowledgement."""
-        return len(self._pending)
+    def metrics(self) -> Iterable[Metric]:
+        """What waits and what was refused."""
+        yield gauge("millstream_produce_waiting", "Produce requests that wait for a sync.", len(self._pending))
+        yield counter("millstream_batches_rejected_total", "Batches that were not stored.", self.batches_rejected)
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
         """Append everything in the frame; the answer is ready, promised, or none."""

@@ -1,0 +1,189 @@
+"""Topics on a real data folder: what is declared survives, what is deleted stays deleted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from millstream.catalog.catalog import Catalog
+from millstream.cluster.producer_ids import ProducerIds
+from millstream.cluster.topics import Topics
+from millstream.config import Config
+from millstream.log.files import DiskFiles
+from millstream.log.store import LogStore
+from millstream.model.clock import SystemClock
+from millstream.model.errors import (
+    DataFolderInvalid,
+    InvalidPartitions,
+    InvalidReplication,
+    InvalidRequest,
+    InvalidSetting,
+    InvalidTopicName,
+    PolicyViolation,
+    TopicExists,
+    UnknownTopic,
+    UnknownTopicId,
+)
+from millstream.records.record import NewRecord, encode_batch
+
+
+@asynccontextmanager
+async def opened(data: Path, config: Config | None = None) -> AsyncIterator[Topics]:
+    store = LogStore.open(
+        data, files=DiskFiles(), clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=1 << 40
+    )
+    running = asyncio.create_task(store.run())
+    catalog = Catalog.open_folder(data)
+    topics = Topics(catalog, store, config or Config(), SystemClock())
+    await topics.load()
+    try:
+        yield topics
+    finally:
+        topics.close()
+        await store.close()
+        await running
+        catalog.close()
+
+
+def batch(value: bytes) -> bytearray:
+    return encode_batch([NewRecord(None, value, (), 1)])
+
+
+async def test_topics_and_their_records_survive_a_restart(tmp_path: Path) -> None:
+    async with opened(tmp_path) as topics:
+        topic = await topics.create("orders", partitions=3, overrides={"retention.ms": "5000"})
+        await topics.partition("orders", 2).append(batch(b"kept"))
+    async with opened(tmp_path) as topics:
+        again = topics.get("orders")
+        assert again == topic
+        assert topics.by_id(topic.topic_id) == topic
+        assert topics.settings_of(topic).retention_ms == 5000
+        partition = topics.partition_by_id(topic.topic_id, 2)
+        assert partition.high_watermark == 1
+        assert b"kept" in bytes(partition.read(partition.log_start, max_bytes=1000))
+
+
+async def test_a_deleted_topic_is_gone_with_its_files(tmp_path: Path) -> None:
+    async with opened(tmp_path) as topics:
+        topic = await topics.create("short-lived")
+        partition = topics.partition("short-lived", 0)
+        await partition.append(batch(b"x"))
+        await topics.delete("short-lived")
+        assert topics.get("short-lived") is None
+        with pytest.raises(UnknownTopic):
+            topics.partition("short-lived", 0)
+        with pytest.raises(UnknownTopicId):
+            topics.partition_by_id(topic.topic_id, 0)
+        assert not any(tmp_path.rglob("*.log"))
+        anew = await topics.create("short-lived")
+        assert anew.topic_id != topic.topic_id
+        assert topics.partition("short-lived", 0).high_watermark == 0
+
+
+async def test_an_interrupted_deletion_is_finished_at_the_next_start(tmp_path: Path) -> None:
+    async with opened(tmp_path) as topics:
+        topic = await topics.create("doomed")
+        await topics.partition("doomed", 0).append(batch(b"x"))
+    catalog = Catalog.open_folder(tmp_path)
+    catalog.delete_topic(topic, now_ms=1)
+    catalog.close()
+    async with opened(tmp_path) as topics:
+        assert topics.all() == []
+        assert not any(tmp_path.rglob("*.log"))
+    catalog = Catalog.open_folder(tmp_path)
+    assert catalog.deleted_topic_ids() == set()
+    catalog.close()
+
+
+async def test_files_without_a_declaration_are_left_alone(tmp_path: Path) -> None:
+    async with opened(tmp_path) as topics:
+        await topics.create("precious")
+        await topics.partition("precious", 0).append(batch(b"x"))
+    (tmp_path / "catalog.sqlite").unlink()
+    for leftover in tmp_path.glob("catalog.sqlite-*"):
+        leftover.unlink()
+    async with opened(tmp_path) as topics:
+        assert topics.all() == []
+        assert any(tmp_path.rglob("*.log"))
+
+
+async def test_topics_grow_but_never_shrink(tmp_path: Path) -> None:
+    async with opened(tmp_path) as topics:
+        await topics.create("t", partitions=2)
+        await topics.add_partitions("t", 4, validate_only=True)
+        with pytest.raises(UnknownTopic):
+            topics.partition("t", 3)
+        await topics.add_partitions("t", 4)
+        await topics.partition("t", 3).append(batch(b"x"))
+        with pytest.raises(InvalidPartitions):
+            await topics.add_partitions("t", 4)
+
+
+async def test_settings_change_while_running(tmp_path: Path) -> None:
+    async with opened(tmp_path) as topics:
+        await topics.create("t", overrides={"flush": "os"})
+        await topics.alter("t", {"flush": None, "retention.ms": "77"})
+        settings = topics.partition("t", 0).log.settings
+        assert (settings.flush, settings.retention_ms) == ("always", 77)
+        with pytest.raises(InvalidSetting, match="retention"):
+            await topics.alter("t", {"retention.ms": "soon"})
+        with pytest.raises(InvalidSetting, match="known are"):
+            await topics.alter("t", {"retention": "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        ("", {}, InvalidTopicName),
+        ("..", {}, InvalidTopicName),
+        ("a b", {}, InvalidTopicName),
+        ("x" * 250, {}, InvalidTopicName),
+        ("t", {"partitions": 0}, InvalidPartitions),
+        ("t", {"partitions": 10**6}, InvalidPartitions),
+        ("t", {"replication": 3}, InvalidReplication),
+        ("t", {"overrides": {"flush": "sometimes"}}, InvalidSetting),
+        ("t", {"overrides": {"cleanup.policy": "compact"}}, InvalidRequest),
+        ("__consumer_offsets", {}, PolicyViolation),
+    ],
+)
+async def test_what_cannot_be_is_refused(
+    tmp_path: Path, name: str, arguments: dict[str, object], error: type[Exception]
+) -> None:
+    async with opened(tmp_path) as topics:
+        with pytest.raises(error):
+            await topics.create(name, **arguments)  # type: ignore[arg-type]
+        assert topics.all() == []
+
+
+async def test_many_asking_for_the_same_missing_topic_get_one(tmp_path: Path) -> None:
+    async with opened(tmp_path) as topics:
+        found = await asyncio.gather(*(topics.ensure("wanted") for _ in range(10)))
+        assert len({topic.topic_id for topic in found}) == 1
+        with pytest.raises(TopicExists):
+            await topics.create("wanted")
+
+
+async def test_auto_creation_can_be_switched_off(tmp_path: Path) -> None:
+    async with opened(tmp_path, Config(auto_create_topics=False)) as topics:
+        with pytest.raises(UnknownTopic, match="auto-create-topics"):
+            await topics.ensure("wanted")
+
+
+async def test_producer_ids_are_never_given_twice(tmp_path: Path) -> None:
+    seen: set[int] = set()
+    for _ in range(3):
+        catalog = Catalog.open_folder(tmp_path)
+        ids = ProducerIds(catalog)
+        seen.update(await asyncio.gather(*(ids.next() for _ in range(1500))))
+        catalog.close()
+    assert len(seen) == 4500
+
+
+def test_a_catalog_that_is_no_database_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "catalog.sqlite").write_bytes(b"not a database at all" * 100)
+    with pytest.raises(DataFolderInvalid, match=r"catalog\.sqlite"):
+        Catalog.open_folder(tmp_path)

@@ -1,0 +1,329 @@
+"""The hand-laid Produce and Fetch against kio's codec, in every version served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.catalog.catalog import Catalog
+from millstream.cluster.topics import Topics
+from millstream.config import Config
+from millstream.kafka.api import ClientInfo
+from millstream.kafka.apis.fetch import Fetch
+from millstream.kafka.apis.produce import Produce
+from millstream.log.files import DiskFiles
+from millstream.log.store import LogStore
+from millstream.model.clock import SystemClock
+from millstream.model.errors import ProtocolViolation
+from millstream.net.budget import Budget
+from millstream.net.connection import Answer
+from millstream.records.record import NewRecord, decode_records, encode_batch
+from millstream.wire.codec import load_request_class, read_request_header, read_response, write_request
+from millstream.wire.shape import reshape
+
+CLIENT = ClientInfo(connection_id=1, host="127.0.0.1")
+PRODUCE_VERSIONS = range(3, 14)
+FETCH_VERSIONS = range(4, 18)
+Api = Produce | Fetch
+
+
+@asynccontextmanager
+async def topics_in(data: Path) -> AsyncIterator[Topics]:
+    store = LogStore.open(
+        data, files=DiskFiles(), clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=1 << 40
+    )
+    running = asyncio.create_task(store.run())
+    catalog = Catalog.open_folder(data)
+    topics = Topics(catalog, store, Config(), SystemClock())
+    await topics.load()
+    try:
+        yield topics
+    finally:
+        topics.close()
+        await store.close()
+        await running
+        catalog.close()
+
+
+def fetch_api(topics: Topics, budget: Budget | None = None) -> Fetch:
+    return Fetch(topics, budget or Budget(1 << 30), bytes_max=1 << 25)
+
+
+async def settled(answer: Answer) -> bytes | None:
+    if answer is None:
+        return None
+    buffers = answer if isinstance(answer, list) else await answer
+    return None if buffers is None else b"".join(bytes(buffer) for buffer in buffers)
+
+
+async def ask(api: Api, request: Any) -> Any:
+    """Send a kio request through the hand-laid API and read the answer with kio."""
+    frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
+    reply = await settled(api.handle_frame(frame, read_request_header(frame), CLIENT))
+    if reply is None:
+        return None
+    assert int.from_bytes(reply[:4], "big") == len(reply) - 4
+    assert int.from_bytes(reply[4:8], "big") == 7
+    return read_response(api.key, request.__version__, reply[4:])
+
+
+def produce_request(
+    version: int, topic: str, topic_id: UUID, records: bytes | None, *, partition: int = 0, acks: int = -1
+) -> Any:
+    cls = load_request_class(0, version)
+    module = __import__(cls.__module__, fromlist=["*"])
+    name = {"topic_id": topic_id} if version >= 13 else {"name": topic}
+    data = module.TopicProduceData(
+        partition_data=(module.PartitionProduceData(index=partition, records=records),), **name
+    )
+    return cls(transactional_id=None, acks=acks, timeout=timedelta(seconds=5), topic_data=(data,))
+
+
+def fetch_request(
+    version: int, topic: str, topic_id: UUID, offset: int, *, session: tuple[int, int] = (0, -1), **other: Any
+) -> Any:
+    from kio.schema.fetch.v12 import request as named
+    from kio.schema.fetch.v17 import request as newest
+
+    module: Any = newest if version >= 13 else named
+    name = {"topic_id": topic_id} if version >= 13 else {"topic": topic}
+    partitions = other.pop("partitions", [(0, offset)])
+    wanted = tuple(
+        module.FetchPartition(partition=index, fetch_offset=at, partition_max_bytes=1 << 20) for index, at in partitions
+    )
+    forgotten = tuple(module.ForgottenTopic(partitions=(index,), **name) for index in other.pop("forgotten", []))
+    request = module.FetchRequest(
+        max_wait=timedelta(milliseconds=other.pop("max_wait_ms", 0)),
+        min_bytes=other.pop("min_bytes", 1),
+        session_id=session[0],
+        session_epoch=session[1],
+        topics=(module.FetchTopic(partitions=wanted, **name),) if wanted else (),
+        forgotten_topics_data=forgotten,
+        **other,
+    )
+    return reshape(request, load_request_class(1, version))
+
+
+def values(partition: Any) -> list[bytes | None]:
+    return [record.value for record in decode_records(partition.records or b"")]
+
+
+def batch(*contents: bytes) -> bytes:
+    return bytes(encode_batch([NewRecord(b"k", value, (), 1000) for value in contents]))
+
+
+@pytest.mark.parametrize("version", PRODUCE_VERSIONS)
+async def test_produce_in_every_version(tmp_path: Path, version: int) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t")
+        produce = Produce(topics)
+        for expected in (0, 2):
+            response = await ask(produce, produce_request(version, "t", topic.topic_id, batch(b"a", b"b")))
+            (answered,) = response.responses
+            assert (answered.topic_id if version >= 13 else answered.name) == (topic.topic_id if version >= 13 else "t")
+            (partition,) = answered.partition_responses
+            assert (partition.index, partition.error_code, partition.base_offset) == (0, ErrorCode.none, expected)
+        assert topics.partition("t", 0).high_watermark == 4
+
+
+@pytest.mark.parametrize("version", FETCH_VERSIONS)
+async def test_fetch_in_every_version(tmp_path: Path, version: int) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t")
+        await topics.partition("t", 0).append(bytearray(batch(b"a", b"b")))
+        response = await ask(fetch_api(topics), fetch_request(version, "t", topic.topic_id, 0))
+        (answered,) = response.responses
+        (partition,) = answered.partitions
+        assert partition.error_code is ErrorCode.none
+        assert partition.high_watermark == 2
+        assert values(partition) == [b"a", b"b"]
+
+
+@pytest.mark.parametrize("version", [3, 8, 9, 13])
+async def test_produce_errors_are_told_by_partition(tmp_path: Path, version: int) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t")
+        produce = Produce(topics)
+
+        async def code(**changes: Any) -> ErrorCode:
+            given: dict[str, Any] = {"topic": "t", "topic_id": topic.topic_id, "records": batch(b"x"), **changes}
+            response = await ask(produce, produce_request(version, **given))
+            outcome = response.responses[0].partition_responses[0]
+            assert outcome.base_offset == (0 if outcome.error_code is ErrorCode.none else -1)
+            return ErrorCode(outcome.error_code)
+
+        unknown = ErrorCode.unknown_topic_id if version >= 13 else ErrorCode.unknown_topic_or_partition
+        torn = bytearray(batch(b"x"))
+        torn[-1] ^= 1
+        assert await code(topic="nope", topic_id=uuid4()) is unknown
+        assert await code(partition=1) is ErrorCode.unknown_topic_or_partition
+        assert await code(partition=-1) is ErrorCode.unknown_topic_or_partition
+        assert await code(records=None) is ErrorCode.corrupt_message
+        assert await code(records=bytes(torn)) is ErrorCode.corrupt_message
+        assert await code(records=batch(bytes(2 * 1024 * 1024))) is ErrorCode.message_too_large
+        assert await code(acks=2) is ErrorCode.invalid_required_acks
+        assert await code() is ErrorCode.none
+
+
+async def test_acks_0_has_no_reply_and_closes_on_error(tmp_path: Path) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t", overrides={"flush": "os"})
+        produce = Produce(topics)
+        assert await ask(produce, produce_request(9, "t", topic.topic_id, batch(b"x"), acks=0)) is None
+        assert topics.partition("t", 0).high_watermark == 1
+        with pytest.raises(ProtocolViolation):
+            await ask(produce, produce_request(9, "nope", topic.topic_id, batch(b"x"), acks=0))
+
+
+async def test_versions_before_3_are_refused(tmp_path: Path) -> None:
+    async with topics_in(tmp_path) as topics:
+        frame = memoryview(bytearray(write_request(1, "c", produce_request(3, "t", uuid4(), b""))[4:]))
+        header = read_request_header(frame)._replace(version=2)
+        with pytest.raises(ProtocolViolation, match="v2"):
+            Produce(topics).handle_frame(frame, header, CLIENT)
+
+
+async def test_pipelined_requests_are_appended_before_the_first_is_synced(tmp_path: Path) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t")
+        produce = Produce(topics)
+        answers = []
+        for number in range(5):
+            request = produce_request(9, "t", topic.topic_id, batch(b"%d" % number))
+            frame = memoryview(bytearray(write_request(number, "c", request)[4:]))
+            answers.append(produce.handle_frame(frame, read_request_header(frame), CLIENT))
+        partition = topics.partition("t", 0)
+        assert partition.log.end_offset == 5
+        assert partition.high_watermark == 0
+        for number, answer in enumerate(answers):
+            reply = await settled(answer)
+            assert reply is not None
+            response = read_response(0, 9, reply[4:])
+            assert response.responses[0].partition_responses[0].base_offset == number
+        assert partition.high_watermark == 5
+
+
+async def test_a_long_poll_wakes_on_append(tmp_path: Path) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t")
+        fetch = fetch_api(topics)
+        waiting = asyncio.create_task(ask(fetch, fetch_request(12, "t", topic.topic_id, 0, max_wait_ms=60_000)))
+        await asyncio.sleep(0)
+        await topics.partition("t", 0).append(bytearray(batch(b"news")))
+        response = await waiting
+        assert values(response.responses[0].partitions[0]) == [b"news"]
+
+
+async def test_a_long_poll_waits_for_min_bytes_and_is_ended_by_stop(tmp_path: Path) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t")
+        fetch = fetch_api(topics)
+        request = fetch_request(12, "t", topic.topic_id, 0, max_wait_ms=60_000, min_bytes=1 << 20)
+        waiting = asyncio.create_task(ask(fetch, request))
+        await topics.partition("t", 0).append(bytearray(batch(b"little")))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        fetch.stop()
+        response = await waiting
+        assert values(response.responses[0].partitions[0]) == [b"little"]
+
+
+async def test_a_long_poll_ends_after_its_time_with_nothing(tmp_path: Path) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t")
+        response = await ask(fetch_api(topics), fetch_request(12, "t", topic.topic_id, 0, max_wait_ms=20))
+        assert response.responses[0].partitions[0].records == b""
+
+
+async def test_a_deleted_topic_ends_a_long_poll(tmp_path: Path) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t")
+        fetch = fetch_api(topics)
+        waiting = asyncio.create_task(ask(fetch, fetch_request(13, "t", topic.topic_id, 0, max_wait_ms=60_000)))
+        await asyncio.sleep(0.01)
+        await topics.delete("t")
+        response = await waiting
+        assert response.responses[0].partitions[0].error_code is ErrorCode.unknown_topic_id
+
+
+@pytest.mark.parametrize("version", [7, 12, 17])
+async def test_fetch_errors_are_told_by_partition(tmp_path: Path, version: int) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t")
+        fetch = fetch_api(topics)
+        beyond = await ask(fetch, fetch_request(version, "t", topic.topic_id, 99, max_wait_ms=60_000))
+        assert beyond.responses[0].partitions[0].error_code is ErrorCode.offset_out_of_range
+        missing = await ask(fetch, fetch_request(version, "nope", uuid4(), 0, max_wait_ms=60_000))
+        unknown = ErrorCode.unknown_topic_id if version >= 13 else ErrorCode.unknown_topic_or_partition
+        assert missing.responses[0].partitions[0].error_code is unknown
+
+
+@pytest.mark.parametrize("version", [7, 12, 13, 17])
+async def test_a_session_tells_only_what_changed(tmp_path: Path, version: int) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t", partitions=3)
+        fetch = fetch_api(topics)
+        everything = [(0, 0), (1, 0), (2, 0)]
+        opened = await ask(fetch, fetch_request(version, "t", topic.topic_id, 0, session=(0, 0), partitions=everything))
+        assert opened.session_id > 0
+        assert len(opened.responses[0].partitions) == 3
+
+        async def again(epoch: int, **changes: Any) -> Any:
+            changes.setdefault("partitions", [])
+            session = (opened.session_id, epoch)
+            return await ask(fetch, fetch_request(version, "t", topic.topic_id, 0, session=session, **changes))
+
+        assert (await again(1)).responses == ()
+        await topics.partition("t", 1).append(bytearray(batch(b"news")))
+        changed = await again(2)
+        (partition,) = changed.responses[0].partitions
+        assert (changed.session_id, partition.partition_index, values(partition)) == (opened.session_id, 1, [b"news"])
+        moved = await again(3, partitions=[(1, 1)], forgotten=[2])
+        assert moved.responses == ()
+        await topics.partition("t", 2).append(bytearray(batch(b"forgotten")))
+        assert (await again(4)).responses == ()
+        assert (await again(4)).error_code is ErrorCode.invalid_fetch_session_epoch
+        closed = await again(-1, partitions=[(0, 0)])
+        assert closed.session_id == 0
+        assert (await again(5)).error_code is ErrorCode.fetch_session_id_not_found
+
+
+async def test_no_partition_starves_behind_a_full_one(tmp_path: Path) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t", partitions=2, overrides={"flush": "os"})
+        for index in (0, 1):
+            for _ in range(4):
+                await topics.partition("t", index).append(bytearray(batch(bytes(1000))))
+        fetch = fetch_api(topics)
+        both = [(0, 0), (1, 0)]
+        request = fetch_request(12, "t", topic.topic_id, 0, session=(0, 0), partitions=both, max_bytes=1000)
+        first = await ask(fetch, request)
+        served = [p.partition_index for t in first.responses for p in t.partitions if p.records]
+        session = (first.session_id, 1)
+        request = fetch_request(12, "t", topic.topic_id, 0, session=session, partitions=[], max_bytes=1000)
+        second = await ask(fetch, request)
+        served += [p.partition_index for t in second.responses for p in t.partitions if p.records]
+        assert served == [0, 1]
+
+
+async def test_a_fetch_waits_while_memory_is_used_up(tmp_path: Path) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t")
+        await topics.partition("t", 0).append(bytearray(batch(b"x")))
+        budget = Budget(100)
+        budget.take(100)
+        request = fetch_request(12, "t", topic.topic_id, 0, max_wait_ms=60_000)
+        waiting = asyncio.create_task(ask(fetch_api(topics, budget), request))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        budget.give_back(100)
+        response = await waiting
+        assert values(response.responses[0].partitions[0]) == [b"x"]
