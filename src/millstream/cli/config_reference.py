@@ -1,0 +1,73 @@
+"""`millstream config-reference`: prints docs/configuration.md from the declarations of all settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from millstream.cli.output import print_bytes
+from millstream.config import ENVIRONMENT_PREFIX, FILE_NAME, Config
+from millstream.model.setting import Setting
+from millstream.model.topic import TopicSettings
+
+_HEAD = f"""# Configuration
+
+This page is generated from the settings' declarations by `make docs`; do not edit it.
+
+## The node
+
+Give a setting as a flag of `millstream serve` (`--node-id 2`), as an environment variable (`{ENVIRONMENT_PREFIX}NODE_ID=2`)
+or in `{FILE_NAME}` (`node-id = 2`), which is read from the working directory or from `--config FILE`. A flag wins over
+the environment, which wins over the file. A switch is turned off with `--no-NAME`. A value that is out of bounds, or a
+name that is not known, stops the start with an error that says so. All of them are read at the start of the node.
+
+"""
+
+_TOPICS = """
+## Topics
+
+Give these with `millstream topic create NAME --set SETTING=VALUE`, change them with `millstream topic alter`, or use
+any Kafka tool: the names are Kafka's where Kafka has them. A change takes effect at once, without a restart.
+
+"""
+
+
+def config_reference() -> None:
+    """Print the reference of all settings in Markdown."""
+    print_bytes(reference().encode())
+
+
+def reference() -> str:
+    """The whole page."""
+    node = _table(declared for _, declared in Config.declared().values())
+    return _HEAD + node + _TOPICS + _table(TopicSettings.declared().values())
+
+
+def _table(settings: Iterable[Setting]) -> str:
+    rows = "".join(
+        f"| `{declared.name}` | {_default(declared)} | {_allowed(declared)} | {_description(declared)} |\n"
+        for declared in settings
+    )
+    return "| setting | default | allowed | meaning |\n|---|---|---|---|\n" + rows
+
+
+def _default(declared: Setting) -> str:
+    if declared.kind is bool:
+        return f"`{str(declared.default).lower()}`"
+    return f"`{declared.default}`" if declared.default != "" else "empty"
+
+
+def _allowed(declared: Setting) -> str:
+    if declared.kind is bool:
+        return "`true`, `false`"
+    if declared.choices:
+        return ", ".join(f"`{choice}`" for choice in declared.choices)
+    least, most = declared.minimum, declared.maximum
+    if least is not None and most is not None:
+        return f"{least:.0f} to {most:.0f}"
+    if least is not None:
+        return f"{least:.0f} or more"
+    return f"up to {most:.0f}" if most is not None else "text"
+
+
+def _description(declared: Setting) -> str:
+    return declared.description.replace("|", "\\|")

@@ -1,0 +1,52 @@
+"""The exit codes of every command. Scripts rely on them, so they never change their meaning."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from millstream.model.errors import (
+    BrokerUnreachable,
+    Conflict,
+    DataFolderInUse,
+    InvalidRequest,
+    NotFound,
+    RequestTimedOut,
+)
+
+
+class ExitCode(IntEnum):
+    """What the exit code of a command means."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    UNREACHABLE = 4
+    CONFLICT = 5
+    TIMED_OUT = 6
+    INTERRUPTED = 130
+
+
+class CommandFailed(Exception):
+    """A command cannot do what it was asked. The message is one sentence that says what to do."""
+
+    def __init__(self, message: str, exit_code: ExitCode = ExitCode.FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+_CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
+    (InvalidRequest, ExitCode.USAGE),
+    (NotFound, ExitCode.NOT_FOUND),
+    (BrokerUnreachable, ExitCode.UNREACHABLE),
+    (Conflict, ExitCode.CONFLICT),
+    (DataFolderInUse, ExitCode.CONFLICT),
+    (RequestTimedOut, ExitCode.TIMED_OUT),
+)
+
+
+def exit_code_of(error: Exception) -> ExitCode:
+    """The exit code that an error ends a command with."""
+    if isinstance(error, CommandFailed):
+        return error.exit_code
+    return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)

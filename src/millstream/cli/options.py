@@ -1,0 +1,38 @@
+"""The options that many commands share, so that they are spelled and explained the same everywhere."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+DEFAULT_BROKERS = "127.0.0.1:9092"
+
+Brokers = Annotated[
+    str,
+    typer.Option(
+        "--brokers",
+        envvar="MILLSTREAM_BROKERS",
+        metavar="HOST:PORT[,...]",
+        help="The brokers to ask; the first one that answers is used.",
+    ),
+]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
+
+TimeoutSeconds = Annotated[
+    float,
+    typer.Option("--timeout", metavar="SECONDS", min=0.1, help="How long to wait for a broker before giving up."),
+]
+DEFAULT_TIMEOUT_S = 10.0
+
+
+def parse_assignments(given: list[str], *, flag: str) -> dict[str, str]:
+    """Split the NAME=VALUE texts of a flag that may be repeated."""
+    values: dict[str, str] = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise typer.BadParameter(f"{flag} takes NAME=VALUE, not {text!r}")
+        values[name] = value
+    return values

@@ -1,0 +1,83 @@
+"""What commands print: one JSON document per line for programs, aligned columns for people."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class OutputClosed(Exception):
+    """Whoever read our output has gone, as `head` does once it has enough."""
+
+
+def print_json(document: Any) -> None:
+    """Print one document on one line."""
+    print_line(json.dumps(document, ensure_ascii=False))
+
+
+def print_line(text: str = "") -> None:
+    """Print one line for a person to read."""
+    # Text that came from elsewhere may hold half a surrogate pair, which UTF-8 cannot say.
+    print_bytes(text.encode(errors="backslashreplace") + b"\n")
+
+
+def print_bytes(data: bytes) -> None:
+    """Print bytes as they are, at once."""
+    try:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        raise OutputClosed from None
+
+
+def print_note(text: str) -> None:
+    """Tell a person something beside the answer, on stderr, so that it never ends up in a pipe."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]], *, indent: str = "") -> None:
+    """Print rows in aligned columns; numbers stand on the right, None shows as a dash."""
+    texts = [[_cell(value) for value in row] for row in rows]
+    widths = [
+        max(len(name), *(len(row[at]) for row in texts)) if texts else len(name) for at, name in enumerate(header)
+    ]
+    to_right = [_is_numeric([row[at] for row in rows]) for at in range(len(header))]
+    for row in [[name.upper() for name in header], *texts]:
+        cells = (
+            cell.rjust(width) if r else cell.ljust(width) for cell, width, r in zip(row, widths, to_right, strict=True)
+        )
+        print_line(indent + "  ".join(cells).rstrip())
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 message`, `2,000 messages`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def sized(size_bytes: float) -> str:
+    """A number of bytes as a person says it."""
+    for unit in _UNITS:
+        if size_bytes < 1024 or unit == _UNITS[-1]:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    raise AssertionError("unreachable: the last unit takes everything")
+
+
+def _is_numeric(column: Sequence[Any]) -> bool:
+    return any(value is not None for value in column) and all(
+        value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in column
+    )
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)

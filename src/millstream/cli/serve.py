@@ -1,0 +1,151 @@
+"""`millstream serve`: run a node until it is told to stop.
+
+Every flag derives from the config object, so a setting that is declared there is a flag here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from millstream import __version__
+from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.cli.options import AsJson
+from millstream.cli.output import print_json, print_line
+from millstream.config import Config
+from millstream.model.setting import Setting
+
+if TYPE_CHECKING:
+    from millstream.broker import Broker
+
+_logger = logging.getLogger(__name__)
+
+_FILE = "config"
+_JSON = "as_json"
+
+HELP = """Start a node: a broker for Kafka clients, and HTTP for health and metrics.
+
+It runs in the foreground until SIGTERM or Ctrl-C, which lets requests under way finish and stops cleanly; a second
+one does not wait for them. Every setting can also be given as MILLSTREAM_NAME or in millstream.toml; a flag wins over
+the environment, which wins over the file. Logs go to stderr. With --json, one line with the real addresses goes to
+stdout once the node is ready."""
+
+
+def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one flag for every setting of the config object."""
+    flags = [_flag(attribute, declared) for attribute, declared in Config.declared().values()]
+    config = Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="Read settings from this file.",
+            show_default="millstream.toml, if it is there",
+        ),
+    ]
+    fixed = [
+        inspect.Parameter(_FILE, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=config),
+        inspect.Parameter(_JSON, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=AsJson),
+    ]
+    command.__signature__ = inspect.Signature([*flags, *fixed])  # type: ignore[attr-defined]
+    return command
+
+
+def _flag(attribute: str, declared: Setting) -> inspect.Parameter:
+    name = f"--{declared.name}"
+    is_switch = declared.kind is bool
+    option = typer.Option(
+        f"{name}/--no-{declared.name}" if is_switch else name,
+        help=declared.description,
+        show_default=_shown(declared.default),
+        metavar=None if is_switch else _metavar(declared),
+    )
+    # Text, so that the config object does all parsing and a flag is refused in the same words as a file.
+    kind: Any = bool | None if is_switch else str | None
+    return inspect.Parameter(
+        attribute, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+    )
+
+
+def _shown(default: Any) -> str | bool:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return str(default) if default != "" else False
+
+
+def _metavar(declared: Setting) -> str:
+    if declared.choices:
+        return "|".join(declared.choices)
+    return {int: "NUMBER", float: "NUMBER"}.get(declared.kind, declared.name.upper())
+
+
+@with_config_flags
+def serve(**given: Any) -> None:
+    """Start a node."""
+    import uvloop
+
+    from millstream.model.log_line import set_up_logging
+
+    file, as_json = given.pop(_FILE), given.pop(_JSON)
+    names = {attribute: name for name, (attribute, _) in Config.declared().items()}
+    flags = {names[attribute]: value for attribute, value in given.items() if value is not None}
+    config = Config.load(flags=flags, file=file)
+    set_up_logging(config.log_level, config.log_format)
+    uvloop.run(_serve(config, as_json=as_json))
+
+
+async def _serve(config: Config, *, as_json: bool) -> None:
+    from millstream.broker import Broker
+
+    told = _Told()
+    broker = Broker(config)
+    await broker.start()
+    try:
+        _announce(broker, config, as_json=as_json)
+        await _first_of(told.stop, broker.failed)
+    finally:
+        await broker.stop()
+
+
+async def _first_of(stop: asyncio.Future[None], failed: asyncio.Future[None]) -> None:
+    done, _ = await asyncio.wait([stop, failed], return_when=asyncio.FIRST_COMPLETED)
+    if failed in done and failed.exception() is not None:
+        raise CommandFailed(f"the node stops, since a part of it failed: {failed.exception()}; the log says more")
+
+
+class _Told:
+    """Listens for the signals that end a node: the first one stops it in order, the second one at once."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.stop: asyncio.Future[None] = loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+
+    def _signalled(self, number: signal.Signals) -> None:
+        if not self.stop.done():
+            _logger.info("stopping", extra={"signal": number.name})
+            self.stop.set_result(None)
+            return
+        # What was acknowledged is stored already. Only the mark of a clean stop is missing, so the next start checks.
+        _logger.warning("stopped without waiting for requests under way; the next start checks the log")
+        os._exit(ExitCode.INTERRUPTED)
+
+
+def _announce(broker: Broker, config: Config, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"kafka": broker.kafka_address, "http": broker.http_address})
+        return
+    print_line(f"millstream {__version__} is ready")
+    print_line(f"  kafka  {broker.kafka_address}  (point any Kafka client here)")
+    print_line(f"  http   http://{broker.http_address}  (/healthz /readyz /metrics)")
+    print_line(f"  data   {config.data}")
+    print_line("Stop with Ctrl-C.")
