@@ -52,6 +52,7 @@ MillstreamError
 ├── DataFolderInvalid
 ├── AddressTaken                   a listener cannot have the address it was given
 ├── BrokerUnreachable              raised by clients of the wire protocol
+├── RequestRefused                 an error code that has no class of its own here
 ├── RequestTimedOut
 └── ProtocolViolation              fatal to the connection it came from
 """
@@ -279,6 +280,14 @@ class AddressTaken(MillstreamError):
 
 class BrokerUnreachable(MillstreamError):
     """No broker answered at any of the addresses given."""
+
+
+class RequestRefused(MillstreamError):
+    """The broker answered with an error code that has no class of its own here."""
+
+    def __init__(self, message: str, *, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class RequestTimedOut(MillstreamError):

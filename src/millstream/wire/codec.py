@@ -14,15 +14,24 @@ from functools import cache
 from typing import Any, Final, NamedTuple
 
 from millstream.model.errors import ProtocolViolation
-from millstream.wire.guard import guard_of
+from millstream.wire.guard import Span, guard_of
 from millstream.wire.primitives import Buffer, Reader, Writer
 
 API_VERSIONS_KEY: Final = 18
 PRIVATE_KEY_MIN: Final = 32000
 """API keys from here on are Millstream's own; they are flexible in every version."""
 
-BODY_BYTES_MAX: Final = 8 * 1024 * 1024
-"""The largest body read into message objects; Produce and Fetch, which carry data, never become such."""
+
+class Limits(NamedTuple):
+    """How large a body may be to be read into message objects. Produce and Fetch, which carry data, never are."""
+
+    body_bytes: int
+    items: int
+    """Items of all arrays in it together, since each becomes an object."""
+
+
+REQUEST_LIMITS: Final = Limits(body_bytes=8 * 1024 * 1024, items=250_000)
+RESPONSE_LIMITS: Final = Limits(body_bytes=64 * 1024 * 1024, items=2_000_000)
 
 FLEXIBLE_SINCE: Final[dict[int, int]] = {
     0: 9,  # Produce
@@ -136,13 +145,13 @@ def read_correlation_id(frame: Buffer) -> int:
 
 def read_request(api_key: int, version: int, buffer: Buffer, position: int) -> Any:
     """Read the body of a request into kio's class for that version."""
-    return _read_entity(load_request_class(api_key, version), buffer, position)
+    return _read_entity(load_request_class(api_key, version), buffer, position, REQUEST_LIMITS)
 
 
 def read_response(api_key: int, version: int, frame: Buffer) -> Any:
     """Read a response into kio's class for that version; the frame comes without its size."""
     position = response_body_at(api_key, version, frame)
-    return _read_entity(load_response_class(api_key, version), frame, position)
+    return _read_entity(load_response_class(api_key, version), frame, position, RESPONSE_LIMITS)
 
 
 def write_response(api_key: int, version: int, correlation_id: int, response: Any) -> bytes:
@@ -197,12 +206,12 @@ def load_response_class(api_key: int, version: int) -> type[Any]:
         raise ProtocolViolation(f"API {api_key} has no version {version}") from None
 
 
-def _read_entity(entity_type: Any, buffer: Buffer, position: int) -> Any:
-    view = memoryview(buffer)
+def _read_entity(entity_type: Any, buffer: Buffer, position: int, limits: Limits) -> Any:
+    view = memoryview(buffer).toreadonly()  # kio reads from nothing else.
     size = len(view) - position
-    if size > BODY_BYTES_MAX:
-        raise ProtocolViolation(f"{entity_type.__name__} has {size} bytes, at most {BODY_BYTES_MAX} are read")
-    guard_of(entity_type)(view, position, len(view))
+    if size > limits.body_bytes:
+        raise ProtocolViolation(f"{entity_type.__name__} has {size} bytes, at most {limits.body_bytes} are read")
+    guard_of(entity_type)(Span(view, items_max=limits.items), position)
     try:
         entity, _ = _reader_of(entity_type)(view, position)
     except Exception as error:

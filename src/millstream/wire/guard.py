@@ -3,7 +3,7 @@
 kio's native reader takes an announced array length at its word and allocates for it, so a frame of nine bytes
 that announces four billion items ends the process. `guard_of` compiles, once per message class, a walk that
 steps over the same fields without building anything, and raises `ProtocolViolation` when a length does not fit
-into the bytes that are there.
+into the bytes that are there, or when a message has so many items that building them would hold up the loop.
 """
 
 from __future__ import annotations
@@ -17,8 +17,22 @@ from typing import Any, Final, get_args, get_origin
 
 from millstream.model.errors import ProtocolViolation
 
-Walk = Callable[[memoryview, int, int], int]
-"""Steps over one value: `(buffer, position, end) -> position after it`."""
+
+class Span:
+    """The bytes that a walk may look at, and how many items of arrays it may still step over."""
+
+    __slots__ = ("buffer", "end", "items_left")
+
+    def __init__(self, buffer: memoryview, *, items_max: int) -> None:
+        self.buffer = buffer
+        self.end = len(buffer)
+        self.items_left = items_max
+
+
+Walk = Callable[[Span, int], int]
+"""Steps over one value: `(span, position) -> position after it`."""
+Length = Callable[[Span, int], tuple[int, int]]
+"""Reads a length: `(span, position) -> (length, position after it)`; -1 is null."""
 
 _INT16: Final = struct.Struct(">h")
 _INT32: Final = struct.Struct(">i")
@@ -111,61 +125,64 @@ def _primitive_walk(kafka_type: str, flexible: bool) -> Walk:
 
 
 def _fixed(size: int) -> Walk:
-    def walk(buffer: memoryview, position: int, end: int) -> int:
-        return _step(position, size, end)
+    def walk(span: Span, position: int) -> int:
+        return _step(span, position, size)
 
     return walk
 
 
 def _sequence(steps: tuple[Walk, ...]) -> Walk:
-    def walk(buffer: memoryview, position: int, end: int) -> int:
+    def walk(span: Span, position: int) -> int:
         for step in steps:
-            position = step(buffer, position, end)
+            position = step(span, position)
         return position
 
     return walk
 
 
-def _array(length_of: Callable[[memoryview, int, int], tuple[int, int]], item: Walk) -> Walk:
-    def walk(buffer: memoryview, position: int, end: int) -> int:
-        length, position = length_of(buffer, position, end)
-        if length > end - position:
-            raise ProtocolViolation(f"an array of {length} items is announced with {end - position} bytes left")
+def _array(length_of: Length, item: Walk) -> Walk:
+    def walk(span: Span, position: int) -> int:
+        length, position = length_of(span, position)
+        if length > span.end - position:
+            raise ProtocolViolation(f"an array of {length} items is announced with {span.end - position} bytes left")
+        span.items_left -= length
+        if span.items_left < 0:
+            raise ProtocolViolation("the message has more items than are read at once; split it")
         for _ in range(length):
-            position = item(buffer, position, end)
+            position = item(span, position)
         return position
 
     return walk
 
 
-def _fixed_array(length_of: Callable[[memoryview, int, int], tuple[int, int]], size: int) -> Walk:
-    def walk(buffer: memoryview, position: int, end: int) -> int:
-        length, position = length_of(buffer, position, end)
-        return _step(position, max(length, 0) * size, end)
+def _fixed_array(length_of: Length, size: int) -> Walk:
+    def walk(span: Span, position: int) -> int:
+        length, position = length_of(span, position)
+        return _step(span, position, max(length, 0) * size)
 
     return walk
 
 
 def _nullable_entity(inner: Walk) -> Walk:
-    def walk(buffer: memoryview, position: int, end: int) -> int:
-        after = _step(position, 1, end)
-        return after if buffer[position] == _NULL_ENTITY else inner(buffer, after, end)
+    def walk(span: Span, position: int) -> int:
+        after = _step(span, position, 1)
+        return after if span.buffer[position] == _NULL_ENTITY else inner(span, after)
 
     return walk
 
 
 def _tags(known: dict[int, Walk]) -> Walk:
-    def walk(buffer: memoryview, position: int, end: int) -> int:
-        if position < end and buffer[position] == 0:
+    def walk(span: Span, position: int) -> int:
+        if position < span.end and span.buffer[position] == 0:
             return position + 1
-        count, position = _uvarint(buffer, position, end)
-        if count > end - position:
-            raise ProtocolViolation(f"{count} tagged fields are announced with {end - position} bytes left")
+        count, position = _uvarint(span, position)
+        if count > span.end - position:
+            raise ProtocolViolation(f"{count} tagged fields are announced with {span.end - position} bytes left")
         for _ in range(count):
-            tag, position = _uvarint(buffer, position, end)
-            size, position = _uvarint(buffer, position, end)
-            after = _step(position, size, end)
-            if tag in known and known[tag](buffer, position, after) != after:
+            tag, position = _uvarint(span, position)
+            size, position = _uvarint(span, position)
+            after = _step(span, position, size)
+            if tag in known and known[tag](span, position) != after:
                 raise ProtocolViolation(f"tagged field {tag} is not {size} bytes long as announced")
             position = after
         return position
@@ -173,29 +190,29 @@ def _tags(known: dict[int, Walk]) -> Walk:
     return walk
 
 
-def _compact_bytes(buffer: memoryview, position: int, end: int) -> int:
-    length, position = _compact_length(buffer, position, end)
-    return _step(position, max(length, 0), end)
+def _compact_bytes(span: Span, position: int) -> int:
+    length, position = _compact_length(span, position)
+    return _step(span, position, max(length, 0))
 
 
-def _legacy_string(buffer: memoryview, position: int, end: int) -> int:
-    after = _step(position, 2, end)
-    return _step(after, _checked(_INT16.unpack_from(buffer, position)[0]), end)
+def _legacy_string(span: Span, position: int) -> int:
+    after = _step(span, position, 2)
+    return _step(span, after, _checked(_INT16.unpack_from(span.buffer, position)[0]))
 
 
-def _legacy_bytes(buffer: memoryview, position: int, end: int) -> int:
-    length, position = _legacy_length(buffer, position, end)
-    return _step(position, max(length, 0), end)
+def _legacy_bytes(span: Span, position: int) -> int:
+    length, position = _legacy_length(span, position)
+    return _step(span, position, max(length, 0))
 
 
-def _compact_length(buffer: memoryview, position: int, end: int) -> tuple[int, int]:
-    length, position = _uvarint(buffer, position, end)
+def _compact_length(span: Span, position: int) -> tuple[int, int]:
+    length, position = _uvarint(span, position)
     return length - 1, position
 
 
-def _legacy_length(buffer: memoryview, position: int, end: int) -> tuple[int, int]:
-    after = _step(position, 4, end)
-    length: int = _INT32.unpack_from(buffer, position)[0]
+def _legacy_length(span: Span, position: int) -> tuple[int, int]:
+    after = _step(span, position, 4)
+    length: int = _INT32.unpack_from(span.buffer, position)[0]
     _checked(length)
     return length, after
 
@@ -206,11 +223,11 @@ def _checked(length: int) -> int:
     return max(length, 0)
 
 
-def _uvarint(buffer: memoryview, position: int, end: int) -> tuple[int, int]:
+def _uvarint(span: Span, position: int) -> tuple[int, int]:
     value = 0
     for shift in (0, 7, 14, 21, 28):
-        after = _step(position, 1, end)
-        byte = buffer[position]
+        after = _step(span, position, 1)
+        byte = span.buffer[position]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, after
@@ -218,8 +235,8 @@ def _uvarint(buffer: memoryview, position: int, end: int) -> tuple[int, int]:
     raise ProtocolViolation("a varint is longer than 5 bytes")
 
 
-def _step(position: int, size: int, end: int) -> int:
+def _step(span: Span, position: int, size: int) -> int:
     after = position + size
-    if after > end:
-        raise ProtocolViolation(f"{size} bytes are needed where {end - position} are left")
+    if after > span.end:
+        raise ProtocolViolation(f"{size} bytes are needed where {span.end - position} are left")
     return after

@@ -1,0 +1,385 @@
+"""The small asynchronous Kafka client that the CLI, the gateway, followers, the SDK and Spark stand on.
+
+It finds the leader of each partition, negotiates versions once per connection, retries what passes by itself, and
+raises the errors of `model/errors.py`. Records go in and come out as whole batches; `records/` makes and reads them.
+
+    async with Client.connect("127.0.0.1:9092") as client:
+        produced = await client.produce("orders", 0, batch)
+        answer = await client.fetch("orders", 0, produced.base_offset)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from datetime import timedelta
+from typing import Any, Final, NamedTuple, Self, TypeVar
+
+from millstream.config import parse_address
+from millstream.model.errors import (
+    BrokerUnreachable,
+    MillstreamError,
+    NotLeader,
+    RequestTimedOut,
+    UnknownTopic,
+)
+from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.model.topic import TopicPartition
+from millstream.records.batch import read_header
+from millstream.wire import fetching, producing
+from millstream.wire.cluster_metadata import ClusterMetadata, NodeMetadata, from_response
+from millstream.wire.codec import load_request_class, load_response_class, response_body_at
+from millstream.wire.fetching import FetchAnswer, FetchLimits
+from millstream.wire.pool import Pool
+from millstream.wire.primitives import Buffer
+from millstream.wire.producing import Produced
+from millstream.wire.refusal import TRANSIENT, refusal
+from millstream.wire.shape import reshape
+
+T = TypeVar("T")
+
+CONNECT_S_MAX: Final = 10.0
+BACKOFF_S_MIN: Final = 0.05
+BACKOFF_S_MAX: Final = 1.0
+ACKS_NONE: Final = 0
+_GROUP_COORDINATOR: Final = 0
+
+
+class ListedOffset(NamedTuple):
+    """An offset looked up by time; -1 in both when no record is that young."""
+
+    offset: Offset
+    timestamp_ms: int
+    leader_epoch: Epoch
+
+
+class Client:
+    """A client of one cluster. Use it as a context manager; one instance serves many tasks of one loop."""
+
+    def __init__(self, bootstrap: Collection[tuple[str, int]], *, client_id: str, timeout_s: float) -> None:
+        self._bootstrap = tuple(bootstrap)
+        self._client_id = client_id
+        self._timeout_s = timeout_s
+        self._pools: dict[tuple[str, int], Pool] = {}
+        self._nodes: dict[NodeId, NodeMetadata] = {}
+        self._leaders: dict[TopicPartition, NodeId] = {}
+
+    @classmethod
+    def connect(cls, addresses: str, *, client_id: str = "millstream", timeout_s: float = 30.0) -> Self:
+        """Prepare a client from `host:port,host:port`; entering it connects to the first that answers."""
+        parts = [part.strip() for part in addresses.split(",") if part.strip()]
+        bootstrap = [parse_address(part, name="the broker address") for part in parts or [addresses]]
+        return cls(bootstrap, client_id=client_id, timeout_s=timeout_s)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._anywhere()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every connection; requests that wait fail."""
+        pools, self._pools = list(self._pools.values()), {}
+        for pool in pools:
+            await pool.close()
+
+    # -- any request ----------------------------------------------------------------------------------------
+
+    async def send(self, node: NodeId | None, request: Any, *, timeout_s: float | None = None) -> Any:
+        """Send a message to a node (any, if None) in the version both know; the answer is of the message's version."""
+        pool = await self._reach(node)
+        channel = await pool.shared()
+        key, newest = request.__api_key__, request.__version__
+        version = channel.version_for(key, newest=newest)
+        asked = reshape(request, load_request_class(key, version))
+        answer = await channel.call(asked, timeout_s=self._timeout_s if timeout_s is None else timeout_s)
+        return reshape(answer, load_response_class(key, newest))
+
+    async def private(self, node: NodeId | None, api_key: int, body: bytes, *, version: int = 0) -> memoryview:
+        """Send one of Millstream's own requests, whose bodies are bytes; the answer's body comes back."""
+        pool = await self._reach(node)
+        channel = await pool.shared()
+        frame = await channel.exchange(api_key, version, [body], timeout_s=self._timeout_s)
+        return frame[response_body_at(api_key, version, frame) :]
+
+    # -- the cluster ----------------------------------------------------------------------------------------
+
+    async def metadata(self, topics: Iterable[str] | None = None, *, create: bool = False) -> ClusterMetadata:
+        """Ask for the cluster and some topics (all, if None); `create` lets the broker create what is missing."""
+        wanted = topics if topics is None else tuple(topics)
+        return await self._retrying(lambda: self._ask_metadata(wanted, create=create))
+
+    async def leader_of(self, topic: str, partition: int, *, create: bool = False) -> NodeId:
+        """The node that leads a partition, from memory or by asking."""
+        return await self._retrying(lambda: self._leader(topic, partition, create=create))
+
+    async def coordinator(self, group: str) -> NodeId:
+        """The node that coordinates a consumer group."""
+        return await self._retrying(lambda: self._find_coordinator(group))
+
+    # -- records --------------------------------------------------------------------------------------------
+
+    async def produce(
+        self, topic: str, partition: int, batches: Buffer, *, acks: int = -1, timeout_ms: int = 30_000
+    ) -> Produced:
+        """Append whole batches to a partition; with `acks=0` the offset is not known and -1 is returned.
+
+        What the broker refuses for the moment is sent again. When an answer is lost, batches of an idempotent
+        producer are sent again too, since the broker knows them; others are not, since they could be doubled.
+        """
+        idempotent = read_header(batches).producer_id >= 0
+
+        async def attempt() -> Produced:
+            leader = await self._leader(topic, partition, create=True)
+            return await self._produce_to(leader, topic, partition, batches, acks=acks, timeout_ms=timeout_ms)
+
+        return await self._retrying(attempt, lost_is_transient=idempotent)
+
+    async def fetch(
+        self,
+        topic: str,
+        partition: int,
+        offset: int,
+        *,
+        max_bytes: int = 1024 * 1024,
+        max_wait_ms: int = 500,
+        min_bytes: int = 1,
+        isolation: int = fetching.READ_UNCOMMITTED,
+    ) -> FetchAnswer:
+        """Read from one partition; waits up to `max_wait_ms` for `min_bytes` to be there."""
+        wanted = TopicPartition(topic, PartitionIndex(partition))
+        limits = FetchLimits(max_bytes, max_wait_ms, min_bytes, isolation)
+
+        async def attempt() -> FetchAnswer:
+            leader = await self._leader(topic, partition)
+            return fetching.only(await self._fetch_from(leader, {wanted: Offset(offset)}, limits), wanted)
+
+        return await self._retrying(attempt)
+
+    async def fetch_many(
+        self, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
+    ) -> dict[TopicPartition, FetchAnswer]:
+        """Read from many partitions with one request per leader, side by side.
+
+        Partitions whose leader has moved are missing from the answer; the next call finds the new one.
+        """
+        by_leader: dict[NodeId, dict[TopicPartition, Offset]] = {}
+        for partition, offset in positions.items():
+            leader = await self.leader_of(partition.topic, partition.partition)
+            by_leader.setdefault(leader, {})[partition] = offset
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._fetch_from(leader, wanted, limits)) for leader, wanted in by_leader.items()
+                ]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        fetched: dict[TopicPartition, FetchAnswer] = {}
+        for task in tasks:
+            for partition, found in task.result().items():
+                if isinstance(found, TRANSIENT):
+                    self._leaders.pop(partition, None)
+                elif isinstance(found, MillstreamError):
+                    raise found
+                else:
+                    fetched[partition] = found
+        return fetched
+
+    async def list_offsets(self, topic: str, times_ms: Mapping[int, int]) -> dict[int, ListedOffset]:
+        """Look up offsets by time, per partition: -2 earliest, -1 latest, -3 of the largest timestamp, else a time."""
+        return await self._retrying(lambda: self._list_offsets(topic, times_ms))
+
+    # -- one attempt ----------------------------------------------------------------------------------------
+
+    async def _ask_metadata(self, topics: Collection[str] | None, *, create: bool = False) -> ClusterMetadata:
+        from kio.schema.metadata.v13.request import MetadataRequest, MetadataRequestTopic
+        from kio.schema.types import TopicName
+
+        named = None
+        if topics is not None:
+            named = tuple(MetadataRequestTopic(topic_id=None, name=TopicName(name)) for name in topics)
+        request = MetadataRequest(
+            topics=named, allow_auto_topic_creation=create, include_topic_authorized_operations=False
+        )
+        answer = from_response(await self.send(None, request))
+        self._remember(answer, topics)
+        return answer
+
+    async def _leader(self, topic: str, partition: int, *, create: bool = False) -> NodeId:
+        wanted = TopicPartition(topic, PartitionIndex(partition))
+        known = self._leaders.get(wanted)
+        if known is not None:
+            return known
+        answer = await self._ask_metadata([topic], create=create)
+        if topic in answer.errors:
+            raise refusal(answer.errors[topic], None, about=f"topic {topic!r}")
+        partitions = answer.topics[topic].partitions if topic in answer.topics else {}
+        if wanted.partition not in partitions:
+            raise UnknownTopic(f"topic {topic!r} has {len(partitions)} partitions, there is no number {partition}")
+        if wanted not in self._leaders:
+            raise NotLeader(f"{wanted} has no leader now; its nodes may be down")
+        return self._leaders[wanted]
+
+    async def _produce_to(
+        self, leader: NodeId, topic: str, partition: int, batches: Buffer, *, acks: int, timeout_ms: int
+    ) -> Produced:
+        channel = await (await self._reach(leader)).shared()
+        version = channel.version_for(producing.PRODUCE_KEY, newest=producing.NEWEST, oldest=producing.OLDEST)
+        body = producing.write_produce(version, topic, partition, batches, acks=acks, timeout_ms=timeout_ms)
+        if acks == ACKS_NONE:
+            await channel.send(producing.PRODUCE_KEY, version, body)
+            return Produced(Offset(-1), -1)
+        timeout_s = timeout_ms / 1000 + self._timeout_s
+        try:
+            frame = await channel.exchange(producing.PRODUCE_KEY, version, body, timeout_s=timeout_s)
+        except BrokerUnreachable as error:
+            raise _AnswerLost(str(error)) from error
+        answer = producing.read_produced(version, frame, about=f"publish to {topic}-{partition}")
+        if isinstance(answer, MillstreamError):
+            raise answer
+        return answer
+
+    async def _fetch_from(
+        self, leader: NodeId, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
+    ) -> dict[TopicPartition, FetchAnswer | MillstreamError]:
+        pool = await self._reach(leader)
+        async with pool.borrowed() as channel:
+            version = channel.version_for(fetching.FETCH_KEY, newest=fetching.NEWEST, oldest=fetching.OLDEST)
+            body = fetching.write_fetch(version, positions, limits)
+            timeout_s = limits.max_wait_ms / 1000 + self._timeout_s
+            frame = await channel.exchange(fetching.FETCH_KEY, version, [body], timeout_s=timeout_s)
+        return fetching.read_fetched(version, frame)
+
+    async def _list_offsets(self, topic: str, times_ms: Mapping[int, int]) -> dict[int, ListedOffset]:
+        from kio.schema.list_offsets.v10 import request as messages
+        from kio.schema.types import BrokerId, TopicName
+        from kio.static.primitive import i8, i32, i64
+
+        by_leader: dict[NodeId, list[messages.ListOffsetsPartition]] = {}
+        for partition, time_ms in times_ms.items():
+            wanted = messages.ListOffsetsPartition(partition_index=i32(partition), timestamp=i64(time_ms))
+            by_leader.setdefault(await self._leader(topic, partition), []).append(wanted)
+        found: dict[int, ListedOffset] = {}
+        for leader, partitions in by_leader.items():
+            asked = messages.ListOffsetsTopic(name=TopicName(topic), partitions=tuple(partitions))
+            request = messages.ListOffsetsRequest(
+                replica_id=BrokerId(-1), isolation_level=i8(0), topics=(asked,), timeout=_timedelta(self._timeout_s)
+            )
+            found.update(_listed(await self.send(leader, request)))
+        return found
+
+    async def _find_coordinator(self, group: str) -> NodeId:
+        from kio.schema.find_coordinator.v6.request import FindCoordinatorRequest
+        from kio.static.primitive import i8
+
+        request = FindCoordinatorRequest(key_type=i8(_GROUP_COORDINATOR), coordinator_keys=(group,))
+        answer = (await self.send(None, request)).coordinators[0]
+        if answer.error_code:
+            raise refusal(answer.error_code, answer.error_message, about=f"coordinator of group {group!r}")
+        node_id = NodeId(answer.node_id)
+        self._nodes[node_id] = NodeMetadata(node_id=node_id, host=answer.host, port=answer.port, rack=None)
+        return node_id
+
+    # -- reaching nodes -------------------------------------------------------------------------------------
+
+    async def _reach(self, node: NodeId | None) -> Pool:
+        if node is None:
+            return await self._anywhere()
+        if node not in self._nodes:
+            await self._ask_metadata([])
+        known = self._nodes.get(node)
+        if known is None:
+            raise BrokerUnreachable(f"node {node} is not in the cluster now; its nodes are {sorted(self._nodes)}")
+        pool = self._pool(known.host, known.port)
+        try:
+            await pool.shared()
+        except BrokerUnreachable as error:
+            raise BrokerUnreachable(
+                f"node {node} cannot be reached at the address it advertises ({error}); start it with "
+                "`millstream serve`, or correct its address with --advertise HOST:PORT"
+            ) from error
+        return pool
+
+    async def _anywhere(self) -> Pool:
+        """A pool whose shared connection stands: one that is open, else the first that can be opened."""
+        addresses = dict.fromkeys([*((node.host, node.port) for node in self._nodes.values()), *self._bootstrap])
+        for host, port in addresses:
+            if self._pool(host, port).is_open:
+                return self._pool(host, port)
+        reasons: list[str] = []
+        for host, port in addresses:
+            try:
+                await self._pool(host, port).shared()
+            except (BrokerUnreachable, RequestTimedOut) as error:
+                reasons.append(str(error))
+            else:
+                return self._pool(host, port)
+        tried = ", ".join(f"{host}:{port}" for host, port in addresses)
+        raise BrokerUnreachable(
+            f"no broker answered at {tried} ({'; '.join(reasons)}); start one with `millstream serve`, "
+            "or give the address of one that runs with --brokers HOST:PORT"
+        )
+
+    def _pool(self, host: str, port: int) -> Pool:
+        pool = self._pools.get((host, port))
+        if pool is None:
+            connect_s = min(self._timeout_s, CONNECT_S_MAX)
+            pool = Pool(host, port, client_id=self._client_id, connect_s=connect_s)
+            self._pools[host, port] = pool
+        return pool
+
+    def _remember(self, answer: ClusterMetadata, wanted: Collection[str] | None) -> None:
+        self._nodes = dict(answer.nodes)
+        asked = None if wanted is None else set(wanted)
+        self._leaders = {
+            partition: leader
+            for partition, leader in self._leaders.items()
+            if asked is not None and partition.topic not in asked
+        }
+        for topic in answer.topics.values():
+            for partition in topic.partitions.values():
+                if partition.leader_id >= 0:
+                    self._leaders[TopicPartition(topic.name, partition.partition)] = partition.leader_id
+
+    # -- retries --------------------------------------------------------------------------------------------
+
+    async def _retrying(self, attempt: Callable[[], Awaitable[T]], *, lost_is_transient: bool = True) -> T:
+        """Try again, with growing pauses and fresh metadata, while the failure may pass and time is left."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+        pause_s = BACKOFF_S_MIN
+        while True:
+            try:
+                return await attempt()
+            except _AnswerLost as error:
+                if not lost_is_transient or loop.time() + pause_s > deadline:
+                    raise RequestTimedOut(f"{error} Whether the records were stored is not known.") from error
+            except TRANSIENT:
+                if loop.time() + pause_s > deadline:
+                    raise
+            self._leaders.clear()
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, BACKOFF_S_MAX)
+
+
+class _AnswerLost(MillstreamError):
+    """The connection broke after a request was sent and before its answer came."""
+
+
+def _timedelta(seconds: float) -> Any:
+    return timedelta(milliseconds=int(seconds * 1000))
+
+
+def _listed(response: Any) -> dict[int, ListedOffset]:
+    found: dict[int, ListedOffset] = {}
+    for topic in response.topics:
+        for one in topic.partitions:
+            if one.error_code:
+                raise refusal(one.error_code, None, about=f"offsets of {topic.name}-{one.partition_index}")
+            found[one.partition_index] = ListedOffset(Offset(one.offset), one.timestamp, Epoch(one.leader_epoch))
+    return found

@@ -1,0 +1,75 @@
+"""The connections of a client to one broker address.
+
+A broker answers the requests of one connection in order, so a fetch that waits for records holds up whatever is
+behind it. Ordinary requests therefore share one pipelined connection, and each waiting fetch borrows one of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from millstream.wire.channel import Channel
+
+BORROWED_MAX: Final = 16
+
+
+class Pool:
+    """One shared connection and a few to borrow, opened when first needed and again when lost."""
+
+    def __init__(self, host: str, port: int, *, client_id: str, connect_s: float) -> None:
+        self.address = f"{host}:{port}"
+        self._host = host
+        self._port = port
+        self._client_id = client_id
+        self._connect_s = connect_s
+        self._shared: Channel | None = None
+        self._opening = asyncio.Lock()
+        self._free: list[Channel] = []
+        self._slots = asyncio.Semaphore(BORROWED_MAX)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the shared connection stands."""
+        return self._shared is not None and self._shared.is_open
+
+    async def shared(self) -> Channel:
+        """The connection for requests that are answered at once."""
+        async with self._opening:
+            if self._shared is None or not self._shared.is_open:
+                self._shared = await self._open()
+            return self._shared
+
+    @asynccontextmanager
+    async def borrowed(self) -> AsyncIterator[Channel]:
+        """A connection for one request whose answer may take its time."""
+        async with self._slots:
+            channel = self._take_free() or await self._open()
+            try:
+                yield channel
+            finally:
+                if channel.is_open and channel.is_idle:
+                    self._free.append(channel)
+                else:
+                    await channel.close()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        channels, self._free = self._free, []
+        if self._shared is not None:
+            channels.append(self._shared)
+            self._shared = None
+        for channel in channels:
+            await channel.close()
+
+    def _take_free(self) -> Channel | None:
+        while self._free:
+            channel = self._free.pop()
+            if channel.is_open:
+                return channel
+        return None
+
+    async def _open(self) -> Channel:
+        return await Channel.open(self._host, self._port, client_id=self._client_id, timeout_s=self._connect_s)

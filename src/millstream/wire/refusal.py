@@ -1,0 +1,72 @@
+"""Error codes of a broker's answer as errors of the tree: the client's end of `kafka/errors.py`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from millstream.model import errors
+
+_ERRORS: Final[dict[int, type[errors.MillstreamError]]] = {
+    2: errors.CorruptBatch,
+    3: errors.UnknownTopic,
+    5: errors.NotLeader,
+    6: errors.NotLeader,
+    7: errors.RequestTimedOut,
+    8: errors.BrokerUnreachable,
+    10: errors.BatchTooLarge,
+    14: errors.CoordinatorLoading,
+    15: errors.CoordinatorUnavailable,
+    16: errors.CoordinatorUnavailable,
+    17: errors.InvalidTopicName,
+    19: errors.NotEnoughReplicas,
+    20: errors.NotEnoughReplicas,
+    24: errors.InvalidGroupId,
+    25: errors.UnknownMember,
+    32: errors.InvalidTimestamp,
+    36: errors.TopicExists,
+    37: errors.InvalidPartitions,
+    38: errors.InvalidReplication,
+    40: errors.InvalidSetting,
+    42: errors.InvalidRequest,
+    44: errors.PolicyViolation,
+    45: errors.OutOfOrderSequence,
+    47: errors.FencedProducer,
+    56: errors.StorageFailure,
+    59: errors.UnknownProducer,
+    68: errors.GroupNotEmpty,
+    69: errors.UnknownGroup,
+    74: errors.FencedLeaderEpoch,
+    75: errors.UnknownLeaderEpoch,
+    76: errors.UnsupportedCompression,
+    87: errors.InvalidBatch,
+    91: errors.NotFound,
+    100: errors.UnknownTopicId,
+}
+OFFSET_OUT_OF_RANGE: Final = 1
+
+TRANSIENT: Final = (
+    errors.NotLeader,
+    errors.CoordinatorUnavailable,
+    errors.NotEnoughReplicas,
+    errors.BrokerUnreachable,
+)
+"""What passes by itself when the request is sent again with fresh metadata."""
+
+
+def refusal(code: int, message: str | None, *, about: str) -> errors.MillstreamError:
+    """Build the error for a code that is not 0; `about` says what was asked for."""
+    said = f"{about}: {message}" if message else f"{about}: the broker answered with {code_name(code)}"
+    if code == OFFSET_OUT_OF_RANGE:
+        return errors.OffsetOutOfRange(said, start=-1, end=-1)
+    kind = _ERRORS.get(code)
+    return errors.RequestRefused(said, code=code) if kind is None else kind(said)
+
+
+def code_name(code: int) -> str:
+    """Name an error code as Kafka's documentation does."""
+    from kio.schema.errors import ErrorCode
+
+    try:
+        return ErrorCode(code).name.upper()
+    except ValueError:
+        return f"error code {code}"
