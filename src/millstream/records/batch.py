@@ -19,7 +19,7 @@ from typing import NamedTuple
 from crc32c import crc32c
 
 from millstream.model.errors import CorruptBatch, InvalidBatch, UnsupportedCompression
-from millstream.model.ids import Epoch, Offset, ProducerEpoch, ProducerId
+from millstream.model.ids import NO_EPOCH, Epoch, Offset, ProducerEpoch, ProducerId
 
 HEADER_BYTES = 61
 LOG_OVERHEAD_BYTES = 12
@@ -40,7 +40,7 @@ _TIMESTAMP = struct.Struct(">q")
 _LENGTH_AT = 8
 _MAGIC_AT = 16
 _CRC_AT = 17
-_CRC_FROM = 21
+CRC_FROM = 21
 _ATTRIBUTES_AT = 21
 _MAX_TIMESTAMP_AT = 35
 _LENGTH = struct.Struct(">i")
@@ -137,7 +137,7 @@ def read_header(buffer: Buffer, position: int = 0) -> BatchHeader:
 
 def check_crc(buffer: Buffer, header: BatchHeader) -> None:
     """Raise `CorruptBatch` when the checksum of the batch is wrong."""
-    found = crc32c(memoryview(buffer)[header.position + _CRC_FROM : header.end_position])
+    found = crc32c(memoryview(buffer)[header.position + CRC_FROM : header.end_position])
     if found != header.crc:
         raise CorruptBatch(f"record batch CRC-32C is {found:#010x}, its header says {header.crc:#010x}")
 
@@ -164,8 +164,8 @@ def iterate_whole_headers(buffer: Buffer) -> Iterator[BatchHeader]:
         position = header.end_position
 
 
-def frame_batch(
-    section: Buffer,
+def seal_batch(
+    batch: bytearray,
     *,
     base_offset: int,
     attributes: int,
@@ -176,17 +176,15 @@ def frame_batch(
     producer_epoch: int,
     base_sequence: int,
     record_count: int,
-) -> bytearray:
-    """Put the header, with its CRC, before records that are encoded (and compressed) already."""
-    batch = bytearray(HEADER_BYTES + len(section))
-    batch[HEADER_BYTES:] = section
+) -> None:
+    """Write the header of a batch whose records are in place behind it; the CRC comes last."""
     try:
         _HEADER.pack_into(
             batch,
             0,
             base_offset,
             len(batch) - LOG_OVERHEAD_BYTES,
-            -1,
+            NO_EPOCH,
             MAGIC,
             0,
             attributes,
@@ -200,8 +198,7 @@ def frame_batch(
         )
     except struct.error as error:
         raise InvalidBatch(f"a number does not fit into the header of a record batch: {error}") from error
-    _CRC.pack_into(batch, _CRC_AT, crc32c(memoryview(batch)[_CRC_FROM:]))
-    return batch
+    _CRC.pack_into(batch, _CRC_AT, crc32c(memoryview(batch)[CRC_FROM:]))
 
 
 def place_batch(buffer: bytearray | memoryview, header: BatchHeader, base_offset: int, leader_epoch: int) -> None:
@@ -214,5 +211,5 @@ def stamp_append_time(buffer: bytearray | memoryview, header: BatchHeader, now_m
     at = header.position
     _ATTRIBUTES.pack_into(buffer, at + _ATTRIBUTES_AT, header.attributes | TIMESTAMP_TYPE_FLAG)
     _TIMESTAMP.pack_into(buffer, at + _MAX_TIMESTAMP_AT, now_ms)
-    crc = crc32c(memoryview(buffer)[at + _CRC_FROM : header.end_position])
+    crc = crc32c(memoryview(buffer)[at + CRC_FROM : header.end_position])
     _CRC.pack_into(buffer, at + _CRC_AT, crc)

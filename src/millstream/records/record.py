@@ -24,8 +24,8 @@ from millstream.records.batch import (
     BatchHeader,
     Buffer,
     check_crc,
-    frame_batch,
     iterate_whole_headers,
+    seal_batch,
 )
 from millstream.records.compression import DECOMPRESSED_BYTES_MAX, compress, decompress
 
@@ -34,6 +34,9 @@ CREATE_TIME, LOG_APPEND_TIME = range(2)
 
 RECORD_BYTES_MIN = 7
 """No record is shorter: seven varints and bytes of one byte each."""
+
+HEADERS_MAX = 65_536
+"""A record with more headers is refused, so that a small batch cannot ask for a lot of memory."""
 
 Headers = tuple[tuple[str, bytes | None], ...]
 
@@ -85,8 +88,10 @@ def encode_batch(
         | (TRANSACTIONAL_FLAG if transactional else 0)
         | (CONTROL_FLAG if control else 0)
     )
-    return frame_batch(
-        section if compression == COMPRESSION_NONE else compress(compression, section),
+    batch = bytearray(HEADER_BYTES)
+    batch += section if compression == COMPRESSION_NONE else compress(compression, section)
+    seal_batch(
+        batch,
         base_offset=base_offset,
         attributes=attributes,
         last_offset_delta=len(records) - 1,
@@ -97,6 +102,7 @@ def encode_batch(
         base_sequence=base_sequence,
         record_count=len(records),
     )
+    return batch
 
 
 def decode_records(
@@ -123,6 +129,8 @@ def decode_batch(
     buffer: Buffer, header: BatchHeader, *, decompressed_bytes_max: int = DECOMPRESSED_BYTES_MAX
 ) -> Iterator[Record]:
     """Yield the records of one batch, decompressing it; the CRC is the caller's job."""
+    if not 0 <= header.base_offset < _INT64_MAX - header.last_offset_delta:
+        raise CorruptBatch(f"the offsets of a batch begin at {header.base_offset}")
     section = memoryview(buffer)[header.position + HEADER_BYTES : header.end_position]
     if header.compression != COMPRESSION_NONE and len(section):
         section = memoryview(decompress(header.compression, section, bytes_max=decompressed_bytes_max))
@@ -141,10 +149,8 @@ def decode_batch(
             )
         delta_before = offset_delta
         record = Record(
-            _in_int64(header.base_offset + offset_delta, "offset"),
-            _in_int64(header.base_timestamp_ms + timestamp_delta, "timestamp")
-            if append_time_ms is None
-            else append_time_ms,
+            Offset(header.base_offset + offset_delta),
+            _timestamp(header.base_timestamp_ms + timestamp_delta) if append_time_ms is None else append_time_ms,
             reader.binary(end),
             reader.binary(end),
             reader.headers(end),
@@ -156,10 +162,10 @@ def decode_batch(
         raise CorruptBatch(f"{len(section) - reader.position} bytes lie behind the last record of a batch")
 
 
-def _in_int64(value: int, what: str) -> Offset:
+def _timestamp(value: int) -> int:
     if not _INT64_MIN <= value <= _INT64_MAX:
-        raise CorruptBatch(f"the {what} of a record overflows 64 bits")
-    return Offset(value)
+        raise CorruptBatch("the timestamp of a record overflows 64 bits")
+    return value
 
 
 class _Reader:
@@ -200,8 +206,8 @@ class _Reader:
         count = self.varint()
         if count == 0:
             return ()
-        if count < 0 or count * 2 > end - self.position:
-            raise CorruptBatch(f"a record declares {count} headers with {end - self.position} bytes left")
+        if count < 0 or count > HEADERS_MAX:
+            raise CorruptBatch(f"a record declares {count} headers, at most {HEADERS_MAX} are read")
         return tuple((self._header_key(end), self.binary(end)) for _ in range(count))
 
     def _header_key(self, end: int) -> str:
