@@ -1,4 +1,4 @@
-"""Lines of a file, a pipe or a terminal, in groups: whatever is there is taken at once, so slow input is not held up."""
+"""Lines of a file, a pipe or a terminal, in groups: whatever is there is taken, so slow input is not held up."""
 
 from __future__ import annotations
 

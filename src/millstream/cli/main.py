@@ -60,8 +60,8 @@ def call(arguments: list[str]) -> int:
         result: Any = app(args=arguments, prog_name=PROGRAM, standalone_mode=False)
     except (CommandFailed, MillstreamError) as error:
         return _fail(str(error), exit_code_of(error), error)
-    except (KeyboardInterrupt, typer.Abort) as error:
-        return _fail("interrupted", ExitCode.INTERRUPTED, error)
+    except (KeyboardInterrupt, typer.Abort):
+        return ExitCode.INTERRUPTED
     except OutputClosed:
         return _reader_left()
     except Exception as error:

@@ -16,7 +16,12 @@ class OutputClosed(Exception):
 
 def print_json(document: Any) -> None:
     """Print one document on one line."""
-    print_line(json.dumps(document, ensure_ascii=False))
+    print_line(as_json_text(document))
+
+
+def as_json_text(document: Any) -> str:
+    """One document as one line, without its end."""
+    return json.dumps(document, ensure_ascii=False)
 
 
 def print_line(text: str = "") -> None:

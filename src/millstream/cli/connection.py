@@ -1,0 +1,26 @@
+"""How a command talks to a broker: one client for as long as the command runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from millstream.wire.client import Client
+
+T = TypeVar("T")
+
+CLIENT_ID = "millstream-cli"
+
+
+def ask(brokers: str, timeout_s: float, question: Callable[[Client], Awaitable[T]]) -> T:
+    """Connect, ask, close; errors are those of the tree."""
+    return asyncio.run(_ask(brokers, timeout_s, question))
+
+
+async def _ask(brokers: str, timeout_s: float, question: Callable[[Client], Awaitable[T]]) -> T:
+    from millstream.wire.client import Client
+
+    async with Client.connect(brokers, client_id=CLIENT_ID, timeout_s=timeout_s) as client:
+        return await question(client)

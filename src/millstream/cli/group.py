@@ -1,0 +1,220 @@
+"""`millstream group`: list, describe, reset and delete consumer groups."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.exit_code import CommandFailed
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.output import counted, print_json, print_line, print_table
+from millstream.cli.position import HELP, parse_position
+
+if TYPE_CHECKING:
+    from millstream.cli.group_admin import Group, Progress
+    from millstream.cli.position import Position
+    from millstream.model.topic import TopicPartition
+    from millstream.wire.client import Client
+
+app = typer.Typer(help="List, describe, reset and delete consumer groups.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(metavar="GROUP", help="The name of the group.", show_default=False)]
+
+
+@app.command("list")
+def list_(
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """List all consumer groups with their lag."""
+
+    async def question(client: Client) -> list[dict[str, Any]]:
+        from millstream.cli.group_admin import describe_group, list_groups, progress_of
+
+        listed = []
+        for name, state, kind in await list_groups(client):
+            group = await describe_group(client, name)
+            lag = _total_lag(await progress_of(client, group))
+            listed.append({"group": name, "state": state, "type": kind, "members": len(group.members), "lag": lag})
+        return listed
+
+    groups = ask(brokers, timeout, question)
+    if as_json:
+        print_json({"groups": groups})
+    elif groups:
+        keys = ("group", "state", "members", "lag")
+        print_table(keys, [[group[key] for key in keys] for group in groups])
+    else:
+        print_line("No groups yet; a consumer with a group id makes one.")
+
+
+@app.command("describe")
+def describe(
+    name: Name,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Show a group's members, offsets and lag."""
+
+    async def question(client: Client) -> tuple[Group, list[Progress]]:
+        from millstream.cli.group_admin import describe_group, progress_of
+
+        group = await describe_group(client, name)
+        return group, await progress_of(client, group)
+
+    group, progress = ask(brokers, timeout, question)
+    if as_json:
+        print_json(_as_document(group, progress))
+    else:
+        _print_description(group, progress)
+
+
+@app.command("reset")
+def reset(
+    name: Name,
+    to: Annotated[
+        str, typer.Option("--to", metavar="POSITION", help=f"Where to go on reading: {HELP}.", show_default=False)
+    ],
+    topic: Annotated[
+        list[str] | None,
+        typer.Option("--topic", help="Only this topic; may be repeated.", show_default="all that the group has read"),
+    ] = None,
+    partition: Annotated[
+        list[int] | None,
+        typer.Option("--partition", "-p", min=0, help="Only this one; may be repeated.", show_default="all"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")] = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Move a group to another place in its topics.
+
+    Its consumers must be stopped first. An offset that a partition does not reach is moved to the nearest it has.
+    """
+    position = parse_position(to)
+
+    async def question(client: Client) -> list[tuple[TopicPartition, int | None, int]]:
+        from millstream.cli.group_admin import commit_offsets
+
+        moves = await _plan(client, name, topic, partition, position)
+        if not dry_run:
+            await commit_offsets(client, name, {where: after for where, _, after in moves})
+        return moves
+
+    moves = ask(brokers, timeout, question)
+    if as_json:
+        keys = ("topic", "partition", "before", "after")
+        rows = [dict(zip(keys, (w.topic, w.partition, before, after), strict=True)) for w, before, after in moves]
+        print_json({"group": name, "dry_run": dry_run, "offsets": rows})
+        return
+    rows_ = [(where.topic, where.partition, before, after) for where, before, after in moves]
+    print_table(["topic", "partition", "before", "after"], rows_)
+    said = (
+        "Nothing was changed (--dry-run)." if dry_run else f"Moved group {name} in {counted(len(moves), 'partition')}."
+    )
+    print_line(said)
+
+
+@app.command("delete")
+def delete(
+    name: Name,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to go on.")] = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Delete a group and the offsets it committed. A person at a terminal is asked first, a script is not."""
+    if not yes and not as_json and sys.stdin.isatty():
+        typer.confirm(f"Delete group {name} and forget how far it has read?", abort=True, err=True)
+
+    async def question(client: Client) -> None:
+        from millstream.cli.group_admin import delete_group, describe_group
+
+        await describe_group(client, name)
+        await delete_group(client, name)
+
+    ask(brokers, timeout, question)
+    if as_json:
+        print_json({"group": name, "deleted": True})
+    else:
+        print_line(f"Deleted group {name}.")
+
+
+async def _plan(
+    client: Client, name: str, topics: list[str] | None, partitions: list[int] | None, position: Position
+) -> list[tuple[TopicPartition, int | None, int]]:
+    """Which partitions move from where to where."""
+    from millstream.cli.group_admin import committed_offsets, refuse_members
+    from millstream.cli.topic_admin import find_topic, offsets_at
+    from millstream.model.ids import PartitionIndex
+    from millstream.model.topic import TopicPartition
+
+    await refuse_members(client, name)
+    committed = await committed_offsets(client, name)
+    moves: list[tuple[TopicPartition, int | None, int]] = []
+    for topic in topics or sorted({where.topic for where in committed}):
+        known = (await find_topic(client, topic)).partitions
+        chosen = [index for index in known if partitions is None or index in partitions]
+        for index, after in (await offsets_at(client, topic, chosen, position)).items():
+            where = TopicPartition(topic, PartitionIndex(index))
+            moves.append((where, committed.get(where), after))
+    if not moves:
+        raise CommandFailed(f"there is nothing to move: group {name!r} has no offsets there; name topics with --topic")
+    return moves
+
+
+def _total_lag(progress: list[Progress]) -> int | None:
+    known = [one.lag for one in progress if one.lag is not None]
+    return sum(known) if known else None
+
+
+def _as_document(group: Group, progress: list[Progress]) -> dict[str, Any]:
+    owners = {where: member.member_id for member in group.members for where in member.partitions}
+    return {
+        "group": group.name,
+        "state": group.state,
+        "protocol": group.protocol,
+        "lag": _total_lag(progress),
+        "members": [
+            {
+                "member": member.member_id,
+                "client": member.client_id,
+                "host": member.host,
+                "partitions": [[where.topic, where.partition] for where in member.partitions],
+            }
+            for member in group.members
+        ],
+        "offsets": [
+            {
+                "topic": one.where.topic,
+                "partition": one.where.partition,
+                "committed": one.committed,
+                "start": one.start,
+                "end": one.end,
+                "lag": one.lag,
+                "member": owners.get(one.where),
+            }
+            for one in progress
+        ],
+    }
+
+
+def _print_description(group: Group, progress: list[Progress]) -> None:
+    lag = _total_lag(progress)
+    behind = "" if lag is None else f", {counted(lag, 'message')} behind"
+    print_line(f"{group.name}  ({group.state}, {counted(len(group.members), 'member')}{behind})")
+    owners = {where: member for member in group.members for where in member.partitions}
+    rows = []
+    for one in progress:
+        owner = owners.get(one.where)
+        client = None if owner is None else f"{owner.client_id} {owner.host}"
+        rows.append([one.where.topic, one.where.partition, one.committed, one.end, one.lag, client])
+    if rows:
+        print_line()
+        print_table(["topic", "partition", "committed", "end", "lag", "read by"], rows)

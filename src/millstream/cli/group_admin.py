@@ -1,0 +1,203 @@
+"""What the commands ask brokers about consumer groups, over Kafka's own APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from millstream.cli.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP
+from millstream.model.errors import GroupNotEmpty, ProtocolViolation, UnknownGroup, UnknownTopic
+from millstream.model.ids import PartitionIndex
+from millstream.model.topic import TopicPartition
+from millstream.wire.client import Client
+from millstream.wire.primitives import Reader
+from millstream.wire.refusal import refusal
+
+DEAD = "Dead"
+_NO_GENERATION = -1
+_GROUP_ID_NOT_FOUND = 69
+_UNKNOWN_MEMBER_ID = 25
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member of a group and the partitions it reads."""
+
+    member_id: str
+    client_id: str
+    host: str
+    partitions: tuple[TopicPartition, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group as its coordinator describes it."""
+
+    name: str
+    state: str
+    protocol: str
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a group is in one partition. None: nothing is committed, or the partition is gone."""
+
+    where: TopicPartition
+    committed: int | None
+    start: int | None
+    end: int | None
+
+    @property
+    def lag(self) -> int | None:
+        """How many offsets lie between what is committed and the end."""
+        if self.committed is None or self.end is None:
+            return None
+        return max(0, self.end - self.committed)
+
+
+async def list_groups(client: Client) -> list[tuple[str, str, str]]:
+    """The name, the state and the protocol type of every group, from every node."""
+    from kio.schema.list_groups.v5 import request
+
+    messages: Any = request
+    found: dict[str, tuple[str, str, str]] = {}
+    for node in (await client.metadata([])).nodes:
+        answer = await client.send(node, messages.ListGroupsRequest())
+        if answer.error_code:
+            raise refusal(answer.error_code, None, about="the list of groups")
+        for group in answer.groups:
+            found[group.group_id] = (group.group_id, group.group_state, group.protocol_type)
+    return sorted(found.values())
+
+
+async def describe_group(client: Client, name: str) -> Group:
+    """One group, or `UnknownGroup`."""
+    from kio.schema.describe_groups.v6 import request
+
+    messages: Any = request
+    asked = messages.DescribeGroupsRequest(groups=(name,), include_authorized_operations=False)
+    described = (await client.send(await client.coordinator(name), asked)).groups[0]
+    if described.error_code == _GROUP_ID_NOT_FOUND or described.group_state == DEAD:
+        raise UnknownGroup(f"group {name!r} does not exist; millstream group list shows those that do")
+    if described.error_code:
+        raise refusal(described.error_code, described.error_message, about=f"group {name!r}")
+    members = tuple(
+        Member(one.member_id, one.client_id, one.client_host, assigned_partitions(one.member_assignment))
+        for one in described.members
+    )
+    return Group(name, described.group_state, described.protocol_data, members)
+
+
+def assigned_partitions(assignment: bytes) -> tuple[TopicPartition, ...]:
+    """Read the assignment that the leader of a group of consumers gave to a member; nothing if it is another kind."""
+    if not assignment:
+        return ()
+    reader = Reader(assignment, flexible=False)
+    partitions: list[TopicPartition] = []
+    try:
+        reader.int16()
+        for _ in range(reader.array_length(item_bytes_min=6)):
+            topic = reader.string()
+            partitions += [TopicPartition(topic, PartitionIndex(index)) for index in reader.int32_array()]
+    except ProtocolViolation:
+        return ()
+    return tuple(partitions)
+
+
+async def committed_offsets(client: Client, name: str) -> dict[TopicPartition, int]:
+    """Every offset that a group has committed."""
+    from kio.schema.offset_fetch.v9 import request
+
+    messages: Any = request
+    asked = messages.OffsetFetchRequest(groups=(messages.OffsetFetchRequestGroup(group_id=name, topics=None),))
+    answer = (await client.send(await client.coordinator(name), asked)).groups[0]
+    if answer.error_code:
+        raise refusal(answer.error_code, None, about=f"offsets of group {name!r}")
+    return {
+        TopicPartition(topic.name, PartitionIndex(one.partition_index)): one.committed_offset
+        for topic in answer.topics
+        for one in topic.partitions
+        if one.committed_offset >= 0
+    }
+
+
+async def progress_of(client: Client, group: Group) -> list[Progress]:
+    """How far a group is in every partition that it reads or has committed."""
+    committed = await committed_offsets(client, group.name)
+    read = {where for member in group.members for where in member.partitions}
+    by_topic: dict[str, list[int]] = {}
+    for where in {*committed, *read}:
+        by_topic.setdefault(where.topic, []).append(where.partition)
+    progress: list[Progress] = []
+    for topic in sorted(by_topic):
+        bounds = await _bounds(client, topic, sorted(by_topic[topic]))
+        for index in sorted(by_topic[topic]):
+            where = TopicPartition(topic, PartitionIndex(index))
+            start, end = bounds.get(index, (None, None))
+            progress.append(Progress(where, committed.get(where), start, end))
+    return progress
+
+
+async def _bounds(client: Client, topic: str, partitions: list[int]) -> Mapping[int, tuple[int | None, int | None]]:
+    try:
+        starts = await client.list_offsets(topic, dict.fromkeys(partitions, EARLIEST_TIMESTAMP))
+        ends = await client.list_offsets(topic, dict.fromkeys(partitions, LATEST_TIMESTAMP))
+    except UnknownTopic:
+        # The topic was deleted; what the group committed there is still listed.
+        return {}
+    return {index: (starts[index].offset, ends[index].offset) for index in partitions}
+
+
+async def commit_offsets(client: Client, name: str, offsets: Mapping[TopicPartition, int]) -> None:
+    """Move a group without members to these offsets."""
+    from kio.schema.offset_commit.v9 import request
+
+    messages: Any = request
+    by_topic: dict[str, list[Any]] = {}
+    for where, offset in offsets.items():
+        wanted = messages.OffsetCommitRequestPartition(
+            partition_index=where.partition, committed_offset=offset, committed_metadata=""
+        )
+        by_topic.setdefault(where.topic, []).append(wanted)
+    topics = tuple(
+        messages.OffsetCommitRequestTopic(name=topic, partitions=tuple(wanted)) for topic, wanted in by_topic.items()
+    )
+    asked = messages.OffsetCommitRequest(
+        group_id=name, generation_id_or_member_epoch=_NO_GENERATION, member_id="", topics=topics
+    )
+    answer = await client.send(await client.coordinator(name), asked)
+    for topic in answer.topics:
+        for one in topic.partitions:
+            if one.error_code == _UNKNOWN_MEMBER_ID:
+                raise GroupNotEmpty(busy_sentence(name))
+            if one.error_code:
+                raise refusal(one.error_code, None, about=f"reset {topic.name}-{one.partition_index}")
+
+
+async def refuse_members(client: Client, name: str) -> None:
+    """Raise `GroupNotEmpty` when the group is in use; a group that does not exist yet is fine."""
+    try:
+        group = await describe_group(client, name)
+    except UnknownGroup:
+        return
+    if group.members:
+        raise GroupNotEmpty(busy_sentence(name))
+
+
+async def delete_group(client: Client, name: str) -> None:
+    """Delete a group and its offsets."""
+    from kio.schema.delete_groups.v2 import request
+
+    messages: Any = request
+    asked = messages.DeleteGroupsRequest(groups_names=(name,))
+    result = (await client.send(await client.coordinator(name), asked)).results[0]
+    if result.error_code:
+        error = refusal(result.error_code, None, about=f"delete group {name!r}")
+        raise GroupNotEmpty(busy_sentence(name)) if isinstance(error, GroupNotEmpty) else error
+
+
+def busy_sentence(name: str) -> str:
+    """What to do about a group that is in use."""
+    return f"group {name!r} has members; stop its consumers first, then try again"

@@ -1,0 +1,214 @@
+"""`millstream publish`: send messages from an argument, a file or standard input."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.output import as_json_text, counted, print_line, print_note
+from millstream.cli.progress import Progress
+from millstream.model.errors import MillstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from millstream.cli.input_lines import LineGroup
+    from millstream.cli.publisher import Placed, Publisher
+    from millstream.records.record import NewRecord
+    from millstream.wire.client import Client
+
+CODECS = ("none", "gzip", "snappy", "lz4", "zstd")
+"""In the order of Kafka's numbers for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    """What is to be published, and how it is to be told."""
+
+    topic: str
+    value: str | None
+    file: Path | None
+    key: str | None
+    key_separator: str | None
+    headers: tuple[tuple[str, bytes], ...]
+    partition: int | None
+    compression: str
+    print_ids: bool
+    as_json: bool
+
+
+def publish(
+    topic: Annotated[str, typer.Argument(metavar="TOPIC", help="The topic to publish to.", show_default=False)],
+    value: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[VALUE]", help="The message; without it, each line of the input is one.", show_default=False
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file", "-f", metavar="FILE", help="Publish each line of this file.", show_default="standard input"
+        ),
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option("--key", "-k", help="The key of every message.", show_default=False)
+    ] = None,
+    key_separator: Annotated[
+        str | None,
+        typer.Option("--key-separator", metavar="TEXT", help="Each line is KEY, this text, VALUE.", show_default=False),
+    ] = None,
+    header: Annotated[
+        list[str] | None,
+        typer.Option("--header", "-H", metavar="NAME=VALUE", help="A header of every message; may be repeated."),
+    ] = None,
+    partition: Annotated[
+        int | None,
+        typer.Option("--partition", "-p", min=0, help="Publish to this partition.", show_default="by key, else any"),
+    ] = None,
+    compression: Annotated[
+        Literal["none", "gzip", "snappy", "lz4", "zstd"],
+        typer.Option("--compression", help="How batches are compressed."),
+    ] = "none",
+    ids: Annotated[
+        bool | None,
+        typer.Option(
+            "--ids/--no-ids", help="Print the id of every message.", show_default="for one message, and into a pipe"
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Publish messages and print their ids.
+
+    The id is the message-id header if one is given, else topic-id/partition/offset. A message is acknowledged once it
+    is as safe as the topic's flush setting says. Within one run no message is stored twice, whatever has to be sent
+    again, and messages with the same key keep their order. If a run fails, it says how much is stored for certain.
+    """
+    if value is not None and (file is not None or key_separator is not None):
+        raise typer.BadParameter("give VALUE, or --file and --key-separator, not both")
+    if key is not None and key_separator is not None:
+        raise typer.BadParameter("give --key, or --key-separator, not both")
+    if key_separator == "":
+        raise typer.BadParameter("--key-separator cannot be empty")
+    order = _Order(
+        topic=topic,
+        value=value,
+        file=file,
+        key=key,
+        key_separator=key_separator,
+        headers=_headers(header or []),
+        partition=partition,
+        compression=compression,
+        print_ids=(value is not None or not sys.stdout.isatty()) if ids is None else ids,
+        as_json=as_json,
+    )
+    number = ask(brokers, timeout, lambda client: _publish(client, order))
+    if value is None and not as_json:
+        print_note(f"Published {counted(number, 'message')} to {topic}.")
+
+
+def _headers(given: list[str]) -> tuple[tuple[str, bytes], ...]:
+    # Pairs instead of a table: the same name may stand more than once.
+    pairs = [text.partition("=") for text in given]
+    for text, (name, separator, _) in zip(given, pairs, strict=True):
+        if not separator or not name:
+            raise typer.BadParameter(f"--header takes NAME=VALUE, not {text!r}")
+    return tuple((name, os.fsencode(text)) for name, _, text in pairs)
+
+
+async def _publish(client: Client, order: _Order) -> int:
+    from millstream.cli.publisher import Publisher
+
+    publisher = Publisher(client, order.topic, partition=order.partition, compression=CODECS.index(order.compression))
+    with _opened(order) as descriptor:
+        await publisher.start()
+        if order.value is not None:
+            return await _publish_group(publisher, order, [os.fsencode(order.value)])
+        return await _publish_lines(publisher, order, descriptor)
+
+
+async def _publish_lines(publisher: Publisher, order: _Order, descriptor: int) -> int:
+    size = os.fstat(descriptor).st_size if order.file is not None else None
+    done = 0
+    with Progress(f"publishing to {order.topic}", total_bytes=size, wanted=not order.print_ids) as progress:
+        async for group in _groups(descriptor):
+            try:
+                done += await _publish_group(publisher, order, group.lines)
+            except (MillstreamError, CommandFailed) as error:
+                known = f"the first {counted(done, 'message')} of the input" if done else "nothing of the input"
+                raise CommandFailed(f"{error} ({known} is stored for certain)", exit_code_of(error)) from error
+            progress.advance(group.size_bytes, counted(done, "message"))
+    return done
+
+
+def _groups(descriptor: int) -> AsyncIterator[LineGroup]:
+    from millstream.cli.input_lines import read_line_groups
+
+    if os.isatty(descriptor):
+        print_note("Reading messages from the terminal, one per line; end with Ctrl-D.")
+    return read_line_groups(descriptor)
+
+
+async def _publish_group(publisher: Publisher, order: _Order, lines: list[bytes]) -> int:
+    records = _records(order, lines)
+    placed = await publisher.publish(records)
+    if order.as_json or order.print_ids:
+        # In one write: an input of a million lines has a million ids.
+        texts = [_told(publisher, order, record, where) for record, where in zip(records, placed, strict=True)]
+        print_line("\n".join(texts))
+    return len(records)
+
+
+def _records(order: _Order, lines: list[bytes]) -> list[NewRecord]:
+    from millstream.records.record import NewRecord
+
+    now_ms = time.time_ns() // 1_000_000
+    if order.key_separator is None:
+        key = None if order.key is None else os.fsencode(order.key)
+        return [NewRecord(key, line, order.headers, now_ms) for line in lines]
+    separator = os.fsencode(order.key_separator)
+    records = []
+    for line in lines:
+        line_key, found, value = line.partition(separator)
+        if not found:
+            shown = line[:60].decode(errors="replace")
+            raise CommandFailed(f"a line has no {order.key_separator!r} between key and value: {shown!r}")
+        records.append(NewRecord(line_key, value, order.headers, now_ms))
+    return records
+
+
+def _told(publisher: Publisher, order: _Order, record: NewRecord, where: Placed) -> str:
+    from millstream.cli.message_id import message_id
+
+    name = message_id(publisher.topic_id, where.partition, where.offset, record.headers)
+    if not order.as_json:
+        return name
+    return as_json_text({"id": name, "topic": order.topic, "partition": where.partition, "offset": where.offset})
+
+
+@contextmanager
+def _opened(order: _Order) -> Iterator[int]:
+    if order.file is None:
+        yield sys.stdin.fileno() if order.value is None else -1
+        return
+    try:
+        descriptor = os.open(order.file, os.O_RDONLY)
+    except OSError as error:
+        raise CommandFailed(f"cannot read {order.file}: {error.strerror}", ExitCode.NOT_FOUND) from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,143 @@
+"""`millstream tail`: show the messages of a topic."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.output import as_json_text, print_bytes, print_note
+from millstream.cli.position import HELP, Kind, Position, parse_position
+from millstream.model.errors import UnknownTopic
+
+if TYPE_CHECKING:
+    from millstream.cli.tailer import Message, Tailer
+    from millstream.wire.client import Client
+    from millstream.wire.cluster_metadata import TopicMetadata
+
+LAST_DEFAULT = 10
+LAST_MAX = 100_000
+
+Show = Callable[["Message"], bytes]
+
+
+def tail(
+    topic: Annotated[str, typer.Argument(metavar="TOPIC", help="The topic to show.", show_default=False)],
+    position: Annotated[
+        str | None,
+        typer.Option("--from", metavar="POSITION", help=f"Where to begin: {HELP}.", show_default="the last messages"),
+    ] = None,
+    number: Annotated[
+        int | None,
+        typer.Option(
+            "-n", "--number", min=0, max=LAST_MAX, help="How many messages.", show_default="10, or all with --from"
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new messages as they come.")] = False,
+    partition: Annotated[
+        list[int] | None,
+        typer.Option("--partition", "-p", min=0, help="Only this one; may be repeated.", show_default="all"),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Print values alone, one per line, as they are.")] = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Show the last messages of a topic, or those from a position on.
+
+    Without --from: the last -n messages, then with --follow what comes. With --from: everything from there up to the
+    end of the topic, at most -n messages, then with --follow what comes. Messages are in order within a partition.
+    """
+    if raw and as_json:
+        raise typer.BadParameter("give --raw or --json, not both")
+    begin = None if position is None else parse_position(position)
+
+    async def question(client: Client) -> None:
+        from millstream.cli.tailer import Tailer
+        from millstream.cli.topic_admin import find_topic, offset_bounds, offsets_at
+
+        found = await find_topic(client, topic)
+        partitions = _chosen(found, partition)
+        bounds = await offset_bounds(client, topic, partitions)
+        ends = {index: end for index, (_, end) in bounds.items()}
+        show = _shower(found, raw=raw, as_json=as_json)
+        if begin is None:
+            last = LAST_DEFAULT if number is None else number
+            starts = {index: max(start, end - last) for index, (start, end) in bounds.items()}
+        else:
+            starts = await offsets_at(client, topic, partitions, begin)
+            _note_moved(begin, starts)
+        tailer = Tailer(client, topic, starts, patience_s=timeout)
+        left = await _show_past(tailer, begin, ends, number, show)
+        if follow and left != 0:
+            await _show_new(tailer, left, show)
+
+    ask(brokers, timeout, question)
+
+
+def _note_moved(begin: Position, starts: dict[int, int]) -> None:
+    for index, start in starts.items():
+        if begin.kind is Kind.OFFSET and start != begin.value:
+            print_note(f"Partition {index} does not reach to offset {begin.value}; beginning at {start}.")
+
+
+async def _show_past(
+    tailer: Tailer, begin: Position | None, ends: dict[int, int], number: int | None, show: Show
+) -> int | None:
+    """Show what is there already; return how many may still be shown, None for any number."""
+    if begin is None:
+        last = LAST_DEFAULT if number is None else number
+        if last:
+            for message in await tailer.last(last, ends):
+                print_bytes(show(message))
+        return None
+    if number == 0 or begin.kind is Kind.END:
+        return number
+    left = number
+    async for message in tailer.until(ends):
+        print_bytes(show(message))
+        left = None if left is None else left - 1
+        if left == 0:
+            break
+    return left
+
+
+async def _show_new(tailer: Tailer, left: int | None, show: Show) -> None:
+    async for message in tailer.follow():
+        print_bytes(show(message))
+        left = None if left is None else left - 1
+        if left == 0:
+            return
+
+
+def _chosen(topic: TopicMetadata, wanted: list[int] | None) -> list[int]:
+    known = [int(index) for index in topic.partitions]
+    missing = [index for index in wanted or [] if index not in known]
+    if missing:
+        raise UnknownTopic(f"topic {topic.name!r} has no partition {missing[0]}; the last is {max(known)}")
+    return wanted or known
+
+
+def _shower(topic: TopicMetadata, *, raw: bool, as_json: bool) -> Show:
+    from millstream.cli.message_text import as_document, as_text
+
+    if raw:
+        return lambda message: (message.record.value or b"") + b"\n"
+    if as_json:
+
+        def show_document(message: Message) -> bytes:
+            document = as_document(topic.name, topic.topic_id, message.partition, message.record)
+            return as_json_text(document).encode() + b"\n"
+
+        return show_document
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+    def show_text(message: Message) -> bytes:
+        return as_text(topic.name, message.partition, message.record, colour=colour).encode() + b"\n"
+
+    return show_text

@@ -1,0 +1,113 @@
+"""Reads a topic from somewhere on: up to where it ends now, or for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from typing import NamedTuple
+
+from millstream.cli.output import print_note
+from millstream.model.errors import BrokerUnreachable, OffsetOutOfRange, RequestTimedOut
+from millstream.model.ids import Offset, PartitionIndex
+from millstream.model.topic import TopicPartition
+from millstream.records.batch import iterate_whole_headers
+from millstream.records.record import Record, decode_records
+from millstream.wire.client import Client
+from millstream.wire.fetching import FetchAnswer, FetchLimits
+
+FETCH_BYTES_MAX = 4 * 1024 * 1024
+FOLLOW_WAIT_MS = 5_000
+_RETRY_S = 0.2
+
+
+class Message(NamedTuple):
+    """One record and the partition it lies in."""
+
+    partition: int
+    record: Record
+
+
+class Tailer:
+    """Reads all partitions of a topic together, each of them in order."""
+
+    def __init__(self, client: Client, topic: str, starts: Mapping[int, int], *, patience_s: float) -> None:
+        self._client = client
+        self._topic = topic
+        self._patience_s = patience_s
+        self._positions = {
+            TopicPartition(topic, PartitionIndex(partition)): Offset(offset) for partition, offset in starts.items()
+        }
+
+    async def last(self, number: int, ends: Mapping[int, int]) -> list[Message]:
+        """The last messages before the ends, oldest first; between partitions, their times decide."""
+        kept: dict[int, deque[Message]] = {}
+        async for message in self.until(ends):
+            kept.setdefault(message.partition, deque(maxlen=number)).append(message)
+        merged = heapq.merge(*kept.values(), key=lambda message: message.record.timestamp_ms)
+        return list(deque(merged, maxlen=number))
+
+    async def until(self, ends: Mapping[int, int]) -> AsyncIterator[Message]:
+        """Every message before the ends."""
+        limits = FetchLimits(FETCH_BYTES_MAX, 0)
+        while True:
+            wanted = {where: at for where, at in self._positions.items() if at < ends[where.partition]}
+            if not wanted:
+                return
+            moved = False
+            for where, answer in (await self._client.fetch_many(wanted, limits)).items():
+                before = self._positions[where]
+                for message in self._take(where, answer):
+                    if message.record.offset < ends[where.partition]:
+                        yield message
+                moved = moved or self._positions[where] > before
+            if not moved:
+                # What is left cannot be read any more, for example because it was deleted meanwhile.
+                return
+
+    async def follow(self) -> AsyncIterator[Message]:
+        """Every message from here on, as it comes."""
+        limits = FetchLimits(FETCH_BYTES_MAX, FOLLOW_WAIT_MS)
+        while True:
+            for where, answer in (await self._patiently(limits)).items():
+                for message in self._take(where, answer):
+                    yield message
+
+    def _take(self, where: TopicPartition, answer: FetchAnswer) -> list[Message]:
+        at = self._positions[where]
+        messages = [
+            Message(where.partition, record) for record in decode_records(answer.records) if record.offset >= at
+        ]
+        # By the headers, since a batch may end in offsets that hold no record any more.
+        for header in iterate_whole_headers(answer.records):
+            self._positions[where] = max(self._positions[where], header.next_offset)
+        return messages
+
+    async def _patiently(self, limits: FetchLimits) -> dict[TopicPartition, FetchAnswer]:
+        """Fetch; while the broker is away, for example because it restarts, try again for a while."""
+        loop = asyncio.get_running_loop()
+        deadline: float | None = None
+        while True:
+            try:
+                return await self._client.fetch_many(self._positions, limits)
+            except OffsetOutOfRange:
+                await self._start_over()
+            except (BrokerUnreachable, RequestTimedOut) as error:
+                if deadline is None:
+                    print_note(f"Lost the broker; trying for {self._patience_s:g} s to find it again ({error}).")
+                    deadline = loop.time() + self._patience_s
+                if loop.time() > deadline:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+
+    async def _start_over(self) -> None:
+        """Retention has overtaken a slow reader: go on with what is left."""
+        from millstream.cli.topic_admin import offset_bounds
+
+        bounds = await offset_bounds(self._client, self._topic, [where.partition for where in self._positions])
+        for where, at in self._positions.items():
+            start, end = bounds[where.partition]
+            if not start <= at <= end:
+                print_note(f"{where}: offset {at} is gone; going on from {start}.")
+                self._positions[where] = Offset(start)

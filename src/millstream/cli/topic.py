@@ -1,0 +1,243 @@
+"""`millstream topic`: create, list, describe, alter and delete topics."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.options import (
+    DEFAULT_BROKERS,
+    DEFAULT_TIMEOUT_S,
+    AsJson,
+    Brokers,
+    TimeoutSeconds,
+    parse_assignments,
+)
+from millstream.cli.output import counted, print_json, print_line, print_table
+from millstream.model.errors import TopicExists
+
+if TYPE_CHECKING:
+    from millstream.wire.client import Client
+    from millstream.wire.cluster_metadata import TopicMetadata
+
+BROKER_DECIDES = -1
+
+app = typer.Typer(help="Create, list, describe, alter and delete topics.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(metavar="TOPIC", help="The name of the topic.", show_default=False)]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="A setting, such as retention.ms=86400000; may be repeated."),
+]
+
+
+@app.command("create")
+def create(
+    name: Name,
+    partitions: Annotated[
+        int | None, typer.Option("--partitions", min=1, help="How many partitions.", show_default="the node's default")
+    ] = None,
+    replication: Annotated[
+        int | None, typer.Option("--replication", min=1, help="How many copies.", show_default="the node's default")
+    ] = None,
+    settings: Settings = None,
+    if_missing: Annotated[
+        bool, typer.Option("--if-not-exists", help="Succeed, and change nothing, when the topic is there already.")
+    ] = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Create a topic."""
+    overrides = parse_assignments(settings or [], flag="--set")
+
+    async def question(client: Client) -> tuple[bool, TopicMetadata]:
+        from millstream.cli.topic_admin import create_topic, find_topic
+
+        created = True
+        try:
+            await create_topic(
+                client,
+                name,
+                partitions=partitions or BROKER_DECIDES,
+                replication=replication or BROKER_DECIDES,
+                settings=overrides,
+            )
+        except TopicExists:
+            if not if_missing:
+                raise
+            created = False
+        return created, await find_topic(client, name)
+
+    created, topic = ask(brokers, timeout, question)
+    number = len(topic.partitions)
+    if as_json:
+        print_json({"topic": name, "id": str(topic.topic_id), "partitions": number, "created": created})
+    else:
+        print_line(
+            f"{'Created topic' if created else 'There is already a topic'} {name} with {counted(number, 'partition')}."
+        )
+
+
+@app.command("list")
+def list_(
+    internal: Annotated[bool, typer.Option("--internal", help="Show the broker's own topics too.")] = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """List all topics."""
+
+    async def question(client: Client) -> list[TopicMetadata]:
+        topics = (await client.metadata()).topics.values()
+        return sorted((topic for topic in topics if internal or not topic.is_internal), key=lambda topic: topic.name)
+
+    topics = ask(brokers, timeout, question)
+    rows = [(topic.name, len(topic.partitions), _replication(topic), topic.is_internal) for topic in topics]
+    if as_json:
+        keys = ("topic", "partitions", "replication", "internal")
+        listed = [
+            {**dict(zip(keys, row, strict=True)), "id": str(t.topic_id)} for row, t in zip(rows, topics, strict=True)
+        ]
+        print_json({"topics": listed})
+    elif rows:
+        print_table(["topic", "partitions", "replication"], [row[:3] for row in rows])
+    else:
+        print_line("No topics yet; create one with: millstream topic create NAME")
+
+
+@app.command("describe")
+def describe(
+    name: Name,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Show a topic's partitions, offsets and settings."""
+    described = ask(brokers, timeout, lambda client: _describe(client, name))
+    if as_json:
+        print_json(described)
+    else:
+        _print_description(described)
+
+
+@app.command("alter")
+def alter(
+    name: Name,
+    settings: Settings = None,
+    unset: Annotated[
+        list[str] | None,
+        typer.Option("--unset", metavar="NAME", help="Take a setting back to the node's default; may be repeated."),
+    ] = None,
+    partitions: Annotated[
+        int | None,
+        typer.Option("--partitions", min=1, help="Grow to this many; a topic never shrinks.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Change a topic's settings, or give it more partitions.
+
+    Growing moves keys: a key's new messages may go to another partition than its old ones.
+    """
+    changes: dict[str, str | None] = {**parse_assignments(settings or [], flag="--set"), **dict.fromkeys(unset or [])}
+    if not changes and partitions is None:
+        raise typer.BadParameter("nothing to change; give --set, --unset or --partitions")
+
+    async def question(client: Client) -> None:
+        from millstream.cli.topic_admin import alter_topic, find_topic, grow_topic
+
+        await find_topic(client, name)
+        if changes:
+            await alter_topic(client, name, changes)
+        if partitions is not None:
+            await grow_topic(client, name, partitions)
+
+    ask(brokers, timeout, question)
+    if as_json:
+        print_json({"topic": name, "changed": changes, "partitions": partitions})
+    else:
+        print_line(f"Changed topic {name}.")
+
+
+@app.command("delete")
+def delete(
+    name: Name,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to go on.")] = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Delete a topic and every message in it. A person at a terminal is asked first, a script is not."""
+    if not yes and not as_json and sys.stdin.isatty():
+        typer.confirm(f"Delete topic {name} and every message in it?", abort=True, err=True)
+
+    async def question(client: Client) -> None:
+        from millstream.cli.topic_admin import delete_topic, find_topic
+
+        await find_topic(client, name)
+        await delete_topic(client, name)
+
+    ask(brokers, timeout, question)
+    if as_json:
+        print_json({"topic": name, "deleted": True})
+    else:
+        print_line(f"Deleted topic {name}.")
+
+
+async def _describe(client: Client, name: str) -> dict[str, Any]:
+    from millstream.cli.topic_admin import find_topic, offset_bounds, topic_configs
+
+    topic = await find_topic(client, name)
+    bounds, configs = await asyncio.gather(
+        offset_bounds(client, name, list(topic.partitions)), topic_configs(client, name)
+    )
+    return {
+        "topic": name,
+        "id": str(topic.topic_id),
+        "internal": topic.is_internal,
+        "partitions": [
+            {
+                "partition": one.partition,
+                "leader": one.leader_id,
+                "replicas": list(one.replicas),
+                "in_sync": list(one.in_sync),
+                "start": bounds[one.partition][0],
+                "end": bounds[one.partition][1],
+            }
+            for one in topic.partitions.values()
+        ],
+        "settings": {key: config.value for key, config in configs.items()},
+        "overrides": {key: config.value for key, config in configs.items() if config.is_override},
+    }
+
+
+def _replication(topic: TopicMetadata) -> int:
+    return max((len(partition.replicas) for partition in topic.partitions.values()), default=0)
+
+
+def _print_description(described: dict[str, Any]) -> None:
+    partitions = described["partitions"]
+    messages = sum(one["end"] - one["start"] for one in partitions)
+    print_line(f"{described['topic']}  ({counted(len(partitions), 'partition')}, {counted(messages, 'message')})")
+    print_line(f"id {described['id']}")
+    print_line()
+    keys = ("partition", "leader", "start", "end")
+    rows = [
+        [*(one[key] for key in keys), one["end"] - one["start"], ",".join(map(str, one["in_sync"]))]
+        for one in partitions
+    ]
+    print_table([*keys, "messages", "in sync"], rows)
+    print_line()
+    print_table(
+        ["setting", "value", "set by"],
+        [
+            [name, value, "this topic" if name in described["overrides"] else "the node"]
+            for name, value in sorted(described["settings"].items())
+        ],
+    )

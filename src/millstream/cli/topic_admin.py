@@ -1,0 +1,128 @@
+"""What the commands ask brokers about topics, over Kafka's own APIs, so that they work against any Kafka too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from millstream.cli.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP, Position
+from millstream.model.errors import UnknownTopic
+from millstream.wire.client import Client
+from millstream.wire.cluster_metadata import TopicMetadata
+from millstream.wire.refusal import refusal
+
+_TOPIC_RESOURCE = 2
+_SET, _DELETE = 0, 1
+_SOURCE_TOPIC = 1
+_TIMEOUT = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, slots=True)
+class TopicConfig:
+    """One setting of a topic: what holds, and whether the topic's owner set it."""
+
+    value: str | None
+    is_override: bool
+
+
+async def find_topic(client: Client, name: str) -> TopicMetadata:
+    """One topic, or `UnknownTopic` that says how to make it."""
+    found = await client.metadata([name])
+    if name in found.topics:
+        return found.topics[name]
+    error = refusal(found.errors.get(name, 3), None, about=f"topic {name!r}")
+    if isinstance(error, UnknownTopic):
+        raise UnknownTopic(f"topic {name!r} does not exist; create it with: millstream topic create {name}")
+    raise error
+
+
+async def create_topic(
+    client: Client, name: str, *, partitions: int, replication: int, settings: Mapping[str, str]
+) -> Any:
+    """Create a topic; -1 leaves a number to the broker."""
+    from kio.schema.create_topics.v7 import request
+
+    messages: Any = request
+    wanted = messages.CreatableTopic(
+        name=name,
+        num_partitions=partitions,
+        replication_factor=replication,
+        assignments=(),
+        configs=tuple(messages.CreatableTopicConfig(name=key, value=value) for key, value in settings.items()),
+    )
+    answer = await client.send(None, messages.CreateTopicsRequest(topics=(wanted,), timeout=_TIMEOUT))
+    return _checked(answer.topics[0], f"create topic {name!r}")
+
+
+async def delete_topic(client: Client, name: str) -> None:
+    """Delete a topic and everything in it."""
+    from kio.schema.delete_topics.v6 import request
+
+    messages: Any = request
+    wanted = messages.DeleteTopicState(name=name, topic_id=None)
+    answer = await client.send(None, messages.DeleteTopicsRequest(topics=(wanted,), timeout=_TIMEOUT))
+    _checked(answer.responses[0], f"delete topic {name!r}")
+
+
+async def grow_topic(client: Client, name: str, partitions: int) -> None:
+    """Give a topic more partitions."""
+    from kio.schema.create_partitions.v3 import request
+
+    messages: Any = request
+    wanted = messages.CreatePartitionsTopic(name=name, count=partitions, assignments=None)
+    asked = messages.CreatePartitionsRequest(topics=(wanted,), timeout=_TIMEOUT, validate_only=False)
+    _checked((await client.send(None, asked)).results[0], f"grow topic {name!r}")
+
+
+async def alter_topic(client: Client, name: str, changes: Mapping[str, str | None]) -> None:
+    """Set some settings of a topic; None takes one back to the node's default."""
+    from kio.schema.incremental_alter_configs.v1 import request
+
+    messages: Any = request
+    configs = tuple(
+        messages.AlterableConfig(name=key, config_operation=_DELETE if value is None else _SET, value=value)
+        for key, value in changes.items()
+    )
+    resource = messages.AlterConfigsResource(resource_type=_TOPIC_RESOURCE, resource_name=name, configs=configs)
+    asked = messages.IncrementalAlterConfigsRequest(resources=(resource,), validate_only=False)
+    _checked((await client.send(None, asked)).responses[0], f"alter topic {name!r}")
+
+
+async def topic_configs(client: Client, name: str) -> dict[str, TopicConfig]:
+    """Every setting of a topic as it holds."""
+    from kio.schema.describe_configs.v4 import request
+
+    messages: Any = request
+    resource = messages.DescribeConfigsResource(
+        resource_type=_TOPIC_RESOURCE, resource_name=name, configuration_keys=None
+    )
+    answer = await client.send(None, messages.DescribeConfigsRequest(resources=(resource,)))
+    described = _checked(answer.results[0], f"settings of topic {name!r}")
+    return {one.name: TopicConfig(one.value, one.config_source == _SOURCE_TOPIC) for one in described.configs}
+
+
+async def offset_bounds(client: Client, topic: str, partitions: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """The first offset and the next one of each partition."""
+    starts = await client.list_offsets(topic, dict.fromkeys(partitions, EARLIEST_TIMESTAMP))
+    ends = await client.list_offsets(topic, dict.fromkeys(partitions, LATEST_TIMESTAMP))
+    return {partition: (starts[partition].offset, ends[partition].offset) for partition in partitions}
+
+
+async def offsets_at(client: Client, topic: str, partitions: Sequence[int], position: Position) -> dict[int, int]:
+    """The offset of a position in each partition; a time after the last record means the end."""
+    timestamp = position.lookup_timestamp
+    if timestamp is None:
+        bounds = await offset_bounds(client, topic, partitions)
+        return {partition: min(max(position.value, start), end) for partition, (start, end) in bounds.items()}
+    found = await client.list_offsets(topic, dict.fromkeys(partitions, timestamp))
+    beyond = [partition for partition, listed in found.items() if listed.offset < 0]
+    ends = await client.list_offsets(topic, dict.fromkeys(beyond, LATEST_TIMESTAMP)) if beyond else {}
+    return {partition: ends.get(partition, listed).offset for partition, listed in found.items()}
+
+
+def _checked(result: Any, about: str) -> Any:
+    if result.error_code:
+        raise refusal(result.error_code, getattr(result, "error_message", None), about=about)
+    return result
