@@ -1,0 +1,193 @@
+"""A real `millstream serve` process for tests and trials: start, stop, kill, start again on the same ports and data.
+
+    with Server(tmp_path / "data") as server:
+        client = confluent_kafka.Producer({"bootstrap.servers": server.kafka})
+        server.kill()
+        server.start()
+
+No process outlives its test: each server is a process group of its own, and a watcher in that group kills it as soon
+as this process is gone, however it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Self
+
+READY_S_MAX = 60.0
+STOP_S_MAX = 60.0
+_LOG_TAIL_BYTES = 4000
+_FREE_PORT = "127.0.0.1:0"
+_WATCH = 'read -r _; kill -9 "-$1"'
+
+
+class ServerFailed(Exception):
+    """The process ended or did not get ready; the message has the end of its log."""
+
+
+class Server:
+    """One server process. `settings` are flags of `millstream serve`, without their dashes."""
+
+    def __init__(self, data: Path, *, settings: Mapping[str, object] | None = None, log: Path | None = None) -> None:
+        self.data = data
+        self.settings = dict(settings or {})
+        self.log = log if log is not None else data.with_name(data.name + ".log")
+        self.kafka = _FREE_PORT
+        self.http = _FREE_PORT
+        self.start_s = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watcher: subprocess.Popen[bytes] | None = None
+        self._reap: weakref.finalize[..., Server] | None = None
+
+    def command(self) -> Sequence[str]:
+        """The command line; addresses are the ones of the last start, if there was one."""
+        flags = [part for name, value in self.settings.items() for part in (f"--{name}", str(value))]
+        serve = [sys.executable, "-m", "millstream.cli.main", "serve", "--json", "--data", str(self.data)]
+        return [*serve, "--kafka", self.kafka, "--http", self.http, *flags]
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server."""
+        return self._running().pid
+
+    def is_running(self) -> bool:
+        """Whether the process is there."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> Self:
+        """Start, wait for the line that tells the addresses, and keep them for the next start."""
+        if self._process is not None:
+            raise RuntimeError("the server is started already")
+        began = time.monotonic()
+        self.data.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=self._folder(),
+                env=_clean_environment(),
+                process_group=0,
+            )
+        self._watch(self._process)
+        try:
+            ready = json.loads(self._first_line(self._process))
+        except BaseException:
+            self.kill()
+            raise
+        self.start_s = time.monotonic() - began
+        self.kafka = ready["kafka"]
+        self.http = ready.get("http", self.http)
+        return self
+
+    def stop(self) -> int:
+        """Ask for a clean stop, wait for it, and return the exit code."""
+        process = self._running()
+        process.send_signal(signal.SIGTERM)
+        try:
+            return process.wait(STOP_S_MAX)
+        except subprocess.TimeoutExpired:
+            raise ServerFailed(f"did not stop within {STOP_S_MAX:g} s; its log ends with:\n{self.log_tail()}") from None
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the process and all its children at once, as kill -9 does; does nothing when none is running."""
+        if self._reap is not None:
+            self._reap()
+        self._process = self._watcher = self._reap = None
+
+    def kill_main(self) -> None:
+        """Kill only the main process, so that its children have to notice; `kill` still has to follow."""
+        process = self._running()
+        process.kill()
+        process.wait(STOP_S_MAX)
+
+    def restart(self, *, clean: bool = True) -> Self:
+        """Stop (or kill) and start again on the same ports and data."""
+        if clean:
+            code = self.stop()
+            if code != 0:
+                raise ServerFailed(f"stopped with exit code {code}; its log ends with:\n{self.log_tail()}")
+        else:
+            self.kill()
+        return self.start()
+
+    def log_tail(self) -> str:
+        """The end of what the process logged."""
+        if not self.log.exists():
+            return ""
+        return self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError("the server is not started")
+        return self._process
+
+    def _folder(self) -> Path:
+        """Where the process runs: away from any `millstream.toml` of the person who runs the tests."""
+        return self.data.parent
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        read, write = os.pipe()
+        try:
+            self._watcher = subprocess.Popen(
+                ["/bin/sh", "-c", _WATCH, "watcher", str(process.pid)],
+                stdin=read,
+                stdout=subprocess.DEVNULL,
+                process_group=process.pid,
+            )
+        finally:
+            os.close(read)
+        self._reap = weakref.finalize(self, _reap, process, self._watcher, write)
+
+    def _first_line(self, process: subprocess.Popen[bytes]) -> bytes:
+        output = process.stdout
+        if output is None:
+            raise RuntimeError("the server was started without a pipe")
+        deadline = time.monotonic() + READY_S_MAX
+        line = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(output, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not selector.select(deadline - time.monotonic()):
+                    raise ServerFailed(f"not ready within {READY_S_MAX:g} s; its log ends with:\n{self.log_tail()}")
+                chunk = _read_some(output)
+                if not chunk:
+                    code = process.wait(STOP_S_MAX)
+                    raise ServerFailed(f"ended with exit code {code}; its log ends with:\n{self.log_tail()}")
+                line += chunk
+        return line
+
+
+def _read_some(output: IO[bytes]) -> bytes:
+    return os.read(output.fileno(), 65536)
+
+
+def _reap(process: subprocess.Popen[bytes], watcher: subprocess.Popen[bytes], write: int) -> None:
+    """Let the watcher kill the whole group, then collect both."""
+    os.close(write)
+    watcher.wait(STOP_S_MAX)
+    process.wait(STOP_S_MAX)
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("MILLSTREAM_")}

@@ -1,0 +1,35 @@
+"""What all tests share: a real server process, started as late and as seldom as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from millstream.testing.server import Server
+
+StartServer = Callable[..., Server]
+
+# A group waits for more members before its first assignment; tests have all of theirs at once.
+QUICK = {"group-initial-delay-ms": 100}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One running server for all tests of a module; each test uses topics and groups of its own."""
+    with Server(tmp_path_factory.mktemp("server") / "data", settings=QUICK) as started:
+        yield started
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[StartServer]:
+    """Start servers for one test, with settings of its own; they end with the test."""
+    with ExitStack() as stack:
+
+        def start(name: str = "data", **settings: object) -> Server:
+            flags = QUICK | {key.replace("_", "-"): value for key, value in settings.items()}
+            return stack.enter_context(Server(tmp_path / name, settings=flags))
+
+        yield start

@@ -1,0 +1,128 @@
+"""The server of the tests must never leave a process behind, whatever happens to the test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from millstream.testing.server import Server, ServerFailed
+
+FAKE = """
+import json, os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+def stop(*_):
+    child.kill()
+    child.wait()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+open("child", "w").write(str(child.pid))
+port = sys.argv[1].replace(":0", ":4711")
+print(json.dumps({"kafka": port, "http": os.environ.get("MILLSTREAM_HTTP", "none")}), flush=True)
+time.sleep(600)
+"""
+
+
+class FakeServer(Server):
+    """A stand-in that starts faster than the real one and has a child too."""
+
+    program = FAKE
+
+    def command(self) -> Sequence[str]:
+        return [sys.executable, "-c", self.program, self.kafka]
+
+    def child_pid(self) -> int:
+        return int((self.data.parent / "child").read_text())
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process ends within a while; one that nobody has collected yet counts as ended."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_clean_stop_gives_the_exit_code(tmp_path: Path) -> None:
+    server = FakeServer(tmp_path / "data").start()
+    assert server.is_running()
+    assert server.stop() == 0
+    assert not server.is_running()
+    assert is_gone(server.child_pid())
+
+
+def test_a_second_start_keeps_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLSTREAM_HTTP", "must not reach the server")
+    with FakeServer(tmp_path / "data") as server:
+        assert (server.kafka, server.http) == ("127.0.0.1:4711", "none")
+        first = server.pid
+        server.restart()
+        assert server.kafka == "127.0.0.1:4711"
+        assert server.pid != first
+        with pytest.raises(RuntimeError, match="started already"):
+            server.start()
+
+
+def test_kill_takes_the_children_too(tmp_path: Path) -> None:
+    server = FakeServer(tmp_path / "data").start()
+    pid, child = server.pid, server.child_pid()
+    server.kill()
+    assert is_gone(pid)
+    assert is_gone(child)
+    server.kill()
+
+
+def test_killing_only_the_main_process_leaves_its_children(tmp_path: Path) -> None:
+    with FakeServer(tmp_path / "data") as server:
+        server.kill_main()
+        assert not server.is_running()
+        assert psutil.pid_exists(server.child_pid())
+    assert is_gone(server.child_pid())
+
+
+def test_a_server_that_ends_at_once_tells_its_log(tmp_path: Path) -> None:
+    server = FakeServer(tmp_path / "data")
+    server.program = "import sys; sys.exit('no disk')"
+    with pytest.raises(ServerFailed, match="no disk"):
+        server.start()
+    assert not server.is_running()
+
+
+def test_nothing_is_left_when_the_test_process_is_killed(tmp_path: Path) -> None:
+    program = f"""
+        import os, signal
+        from pathlib import Path
+        from test_server_process import FakeServer
+        server = FakeServer(Path({str(tmp_path)!r}) / "data").start()
+        print(server.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        check=False,
+    )
+    assert run.returncode == -signal.SIGKILL
+    assert is_gone(int(run.stdout))
+    assert is_gone(int((tmp_path / "child").read_text()))
+
+
+def test_a_forgotten_server_is_reaped(tmp_path: Path) -> None:
+    server = FakeServer(tmp_path / "data").start()
+    pid = server.pid
+    del server
+    assert is_gone(pid)
