@@ -1,0 +1,379 @@
+"""One shard: a state machine, the partition that makes it durable, and the answers that wait for that.
+
+An operation runs to its end without an `await`, its records are appended as one batch and replayed into the
+state, and its answer waits until the log has acknowledged everything that the operation could have seen. So an
+answer never speaks of something that a crash can take back, whether it wrote that itself or only read it.
+
+When an append fails, memory would hold what the log does not: the state is thrown away, everyone who waits is sent
+to find the coordinator again, and the shard is read back from the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from millstream.coordination.later import Later
+from millstream.coordination.loading import read_back
+from millstream.coordination.rewrite import RECORDS_MIN, Rewrite
+from millstream.coordination.state import Operation, StateMachine, StateRecord
+from millstream.coordination.timers import Action, Timers
+from millstream.log.log import AppendedRange
+from millstream.model.clock import Clock
+from millstream.model.errors import (
+    CoordinatorLoading,
+    CoordinatorUnavailable,
+    LogUnavailable,
+    MillstreamError,
+    NotCoordinator,
+    NotEnoughReplicas,
+    PartitionClosed,
+)
+from millstream.model.ids import Offset
+from millstream.records.batch import Buffer
+from millstream.records.record import NewRecord, encode_batch
+
+_logger = logging.getLogger(__name__)
+
+ACKS_ALL = -1
+TIMERS_AT_ONCE_MAX = 500
+RETRY_FIRST_S = 0.1
+RETRY_MAX_S = 30.0
+CLOSE_S = 5.0
+"""How long closing waits for the last appends to be acknowledged."""
+
+S = TypeVar("S", bound=StateMachine)
+T = TypeVar("T")
+
+
+class TrimmableLog(Protocol):
+    """A log whose beginning can be dropped."""
+
+    def delete_before(self, offset: Offset) -> object:
+        """Drop everything below `offset`, durably."""
+
+
+class StateLog(Protocol):
+    """What a shard needs of a partition."""
+
+    @property
+    def high_watermark(self) -> Offset:
+        """The end of what is acknowledged."""
+
+    @property
+    def log_start(self) -> Offset:
+        """The first offset that can still be read."""
+
+    @property
+    def log(self) -> TrimmableLog:
+        """The log below the partition."""
+
+    def write(self, batches: bytearray | memoryview, *, acks: int, internal: bool = False) -> AppendedRange:
+        """Append without waiting."""
+
+    def acknowledged(self, appended: AppendedRange) -> asyncio.Future[None] | None:
+        """None when the range is acknowledged, else a future that tells."""
+
+    def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
+        """Whole batches up to the high watermark."""
+
+
+class Shard(Generic[S]):
+    """The state of one partition and everything that happens to it, on one event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        partition: StateLog,
+        make_state: Callable[[Timers], S],
+        *,
+        clock: Clock,
+        gate: asyncio.Semaphore,
+        retry_first_s: float = RETRY_FIRST_S,
+        rewrite_records_min: int = RECORDS_MIN,
+    ) -> None:
+        self.name = name
+        self.partition = partition
+        self._make_state = make_state
+        self._clock = clock
+        self._gate = gate
+        self._retry_first_s = retry_first_s
+        self._timers = Timers(clock)
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = 0.0
+        self._state: S | None = None
+        self._closed = False
+        self._failures = 0
+        # Operations that come after a failure must not be taken for those before it.
+        self._incarnation = 0
+        self._written = Offset(0)
+        self._acknowledged = Offset(0)
+        self._unacknowledged: set[asyncio.Future[None]] = set()
+        self._waiting: deque[tuple[Offset, asyncio.Future[Any], Later[Any]]] = deque()
+        self._answered: list[tuple[asyncio.Future[Any], Later[Any]]] = []
+        self._loading: asyncio.Task[None] | None = None
+        self._rewrite = Rewrite(self, records_min=rewrite_records_min)
+
+    @property
+    def state(self) -> S | None:
+        """The state while it is loaded; for looking only."""
+        return self._state
+
+    @property
+    def written(self) -> Offset:
+        """The end of what was appended."""
+        return self._written
+
+    def open(self) -> None:
+        """Begin to read the state back from the log."""
+        self._load_soon(0.0)
+
+    async def wait_loaded(self) -> None:
+        """Wait until the loading under way is over, well or not."""
+        while self._loading is not None and not self._closed:
+            await asyncio.wait([self._loading])
+
+    async def close(self) -> None:
+        """Refuse what is parked, let what was appended be acknowledged, and take no more."""
+        if self._closed:
+            return
+        self._closed = True
+        tasks = [task for task in (self._loading, self._rewrite.task) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._state is not None:
+            self._state.unload()
+            self._release(self._written)
+        if self._unacknowledged:
+            await asyncio.wait(self._unacknowledged, timeout=CLOSE_S)
+        self._drop(NotCoordinator(f"{self.name} was closed"))
+
+    async def run(self, operation: Operation[S, T], *, pure: bool = False) -> T:
+        """Carry out an operation now; return its answer when it may be told.
+
+        `pure` says that the operation only worked out records and left the state alone, so that a refused append
+        needs no reload.
+        """
+        return await self.submit(operation, pure=pure)
+
+    def submit(self, operation: Operation[S, T], *, pure: bool = False) -> asyncio.Future[T]:
+        """Carry out an operation before returning; the future holds its answer when it may be told."""
+        state = self._loaded_state()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        try:
+            records, response = operation(state)
+        except MillstreamError as error:
+            refused: Later[T] = Later()
+            refused.refuse(error)
+            self._answered.append((future, refused))
+            self._release(self._written)
+            return future
+        except Exception:
+            _logger.exception("an operation failed; the state is read back", extra={"shard": self.name})
+            self._begin_anew("an operation failed inside the broker")
+            raise CoordinatorUnavailable(f"{self.name}: the operation failed inside the broker") from None
+        later = response if isinstance(response, Later) else _given(response)
+        later.listen(lambda answered: self._answered.append((future, answered)))
+        self._carry_out(records, pure=pure)
+        return future
+
+    def fire_timers(self) -> None:
+        """Carry out what is due. The loop calls this; a test with its own clock may too."""
+        self._alarm = None
+        for action in self._timers.take_due(TIMERS_AT_ONCE_MAX):
+            if self._state is None:
+                return
+            self._fire(action)
+        self._set_alarm()
+
+    def append(self, records: Sequence[StateRecord]) -> Offset:
+        """Append records as one batch, and note what is now waited for; return the offset after it."""
+        now_ms = self._clock.now_ms()
+        batch = encode_batch([NewRecord(record.key, record.value, record.headers, now_ms) for record in records])
+        appended = self.partition.write(batch, acks=ACKS_ALL, internal=True)
+        self._written = appended.next_offset
+        acknowledgement = self.partition.acknowledged(appended)
+        if acknowledgement is None:
+            self._acknowledged = appended.next_offset
+        else:
+            self._unacknowledged.add(acknowledgement)
+            acknowledgement.add_done_callback(partial(self._on_acknowledged, appended.next_offset, self._incarnation))
+        return appended.next_offset
+
+    async def acknowledged_up_to(self, offset: Offset) -> None:
+        """Wait until the log has acknowledged everything below `offset`."""
+        if offset > self._acknowledged:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((offset, future, _given(None)))
+            await future
+
+    def delete_before(self, offset: Offset) -> None:
+        """Drop the beginning of the log."""
+        self.partition.log.delete_before(offset)
+
+    def _loaded_state(self) -> S:
+        if self._closed:
+            raise NotCoordinator(f"{self.name} was closed")
+        if self._state is None:
+            raise CoordinatorLoading(f"{self.name} is being read back from the log")
+        return self._state
+
+    def _fire(self, action: Action) -> None:
+        try:
+            records = action()
+        except Exception:
+            _logger.exception("a timer failed; the state is read back", extra={"shard": self.name})
+            self._begin_anew("a timer failed inside the broker")
+            return
+        self._carry_out(records, pure=False)
+
+    def _carry_out(self, records: Sequence[StateRecord], *, pure: bool) -> None:
+        state = self._state
+        if records and state is not None:
+            try:
+                self.append(records)
+                for record in records:
+                    state.replay(record)
+            except MillstreamError as error:
+                self._append_failed(error, pure=pure)
+                return
+            except Exception:
+                _logger.exception("a record could not be replayed; the state is read back", extra={"shard": self.name})
+                self._begin_anew("a record could not be taken in")
+                return
+            self._rewrite.count(len(records))
+        self._release(self._written)
+        self._set_alarm()
+
+    def _append_failed(self, error: MillstreamError, *, pure: bool) -> None:
+        _logger.error("an append was refused", extra={"shard": self.name, "error": str(error)})
+        if not pure:
+            self._begin_anew(str(error))
+            return
+        for future, _ in self._answered:
+            _settle_error(future, _as_answer(self.name, error))
+        self._answered.clear()
+
+    def _release(self, needed: Offset) -> None:
+        """Let out the answers given just now, or have them wait for the log."""
+        answered, self._answered = self._answered, []
+        for future, later in answered:
+            if needed <= self._acknowledged:
+                _settle(future, later)
+            else:
+                self._waiting.append((needed, future, later))
+
+    def _on_acknowledged(self, next_offset: Offset, incarnation: int, done: asyncio.Future[None]) -> None:
+        self._unacknowledged.discard(done)
+        error = CoordinatorUnavailable("the append was given up") if done.cancelled() else done.exception()
+        if incarnation != self._incarnation:
+            return
+        if error is not None:
+            _logger.error("an append was not acknowledged", extra={"shard": self.name, "error": str(error)})
+            self._begin_anew(str(error))
+            return
+        self._failures = 0
+        self._acknowledged = max(self._acknowledged, next_offset)
+        while self._waiting and self._waiting[0][0] <= self._acknowledged:
+            _, future, later = self._waiting.popleft()
+            _settle(future, later)
+
+    def _begin_anew(self, reason: str) -> None:
+        """Throw the state away, send everyone who waits to find the coordinator again, and read the log back."""
+        self._drop(NotCoordinator(f"{self.name} begins anew: {reason}"))
+        if not self._closed:
+            delay_s = min(RETRY_MAX_S, self._retry_first_s * 2**self._failures)
+            self._failures = min(self._failures + 1, 16)
+            self._load_soon(delay_s)
+
+    def _drop(self, error: MillstreamError) -> None:
+        state, self._state = self._state, None
+        self._incarnation += 1
+        self._timers.clear()
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if state is not None:
+            state.unload()
+        for _, future, _ in self._waiting:
+            _settle_error(future, error)
+        for future, _ in self._answered:
+            _settle_error(future, error)
+        self._waiting.clear()
+        self._answered.clear()
+
+    def _load_soon(self, delay_s: float) -> None:
+        task = asyncio.get_running_loop().create_task(self._load(delay_s), name=f"load {self.name}")
+        self._loading = task
+        task.add_done_callback(self._load_done)
+
+    def _load_done(self, task: asyncio.Task[None]) -> None:
+        if self._loading is task:
+            self._loading = None
+        if task.cancelled() or self._closed:
+            return
+        error = task.exception()
+        if isinstance(error, PartitionClosed):
+            self._closed = True
+        elif error is not None:
+            _logger.error("the state could not be read back; trying again", exc_info=error, extra={"shard": self.name})
+            self._begin_anew(str(error))
+
+    async def _load(self, delay_s: float) -> None:
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        if self._unacknowledged:
+            # What was appended before the failure may still be kept, and then has to be read.
+            await asyncio.wait(self._unacknowledged)
+        async with self._gate:
+            state = self._make_state(self._timers)
+            end, replayed = await read_back(self.name, self.partition, state)
+        self._written = self._acknowledged = end
+        self._rewrite.begin(replayed)
+        state.loaded()
+        self._state = state
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        deadline = self._timers.next_deadline
+        if deadline is None or self._closed:
+            return
+        if self._alarm is not None:
+            if self._alarm_at <= deadline:
+                return
+            self._alarm.cancel()
+        self._alarm_at = deadline
+        delay_s = max(0.0, deadline - self._clock.monotonic())
+        self._alarm = asyncio.get_running_loop().call_later(delay_s, self.fire_timers)
+
+
+def _given(value: T) -> Later[T]:
+    later: Later[T] = Later()
+    later.give(value)
+    return later
+
+
+def _as_answer(name: str, error: MillstreamError) -> MillstreamError:
+    if isinstance(error, LogUnavailable | NotEnoughReplicas):
+        # A client can do nothing about the log; it finds the coordinator again, and tries again.
+        return NotCoordinator(f"{name}: {error}")
+    return error
+
+
+def _settle(future: asyncio.Future[Any], later: Later[Any]) -> None:
+    if later.error is not None:
+        _settle_error(future, later.error)
+    elif not future.done():
+        future.set_result(later.result())
+
+
+def _settle_error(future: asyncio.Future[Any], error: MillstreamError) -> None:
+    # Whoever asked may have gone away, which cancels the future.
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,198 @@
+"""The group coordinator of this node: checks what can be checked without the state, and finds the shard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+from millstream.config import Config
+from millstream.coordination.runtime import Runtime, StateTopic, StateTopics
+from millstream.coordination.shard import RETRY_FIRST_S
+from millstream.coordination.timers import Timers
+from millstream.groups.group import GroupState
+from millstream.groups.requests import (
+    CommitAnswer,
+    CommitRequest,
+    FetchedOffsets,
+    GroupDescription,
+    GroupLimits,
+    GroupListing,
+    Joined,
+    JoinRequest,
+    Leaver,
+    Left,
+    MemberRef,
+    Synced,
+    SyncRequest,
+)
+from millstream.groups.shard import GroupShard
+from millstream.model.clock import Clock
+from millstream.model.errors import InvalidGroupId, InvalidSessionTimeout, MillstreamError
+from millstream.model.ids import PartitionIndex
+from millstream.model.topic import CONSUMER_OFFSETS
+
+GROUP_ID_CHARACTERS_MAX = 1024
+
+_TOPIC_SETTINGS = {
+    "cleanup.policy": "compact",
+    "segment.bytes": str(64 * 1024 * 1024),
+    "max.message.bytes": str(32 * 1024 * 1024),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsStatus:
+    """The groups of this node in numbers."""
+
+    groups: int
+    members: int
+    by_state: Mapping[str, int]
+    shards: int
+    shards_loading: int
+
+
+class GroupCoordinator:
+    """Consumer groups and their offsets, kept in `__consumer_offsets`."""
+
+    def __init__(
+        self, topics: StateTopics, config: Config, clock: Clock, *, retry_first_s: float = RETRY_FIRST_S
+    ) -> None:
+        self._topics = topics
+        self._clock = clock
+        self._limits = GroupLimits(
+            session_min_ms=config.group_session_min_ms,
+            session_max_ms=config.group_session_max_ms,
+            initial_delay_ms=config.group_initial_delay_ms,
+            members_max=config.group_members_max,
+            offsets_retention_ms=config.offsets_retention_ms,
+        )
+        topic = StateTopic(name=CONSUMER_OFFSETS, partitions=config.offsets_partitions, overrides=_TOPIC_SETTINGS)
+        self._runtime: Runtime[GroupShard] = Runtime(
+            topics, topic, self._make_shard, clock=clock, retry_first_s=retry_first_s
+        )
+
+    async def start(self) -> None:
+        """Begin to load what the log has; requests meanwhile are told to wait."""
+        await self._runtime.start()
+
+    async def close(self) -> None:
+        """Send members who wait away, and let appended commits be acknowledged."""
+        await self._runtime.close()
+
+    async def wait_loaded(self) -> None:
+        """Wait until no shard is loading any more."""
+        await self._runtime.wait_loaded()
+
+    async def ensure(self) -> None:
+        """Make the offsets topic if this is its first use."""
+        await self._runtime.ensure()
+
+    def partition_of(self, group_id: str) -> PartitionIndex:
+        """The partition of the offsets topic that holds a group."""
+        return self._runtime.partition_of(group_id)
+
+    async def join(self, request: JoinRequest) -> Joined:
+        """A consumer joins; answered with the next generation."""
+        _check_group_id(request.group_id)
+        limits = self._limits
+        if not limits.session_min_ms <= request.session_timeout_ms <= limits.session_max_ms:
+            raise InvalidSessionTimeout(
+                f"a session timeout is {limits.session_min_ms} to {limits.session_max_ms} ms, "
+                f"not {request.session_timeout_ms}"
+            )
+        return await self._runtime.run(request.group_id, lambda shard: shard.join(request))
+
+    async def sync(self, request: SyncRequest) -> Synced:
+        """A member asks for its assignment; answered when the leader has brought it and the log has it."""
+        _check_group_id(request.member.group_id)
+        return await self._runtime.run(request.member.group_id, lambda shard: shard.sync(request))
+
+    async def heartbeat(self, who: MemberRef) -> None:
+        """A member says that it lives."""
+        _check_group_id(who.group_id)
+        await self._runtime.run(who.group_id, lambda shard: shard.heartbeat(who), pure=True)
+
+    async def leave(self, group_id: str, leavers: Sequence[Leaver]) -> list[Left]:
+        """Members go."""
+        _check_group_id(group_id)
+        return await self._runtime.run(group_id, lambda shard: shard.leave(group_id, leavers))
+
+    async def commit(self, request: CommitRequest) -> CommitAnswer:
+        """Keep offsets; answered when the log has them."""
+        # Kafka lets consumers outside any group commit under an empty id.
+        _check_length(request.member.group_id)
+        return await self._runtime.run(request.member.group_id, lambda shard: shard.commit(request), pure=True)
+
+    async def fetch(self, group_id: str, wanted: Mapping[str, Iterable[int]] | None) -> FetchedOffsets:
+        """Committed offsets, of all partitions when `wanted` is None."""
+        _check_length(group_id)
+        return await self._runtime.run(group_id, lambda shard: shard.fetch(group_id, wanted), pure=True)
+
+    async def delete_offsets(
+        self, group_id: str, unwanted: Mapping[str, Iterable[int]]
+    ) -> Mapping[str, Mapping[int, MillstreamError | None]]:
+        """Take offsets away."""
+        _check_group_id(group_id)
+        return await self._runtime.run(group_id, lambda shard: shard.delete_offsets(group_id, unwanted), pure=True)
+
+    async def list_groups(self) -> list[GroupListing]:
+        """Every group of this node."""
+        answers = [shard.submit(GroupShard.list_groups, pure=True) for shard in self._runtime.shards]
+        return [listing for listings in await asyncio.gather(*answers) for listing in listings]
+
+    async def describe(self, group_id: str) -> GroupDescription:
+        """One group with its members."""
+        _check_length(group_id)
+        return await self._runtime.run(group_id, lambda shard: shard.describe(group_id), pure=True)
+
+    async def delete(self, group_id: str) -> None:
+        """Delete a group that has no members, and its offsets."""
+        _check_length(group_id)
+        while not await self._runtime.run(group_id, lambda shard: shard.delete(group_id), pure=True):
+            pass
+
+    def topic_deleted(self) -> None:
+        """Take away the offsets of topics that are gone; they have not counted since the topic went."""
+        for shard in self._runtime.shards:
+            if shard.state is not None:
+                shard.submit(_sweep_soon, pure=True)
+
+    def status(self) -> GroupsStatus:
+        """The groups of this node in numbers."""
+        states = [shard.state for shard in self._runtime.shards]
+        groups = [group for state in states if state is not None for group in state.groups]
+        by_state = dict.fromkeys((state.value for state in GroupState if state is not GroupState.DEAD), 0)
+        for group in groups:
+            by_state[group.state.value] += 1
+        return GroupsStatus(
+            groups=len(groups),
+            members=sum(len(group.members) for group in groups),
+            by_state=by_state,
+            shards=len(states),
+            shards_loading=sum(state is None for state in states),
+        )
+
+    def _make_shard(self, timers: Timers) -> GroupShard:
+        return GroupShard(timers, limits=self._limits, clock=self._clock, topic_id_of=self._topic_id_of)
+
+    def _topic_id_of(self, name: str) -> UUID | None:
+        topic = self._topics.get(name)
+        return None if topic is None else topic.topic_id
+
+
+def _sweep_soon(shard: GroupShard) -> tuple[tuple[()], None]:
+    shard.sweep_soon()
+    return (), None
+
+
+def _check_length(group_id: str) -> None:
+    if len(group_id) > GROUP_ID_CHARACTERS_MAX:
+        raise InvalidGroupId(f"a group id has at most {GROUP_ID_CHARACTERS_MAX} characters, not {len(group_id)}")
+
+
+def _check_group_id(group_id: str) -> None:
+    if not group_id:
+        raise InvalidGroupId("a group id cannot be empty")
+    _check_length(group_id)

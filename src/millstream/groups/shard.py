@@ -1,0 +1,427 @@
+"""The state machine of one partition of `__consumer_offsets`: its groups and their offsets.
+
+Every public operation is a plain function of the state that returns the records to append and the response, now or
+later. Nothing here reads a clock that was not given to it, waits, or does I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Final
+
+from millstream.coordination.later import Later
+from millstream.coordination.state import Outcome, StateRecord
+from millstream.coordination.timers import Timers
+from millstream.groups.group import Group, GroupState
+from millstream.groups.join import Join, random_suffix
+from millstream.groups.member import Member
+from millstream.groups.offsets import Offsets, TopicIds
+from millstream.groups.rebalance import Rebalance, Records
+from millstream.groups.records import (
+    NO_TIME_MS,
+    CommittedOffset,
+    GroupKey,
+    OffsetKey,
+    StoredGroup,
+    group_record,
+    group_tombstone,
+    offset_record,
+    offset_tombstone,
+    read_group,
+    read_key,
+    read_offset,
+    stored_group_record,
+)
+from millstream.groups.registry import Registry
+from millstream.groups.requests import (
+    CommitAnswer,
+    CommitRequest,
+    FetchedOffsets,
+    GroupDescription,
+    GroupLimits,
+    GroupListing,
+    Joined,
+    JoinRequest,
+    Leaver,
+    Left,
+    MemberRef,
+    PartitionCommit,
+    Synced,
+    SyncRequest,
+)
+from millstream.model.clock import Clock
+from millstream.model.errors import (
+    BatchTooLarge,
+    GroupNotEmpty,
+    IllegalGeneration,
+    InconsistentProtocol,
+    MetadataTooLarge,
+    MillstreamError,
+    NotCoordinator,
+    RebalanceInProgress,
+    SubscribedToTopic,
+    UnknownGroup,
+    UnknownMember,
+)
+
+_SWEEP: Final = "sweep"
+_SWEEP_PAUSE_MS: Final = 10
+_SWEEP_OFFSETS: Final = 2000
+"""How many offsets one step of a sweep looks at, about."""
+
+
+class GroupShard:
+    """Groups and offsets of one partition."""
+
+    def __init__(
+        self,
+        timers: Timers,
+        *,
+        limits: GroupLimits,
+        clock: Clock,
+        topic_id_of: TopicIds,
+        new_suffix: Callable[[], str] = random_suffix,
+    ) -> None:
+        self._timers = timers
+        self._limits = limits
+        self._clock = clock
+        self._topic_id_of = topic_id_of
+        self._offsets = Offsets(topic_id_of)
+        self._groups = Registry(self._offsets, groups_max=limits.groups_max)
+        self._rebalance = Rebalance(self._groups, timers, limits, clock)
+        self._join = Join(self._rebalance, limits, new_suffix=new_suffix)
+        self._loaded = False
+        self._to_sweep: list[str] = []
+
+    @property
+    def groups(self) -> Registry:
+        """Every group, for looking only."""
+        return self._groups
+
+    # Membership
+
+    def join(self, request: JoinRequest) -> Outcome[Joined]:
+        """A consumer joins, or joins again."""
+        group = self._groups.get(request.group_id)
+        if group is None:
+            if request.member_id:
+                raise UnknownMember(f"group {request.group_id!r} has no member {request.member_id!r}")
+            self._groups.check_room()
+            group = self._groups.put(Group(request.group_id, now_ms=self._clock.now_ms()))
+        try:
+            return self._join.run(group, request)
+        finally:
+            self._groups.drop_if_unused(group)
+
+    def sync(self, request: SyncRequest) -> Outcome[Synced]:
+        """A member asks for its assignment, or its leader brings everyone's."""
+        who = request.member
+        group = self._known(who)
+        member = group.check_member(who.member_id, who.instance_id)
+        _check_generation(group, who.generation)
+        _check_protocol(group, request)
+        if group.is_in(GroupState.PREPARING):
+            raise RebalanceInProgress(f"group {group.group_id!r} is rebalancing")
+        self._rebalance.synced(group, member.member_id)
+        if group.is_in(GroupState.STABLE):
+            return [], _share(group, member)
+        reply: Later[Synced] = Later()
+        member.park_sync(reply)
+        if member.member_id != group.leader_id:
+            return [], reply
+        return self._complete(group, member, dict(request.assignments)), reply
+
+    def heartbeat(self, who: MemberRef) -> Outcome[None]:
+        """A member says that it lives."""
+        group = self._known(who)
+        member = group.check_member(who.member_id, who.instance_id)
+        _check_generation(group, who.generation)
+        self._rebalance.keep_alive(group, member)
+        if group.is_in(GroupState.PREPARING):
+            reply: Later[None] = Later()
+            reply.refuse(RebalanceInProgress(f"group {group.group_id!r} is rebalancing"))
+            return [], reply
+        return [], None
+
+    def leave(self, group_id: str, leavers: Iterable[Leaver]) -> Outcome[list[Left]]:
+        """Members go; what they had is shared out anew."""
+        group = self._groups.get(group_id)
+        if group is None:
+            unknown = UnknownMember(f"there is no group {group_id!r}")
+            return [], [Left(leaver, unknown) for leaver in leavers]
+        results = [self._leave_one(group, leaver) for leaver in leavers]
+        gone = [left.leaver.member_id or left.leaver.instance_id or "" for left in results if left.error is None]
+        records = self._rebalance.after_leaving(group, f"{', '.join(gone)} left") if gone else []
+        self._groups.drop_if_unused(group)
+        return records, results
+
+    # Offsets
+
+    def commit(self, request: CommitRequest) -> Outcome[CommitAnswer]:
+        """Keep offsets. The state changes when the records are replayed, not before."""
+        self._check_commit(request)
+        now_ms = self._clock.now_ms()
+        expire_ms = NO_TIME_MS if request.retention_ms is None else now_ms + request.retention_ms
+        records: Records = []
+        answer: dict[str, dict[int, MillstreamError | None]] = {}
+        for topic, commits in request.topics.items():
+            topic_id = self._topic_id_of(topic)
+            answers = answer[topic] = {}
+            for commit in commits:
+                error = self._check_metadata(commit)
+                answers[commit.partition] = error
+                if error is None:
+                    committed = CommittedOffset(
+                        offset=commit.offset,
+                        leader_epoch=commit.leader_epoch,
+                        metadata=commit.metadata or "",
+                        commit_ms=now_ms,
+                        expire_ms=expire_ms,
+                        topic_id=topic_id,
+                    )
+                    key = OffsetKey(request.member.group_id, topic, commit.partition)
+                    records.append(offset_record(key, committed))
+        return records, answer
+
+    def fetch(self, group_id: str, wanted: Mapping[str, Iterable[int]] | None) -> Outcome[FetchedOffsets]:
+        """Committed offsets of some partitions, or of all when `wanted` is None."""
+        if wanted is None:
+            return [], self._offsets.fetch_all(group_id)
+        return [], self._offsets.fetch(group_id, wanted)
+
+    def delete_offsets(
+        self, group_id: str, unwanted: Mapping[str, Iterable[int]]
+    ) -> Outcome[dict[str, dict[int, MillstreamError | None]]]:
+        """Take offsets away, but not those of topics that the group consumes."""
+        group = self._existing(group_id)
+        if not group.is_in(GroupState.EMPTY) and not group.uses_consumer_protocol:
+            raise GroupNotEmpty(f"group {group_id!r} has members, whose topics cannot be known")
+        records: Records = []
+        answer: dict[str, dict[int, MillstreamError | None]] = {}
+        for topic, partitions in unwanted.items():
+            consumed = SubscribedToTopic(f"group {group_id!r} consumes {topic!r}") if group.consumes(topic) else None
+            answer[topic] = dict.fromkeys(partitions, consumed)
+            keys = [OffsetKey(group_id, topic, partition) for partition in answer[topic]]
+            if consumed is None:
+                records += [offset_tombstone(key) for key in keys if self._offsets.get(key) is not None]
+        return records, answer
+
+    # Groups
+
+    def list_groups(self) -> Outcome[list[GroupListing]]:
+        """Every group in one line each."""
+        return [], [group.listing() for group in self._groups]
+
+    def describe(self, group_id: str) -> Outcome[GroupDescription]:
+        """One group with its members."""
+        return [], self._existing(group_id).description()
+
+    def delete(self, group_id: str) -> Outcome[bool]:
+        """Delete a group without members, at most so many offsets at a time; False when there is more to delete."""
+        group = self._existing(group_id)
+        if not group.is_in(GroupState.EMPTY):
+            raise GroupNotEmpty(f"group {group_id!r} has members")
+        places = list(self._offsets.of_group(group_id))
+        limit = self._limits.tombstones_max
+        records = [offset_tombstone(OffsetKey(group_id, *place)) for place in places[:limit]]
+        done = len(places) <= limit
+        if done:
+            records.append(group_tombstone(group_id))
+        return records, done
+
+    # The fold
+
+    def replay(self, record: StateRecord) -> None:
+        """Take one record of the log in."""
+        key = read_key(record.key)
+        if isinstance(key, OffsetKey):
+            self._replay_offset(key, record)
+        elif isinstance(key, GroupKey):
+            self._replay_group(key.group_id, record)
+
+    def loaded(self) -> None:
+        """Give every member a session to be heard of, and begin to look for what has expired."""
+        self._loaded = True
+        for group in self._groups:
+            self._rebalance.restored(group)
+        self.sweep_soon()
+
+    def unload(self) -> None:
+        """Send everyone who waits to find the coordinator again."""
+        moved = NotCoordinator("the state of this group is read back from the log")
+        for group in self._groups:
+            for member in group.members.values():
+                group.refuse_join(member, moved)
+                member.refuse_sync(moved)
+            group.move_to(GroupState.DEAD, self._clock.now_ms())
+
+    def durable_keys(self) -> list[Hashable]:
+        """A name for every record that the log has to hold."""
+        stored = [GroupKey(group.group_id) for group in self._groups if group.stored_value is not None]
+        return [*stored, *self._offsets.keys()]
+
+    def durable_record(self, key: Hashable) -> StateRecord | None:
+        """The record of this name, as it stands now."""
+        if isinstance(key, GroupKey):
+            group = self._groups.get(key.group_id)
+            value = None if group is None else group.stored_value
+            return None if value is None else stored_group_record(key.group_id, value)
+        if isinstance(key, OffsetKey):
+            committed = self._offsets.get(key)
+            return None if committed is None else offset_record(key, committed)
+        return None
+
+    def sweep_soon(self) -> None:
+        """Look for offsets that have expired or whose topic is gone, from the first group on."""
+        self._to_sweep = [group.group_id for group in self._groups]
+        self._timers.schedule(_SWEEP, 0, self._sweep)
+
+    # Below: how
+
+    def _known(self, who: MemberRef) -> Group:
+        group = self._groups.get(who.group_id)
+        if group is None or group.is_in(GroupState.EMPTY):
+            raise UnknownMember(f"group {who.group_id!r} has no member {who.member_id!r}")
+        return group
+
+    def _existing(self, group_id: str) -> Group:
+        group = self._groups.get(group_id)
+        if group is None:
+            raise UnknownGroup(f"there is no group {group_id!r}")
+        return group
+
+    def _complete(self, group: Group, leader: Member, assignments: dict[str, bytes]) -> Records:
+        """The leader has shared out: write the generation down; its members are told when it is replayed."""
+        record = group_record(group.group_id, group.stored(assignments))
+        size_bytes = len(record.value or b"")
+        if size_bytes > self._limits.generation_bytes_max:
+            leader.refuse_sync(BatchTooLarge(f"a generation of {size_bytes} bytes is too large to be kept"))
+            return self._rebalance.prepare(group, "the assignment is too large to be kept")
+        return [record]
+
+    def _leave_one(self, group: Group, leaver: Leaver) -> Left:
+        left = UnknownMember(f"the member left group {group.group_id!r}")
+        member_id = leaver.member_id
+        if not member_id and leaver.instance_id in group.static_members:
+            # An operator removes a static member, whose current id is not known outside.
+            member_id = group.static_members[leaver.instance_id]
+        elif member_id not in group.pending_members:
+            try:
+                group.check_member(member_id, leaver.instance_id)
+            except MillstreamError as error:
+                return Left(leaver, error)
+        self._rebalance.remove(group, member_id, left)
+        return Left(leaver)
+
+    def _check_commit(self, request: CommitRequest) -> None:
+        who = request.member
+        group = self._groups.get(who.group_id)
+        if group is None:
+            if who.generation < 0:
+                self._groups.check_room()
+                return
+            message = f"there is no group {who.group_id!r}"
+            raise UnknownGroup(message) if request.knows_unknown_group else IllegalGeneration(message)
+        if who.generation < 0 and group.is_in(GroupState.EMPTY):
+            return
+        if who.generation < 0 and not who.member_id and who.instance_id is None:
+            raise UnknownMember(f"group {who.group_id!r} has members; only they can commit its offsets")
+        member = group.check_member(who.member_id, who.instance_id)
+        _check_generation(group, who.generation)
+        if group.is_in(GroupState.COMPLETING):
+            raise RebalanceInProgress(f"group {group.group_id!r} is rebalancing")
+        self._rebalance.keep_alive(group, member)
+
+    def _check_metadata(self, commit: PartitionCommit) -> MillstreamError | None:
+        limit = self._limits.offset_metadata_max
+        if len(commit.metadata or "") <= limit:
+            return None
+        return MetadataTooLarge(f"at most {limit} characters are kept beside an offset")
+
+    def _replay_offset(self, key: OffsetKey, record: StateRecord) -> None:
+        group = self._groups.get(key.group_id)
+        if record.value is not None:
+            self._offsets.put(key, read_offset(record))
+            if group is None:
+                # A consumer that assigns partitions itself: a group without protocol and members.
+                self._groups.put(Group(key.group_id))
+            return
+        self._offsets.remove(key)
+        if group is not None:
+            self._groups.drop_if_unused(group)
+
+    def _replay_group(self, group_id: str, record: StateRecord) -> None:
+        group = self._groups.get(group_id)
+        if record.value is None:
+            if group is not None:
+                self._rebalance.forget(group)
+                self._drop_stored(group)
+            return
+        stored = read_group(record)
+        if group is None or not self._loaded:
+            group = self._groups.put(Group.restored(group_id, stored))
+        elif group.is_in(GroupState.COMPLETING) and stored.generation == group.generation:
+            self._hand_out(group, stored)
+        group.stored_value = record.value
+
+    def _drop_stored(self, group: Group) -> None:
+        self._groups.drop(group.group_id)
+        if self._offsets.of_group(group.group_id):
+            # Not written by this broker, which deletes the offsets first; they stay what they are.
+            self._groups.put(Group(group.group_id))
+
+    def _hand_out(self, group: Group, stored: StoredGroup) -> None:
+        group.move_to(GroupState.STABLE, self._clock.now_ms())
+        for share in stored.members:
+            member = group.members[share.member_id]
+            member.assignment = share.assignment
+            if member.give_sync(_share(group, member)):
+                self._rebalance.keep_alive(group, member)
+
+    def _sweep(self) -> Records:
+        """Look at some groups; the next step follows shortly, the next round after a pause."""
+        records: Records = []
+        looked_at = 0
+        now_ms = self._clock.now_ms()
+        while self._to_sweep and looked_at < _SWEEP_OFFSETS and len(records) < self._limits.tombstones_max:
+            group = self._groups.get(self._to_sweep.pop())
+            if group is not None:
+                looked_at += 1 + len(self._offsets.of_group(group.group_id))
+                records += self._dispose(group, now_ms)
+        if self._to_sweep:
+            self._timers.schedule(_SWEEP, _SWEEP_PAUSE_MS, self._sweep)
+        else:
+            self._timers.schedule(_SWEEP, self._limits.sweep_ms, self._begin_sweep)
+        return records
+
+    def _begin_sweep(self) -> Records:
+        self._to_sweep = [group.group_id for group in self._groups]
+        return self._sweep()
+
+    def _dispose(self, group: Group, now_ms: int) -> Records:
+        keys = self._offsets.disposable(group, now_ms, self._limits.offsets_retention_ms)
+        limit = self._limits.tombstones_max
+        if len(keys) > limit:
+            self._to_sweep.append(group.group_id)
+        records = [offset_tombstone(key) for key in keys[:limit]]
+        remaining = len(self._offsets.of_group(group.group_id)) - len(records)
+        # A group that has only just become empty may be one whose consumers restart.
+        idle = bool(records) or now_ms - group.state_since_ms >= self._limits.sweep_ms
+        if idle and remaining == 0 and group.is_in(GroupState.EMPTY) and not group.pending_members:
+            records.append(group_tombstone(group.group_id))
+        return records
+
+
+def _check_generation(group: Group, generation: int) -> None:
+    if generation != group.generation:
+        raise IllegalGeneration(f"group {group.group_id!r} is at generation {group.generation}, not {generation}")
+
+
+def _check_protocol(group: Group, request: SyncRequest) -> None:
+    told = ((request.protocol_type, group.protocol_type), (request.protocol_name, group.protocol_name))
+    if any(theirs is not None and ours is not None and theirs != ours for theirs, ours in told):
+        raise InconsistentProtocol(f"group {group.group_id!r} uses {group.protocol_type}/{group.protocol_name}")
+
+
+def _share(group: Group, member: Member) -> Synced:
+    return Synced(group.protocol_type, group.protocol_name, member.assignment)
