@@ -7,7 +7,8 @@
     history.read("audit", "orders", 0, 41, "producer-1", 7)         # in the order in which the reader saw it
     report = history.check(complete=["audit"])                      # "audit" has read everything to the end
 
-A message is its producer and a sequence that the producer counts up with each message. What is found:
+A message is its producer and a sequence that the producer counts up with each message. The members of a group are
+called `group/member`: each must read in order, and together they must miss nothing. What is found:
 
     lost          acknowledged, and no reader ever saw it
     doubled       one message at two offsets, although its producer is idempotent
@@ -165,8 +166,8 @@ class _Names:
     def name(self, number: int) -> tuple[str, int]:
         return self._names[number]
 
-    def __len__(self) -> int:
-        return len(self._names)
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(self._names)
 
 
 class History:
@@ -202,7 +203,7 @@ class History:
         self._note_read(consumer, topic, partition, max(offset, UNKNOWN), _POSITIONED)
 
     def read(self, consumer: str, topic: str, partition: int, offset: int, producer: str, sequence: int) -> None:
-        """Note that a reader saw a message. The members of a group share the name of the group."""
+        """Note that a reader saw a message. A member of a group is called `group/member`."""
         self._note_read(consumer, topic, partition, offset, self._message(producer, sequence))
 
     def _note_read(self, consumer: str, topic: str, partition: int, offset: int, message: int) -> None:
@@ -437,8 +438,11 @@ class _Check:
         return set(map(_Gap, *(column.tolist() for column in columns)))
 
     def _gaps_in_cover(self) -> set[_Gap]:
-        """Offsets that a reader never read at all, between its first and last, or the log's if it read to the end."""
-        read = _unique_rows(*(column[self._is_read] for column in (self._consumer, self._partition, self._offset)))
+        """Offsets that a reader or group never read, between its first and last, or the log's if it read to the end."""
+        groups = [name.partition("/")[0] for name, _ in self._history._consumers]
+        group_of = np.array([self._history._consumers.number(group) for group in groups], dtype=np.int64)
+        rows = self._is_read
+        read = _unique_rows(group_of[self._consumer[rows]], self._partition[rows], self._offset[rows])
         same = (np.diff(read[:, :2], axis=0) == 0).all(axis=1)
         rows = np.flatnonzero(same & (np.diff(read[:, 2]) > 1))
         begin, end = read[rows].tolist(), read[rows + 1].tolist()
