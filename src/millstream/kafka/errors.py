@@ -19,6 +19,7 @@ _CODES: Final[dict[type[errors.MillstreamError], ErrorCode]] = {
     errors.InvalidSetting: ErrorCode.invalid_config,
     errors.InvalidPartitions: ErrorCode.invalid_partitions,
     errors.InvalidReplication: ErrorCode.invalid_replication_factor,
+    errors.InvalidAssignment: ErrorCode.invalid_replica_assignment,
     errors.InvalidGroupId: ErrorCode.invalid_group_id,
     errors.InvalidTimestamp: ErrorCode.invalid_timestamp,
     errors.PolicyViolation: ErrorCode.policy_violation,

@@ -26,6 +26,7 @@ _ERRORS: Final[dict[int, type[errors.MillstreamError]]] = {
     36: errors.TopicExists,
     37: errors.InvalidPartitions,
     38: errors.InvalidReplication,
+    39: errors.InvalidAssignment,
     40: errors.InvalidSetting,
     42: errors.InvalidRequest,
     44: errors.PolicyViolation,

@@ -1,0 +1,91 @@
+"""ApiVersions (key 18), versions 0 to 4: tells clients which APIs are served, and in which versions.
+
+The list is made from the APIs that are registered, so there is no second one to keep true. Millstream's private
+requests are left out; whoever sends them knows them.
+
+Version notes: 1 adds the throttle time, 3 is flexible and tells the client's software, whose name and version are
+checked as Kafka does. The response header is that of version 0 in every version, since a client reads it before it
+knows what the broker serves. A version that is not served is answered in version 0 with UNSUPPORTED_VERSION and the
+versions of this API alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from kio.schema.api_versions.v4.request import ApiVersionsRequest
+from kio.schema.api_versions.v4.response import ApiVersion, ApiVersionsResponse
+from kio.schema.errors import ErrorCode
+from kio.static.primitive import i16
+
+from millstream.kafka.api import Api, ClientInfo
+from millstream.kafka.throttle import NO_THROTTLE
+from millstream.wire.codec import PRIVATE_KEY_MIN, load_response_class
+from millstream.wire.shape import reshape
+
+_SOFTWARE: Final = re.compile(r"[a-zA-Z0-9](?:[a-zA-Z0-9\-.]*[a-zA-Z0-9])?")
+_FIRST_WITH_SOFTWARE: Final = 3
+
+
+class ServedApi(Protocol):
+    """What is told about an API, whether it reads its frames itself or not."""
+
+    @property
+    def key(self) -> int:
+        """The number of the API."""
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """The oldest and the newest version."""
+
+
+class ApiVersions(Api[ApiVersionsRequest, ApiVersionsResponse]):
+    """Tells what is served. `served` may still grow until the first request; this API belongs in it too."""
+
+    key = 18
+    versions = (0, 4)
+
+    def __init__(self, served: Sequence[ServedApi]) -> None:
+        self._served = served
+
+    async def handle(self, request: ApiVersionsRequest, client: ClientInfo) -> ApiVersionsResponse:
+        """List every API that is served."""
+        client.software_name = request.client_software_name
+        client.software_version = request.client_software_version
+        public = sorted((api for api in self._served if api.key < PRIVATE_KEY_MIN), key=lambda api: api.key)
+        return _response(ErrorCode.none, public)
+
+    def upgrade(self, version: int, request: Any) -> ApiVersionsRequest:
+        """Older versions do not tell the software."""
+        if version < _FIRST_WITH_SOFTWARE:
+            return ApiVersionsRequest(client_software_name="unknown", client_software_version="unknown")
+        return super().upgrade(version, request)
+
+    async def answer(self, version: int, request: Any, client: ClientInfo) -> Any:
+        """Refuse a client that does not name its software properly; answer all others."""
+        upgraded = self.upgrade(version, request)
+        if not _is_valid(upgraded):
+            return self.downgrade(version, _response(ErrorCode.invalid_request, ()))
+        return self.downgrade(version, await self.handle(upgraded, client))
+
+    def unsupported(self) -> Any:
+        """The answer, in version 0, to a version that is not served."""
+        return reshape(_response(ErrorCode.unsupported_version, (self,)), load_response_class(self.key, 0))
+
+
+def _is_valid(request: ApiVersionsRequest) -> bool:
+    named = (request.client_software_name, request.client_software_version)
+    return all(_SOFTWARE.fullmatch(name) for name in named)
+
+
+def _response(code: ErrorCode, served: Sequence[ServedApi]) -> ApiVersionsResponse:
+    return ApiVersionsResponse(
+        error_code=code,
+        api_keys=tuple(
+            ApiVersion(api_key=i16(api.key), min_version=i16(api.versions[0]), max_version=i16(api.versions[1]))
+            for api in served
+        ),
+        throttle_time=NO_THROTTLE,
+    )

@@ -1,0 +1,126 @@
+"""CreateTopics (key 19), versions 2 to 7: declares topics, durably, each on its own.
+
+-1 partitions or -1 replicas leave the number to the node. Instead of numbers, a request may place every partition on
+nodes by hand; then both numbers must be -1. A name that comes twice in a request is refused for both. `validate_only`
+checks everything and creates nothing.
+
+Version notes: 4 allows -1 for both numbers, 5 is flexible and returns the numbers and settings that the topic has got,
+7 returns its id.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+from uuid import UUID
+
+from kio.schema.create_topics.v7.request import CreatableTopic, CreateTopicsRequest
+from kio.schema.create_topics.v7.response import CreatableTopicConfigs, CreatableTopicResult, CreateTopicsResponse
+from kio.schema.errors import ErrorCode
+from kio.static.primitive import i8, i16, i32
+
+from millstream.cluster.membership import Membership
+from millstream.cluster.topics import Topics
+from millstream.kafka.api import Api, ClientInfo
+from millstream.kafka.assignment import check_assignments
+from millstream.kafka.errors import error_code
+from millstream.kafka.setting_view import topic_settings
+from millstream.kafka.throttle import NO_THROTTLE
+from millstream.model.errors import (
+    InvalidAssignment,
+    InvalidPartitions,
+    InvalidReplication,
+    InvalidRequest,
+    InvalidSetting,
+    MillstreamError,
+)
+from millstream.model.topic import Topic
+
+_DEFAULT: Final = -1
+
+
+class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
+    """Creates topics."""
+
+    key = 19
+    versions = (2, 7)
+
+    def __init__(self, topics: Topics, membership: Membership) -> None:
+        self._topics = topics
+        self._membership = membership
+
+    async def handle(self, request: CreateTopicsRequest, client: ClientInfo) -> CreateTopicsResponse:
+        """Create the topics one after the other."""
+        named = Counter(topic.name for topic in request.topics)
+        results: dict[str, CreatableTopicResult] = {}
+        for wanted in request.topics:
+            try:
+                if named[wanted.name] > 1:
+                    raise InvalidRequest(f"topic {wanted.name!r} is named more than once in the request")
+                topic = await self._create(wanted, validate_only=request.validate_only)
+                results[wanted.name] = self._created(wanted, topic, validate_only=request.validate_only)
+            except MillstreamError as error:
+                results[wanted.name] = _refused(wanted, error)
+        return CreateTopicsResponse(throttle_time=NO_THROTTLE, topics=tuple(results.values()))
+
+    async def _create(self, wanted: CreatableTopic, *, validate_only: bool) -> Topic:
+        partitions, replication = self._numbers(wanted)
+        overrides: dict[str, str] = {}
+        for config in wanted.configs:
+            if config.value is None:
+                raise InvalidSetting(f"setting {config.name} of topic {wanted.name!r} has no value")
+            overrides[config.name] = config.value
+        return await self._topics.create(
+            wanted.name,
+            partitions=partitions,
+            replication=replication,
+            overrides=overrides,
+            validate_only=validate_only,
+        )
+
+    def _numbers(self, wanted: CreatableTopic) -> tuple[int, int]:
+        """How many partitions and replicas are asked for, by number or by hand."""
+        if not wanted.assignments:
+            if wanted.num_partitions != _DEFAULT and wanted.num_partitions < 1:
+                raise InvalidPartitions(
+                    f"a topic has at least 1 partition, not {wanted.num_partitions} (-1 asks for the default)"
+                )
+            if wanted.replication_factor != _DEFAULT and wanted.replication_factor < 1:
+                raise InvalidReplication(
+                    f"a topic has at least 1 replica, not {wanted.replication_factor} (-1 asks for the default)"
+                )
+            return wanted.num_partitions, wanted.replication_factor
+        if wanted.num_partitions != _DEFAULT or wanted.replication_factor != _DEFAULT:
+            raise InvalidRequest("with an assignment by hand, the numbers of partitions and replicas must both be -1")
+        indexes = sorted(assigned.partition_index for assigned in wanted.assignments)
+        if indexes != list(range(len(indexes))):
+            raise InvalidAssignment(f"the assignment must name every partition from 0 on once, not {indexes}")
+        replication = check_assignments([assigned.broker_ids for assigned in wanted.assignments], self._membership)
+        return len(indexes), replication
+
+    def _created(self, wanted: CreatableTopic, topic: Topic, *, validate_only: bool) -> CreatableTopicResult:
+        topic_id: UUID | None = None if validate_only else topic.topic_id
+        return CreatableTopicResult(
+            name=wanted.name,
+            topic_id=topic_id,
+            error_code=ErrorCode.none,
+            error_message=None,
+            num_partitions=i32(topic.partitions),
+            replication_factor=i16(topic.replication),
+            configs=tuple(
+                CreatableTopicConfigs(
+                    name=view.declared.name,
+                    value=view.value,
+                    read_only=view.read_only,
+                    config_source=i8(view.source),
+                    is_sensitive=False,
+                )
+                for view in topic_settings(self._topics, topic)
+            ),
+        )
+
+
+def _refused(wanted: CreatableTopic, error: MillstreamError) -> CreatableTopicResult:
+    return CreatableTopicResult(
+        name=wanted.name, topic_id=None, error_code=error_code(error), error_message=str(error), configs=()
+    )

@@ -1,0 +1,103 @@
+"""DescribeConfigs (key 32), versions 1 to 4: the settings of topics and of this node.
+
+Each setting tells its value, where that comes from (the topic, this node's configuration, or the built-in default),
+on request what it would be otherwise (synonyms) and its documentation. A node's settings need a restart to change
+and are marked read-only. A node asked for by the empty name has no settings that were changed for the whole cluster.
+
+Version notes: 1 adds synonyms and sources, 3 the type and the documentation, 4 is flexible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from kio.schema.describe_configs.v4.request import DescribeConfigsRequest, DescribeConfigsResource
+from kio.schema.describe_configs.v4.response import (
+    DescribeConfigsResourceResult,
+    DescribeConfigsResponse,
+    DescribeConfigsResult,
+    DescribeConfigsSynonym,
+)
+from kio.schema.errors import ErrorCode
+from kio.static.primitive import i8
+
+from millstream.cluster.membership import Membership
+from millstream.cluster.topics import Topics
+from millstream.config import Config
+from millstream.kafka.api import Api, ClientInfo
+from millstream.kafka.errors import error_code
+from millstream.kafka.setting_view import SettingView, node_settings, topic_settings
+from millstream.kafka.throttle import NO_THROTTLE
+from millstream.model.errors import InvalidRequest, MillstreamError, UnknownTopic
+from millstream.model.topic import check_topic_name
+
+TOPIC_RESOURCE: Final = 2
+NODE_RESOURCE: Final = 4
+
+
+class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
+    """Shows settings."""
+
+    key = 32
+    versions = (1, 4)
+
+    def __init__(self, topics: Topics, membership: Membership, config: Config) -> None:
+        self._topics = topics
+        self._membership = membership
+        self._config = config
+
+    async def handle(self, request: DescribeConfigsRequest, client: ClientInfo) -> DescribeConfigsResponse:
+        """Answer each resource on its own."""
+        results = tuple(self._answer(resource, request) for resource in request.resources)
+        return DescribeConfigsResponse(throttle_time=NO_THROTTLE, results=results)
+
+    def _answer(self, resource: DescribeConfigsResource, request: DescribeConfigsRequest) -> DescribeConfigsResult:
+        code, message = ErrorCode.none, None
+        views: Iterable[SettingView] = ()
+        try:
+            views = self._settings(resource)
+        except MillstreamError as error:
+            code, message = error_code(error), str(error)
+        # An empty list of names asks for all settings too, as in Kafka.
+        wanted = set(resource.configuration_keys or ())
+        return DescribeConfigsResult(
+            error_code=code,
+            error_message=message,
+            resource_type=resource.resource_type,
+            resource_name=resource.resource_name,
+            configs=tuple(_described(view, request) for view in views if not wanted or view.declared.name in wanted),
+        )
+
+    def _settings(self, resource: DescribeConfigsResource) -> Iterable[SettingView]:
+        name = resource.resource_name
+        if resource.resource_type == TOPIC_RESOURCE:
+            check_topic_name(name)
+            topic = self._topics.get(name)
+            if topic is None:
+                raise UnknownTopic(f"topic {name!r} does not exist")
+            return topic_settings(self._topics, topic)
+        if resource.resource_type == NODE_RESOURCE:
+            if not name:
+                return ()
+            if name != str(self._membership.me.node_id):
+                raise InvalidRequest(f"this is node {self._membership.me.node_id}; ask node {name} for its settings")
+            return node_settings(self._config)
+        raise InvalidRequest(f"resource type {resource.resource_type} has no settings here; topics and nodes have")
+
+
+def _described(view: SettingView, request: DescribeConfigsRequest) -> DescribeConfigsResourceResult:
+    synonyms = view.synonyms if request.include_synonyms else ()
+    return DescribeConfigsResourceResult(
+        name=view.declared.name,
+        value=view.value,
+        read_only=view.read_only,
+        config_source=i8(view.source),
+        is_sensitive=False,
+        synonyms=tuple(
+            DescribeConfigsSynonym(name=synonym.name, value=synonym.value, source=i8(synonym.source))
+            for synonym in synonyms
+        ),
+        config_type=i8(view.type_id),
+        documentation=view.declared.description if request.include_documentation else None,
+    )

@@ -1,0 +1,116 @@
+"""IncrementalAlterConfigs (key 44), versions 0 and 1: sets some settings of topics and leaves the others.
+
+The operations are set, delete (back to the node's default), and, for settings that take a list, append and subtract.
+All changes of one topic are made together or not at all. A node's settings live in its configuration and need a
+restart, so a request to change them is refused with a sentence that says where they are.
+
+Version notes: 1 is flexible.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from kio.schema.errors import ErrorCode
+from kio.schema.incremental_alter_configs.v1.request import (
+    AlterableConfig,
+    AlterConfigsResource,
+    IncrementalAlterConfigsRequest,
+)
+from kio.schema.incremental_alter_configs.v1.response import (
+    AlterConfigsResourceResponse,
+    IncrementalAlterConfigsResponse,
+)
+
+from millstream.cluster.topics import Topics
+from millstream.kafka.api import Api, ClientInfo
+from millstream.kafka.apis.describe_configs import NODE_RESOURCE, TOPIC_RESOURCE
+from millstream.kafka.errors import error_code
+from millstream.kafka.setting_view import is_list
+from millstream.kafka.throttle import NO_THROTTLE
+from millstream.model.errors import InvalidRequest, InvalidSetting, MillstreamError, UnknownTopic
+from millstream.model.topic import Topic, TopicSettings
+
+SET: Final = 0
+DELETE: Final = 1
+APPEND: Final = 2
+SUBTRACT: Final = 3
+
+
+class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlterConfigsResponse]):
+    """Changes settings of topics."""
+
+    key = 44
+    versions = (0, 1)
+
+    def __init__(self, topics: Topics) -> None:
+        self._topics = topics
+
+    async def handle(
+        self, request: IncrementalAlterConfigsRequest, client: ClientInfo
+    ) -> IncrementalAlterConfigsResponse:
+        """Answer each resource on its own."""
+        named = Counter((resource.resource_type, resource.resource_name) for resource in request.resources)
+        responses = []
+        for resource in request.resources:
+            try:
+                if named[resource.resource_type, resource.resource_name] > 1:
+                    raise InvalidRequest(f"{resource.resource_name!r} is named more than once in the request")
+                await self._alter(resource, validate_only=request.validate_only)
+                responses.append(_response(resource, ErrorCode.none, None))
+            except MillstreamError as error:
+                responses.append(_response(resource, error_code(error), str(error)))
+        return IncrementalAlterConfigsResponse(throttle_time=NO_THROTTLE, responses=tuple(responses))
+
+    async def _alter(self, resource: AlterConfigsResource, *, validate_only: bool) -> None:
+        if resource.resource_type == NODE_RESOURCE:
+            raise InvalidRequest(
+                "the settings of a node are in its flags, environment and millstream.toml, and need a restart to change"
+            )
+        if resource.resource_type != TOPIC_RESOURCE:
+            raise InvalidRequest(f"resource type {resource.resource_type} has no settings here; topics have")
+        topic = self._topics.get(resource.resource_name)
+        if topic is None:
+            raise UnknownTopic(f"topic {resource.resource_name!r} does not exist")
+        changes = self._changes(topic, resource.configs)
+        await self._topics.alter(topic.name, changes, validate_only=validate_only)
+
+    def _changes(self, topic: Topic, configs: tuple[AlterableConfig, ...]) -> dict[str, str | None]:
+        changes: dict[str, str | None] = {}
+        for config in configs:
+            if config.name in changes:
+                raise InvalidRequest(f"{config.name} is named more than once for topic {topic.name!r}")
+            if config.name not in TopicSettings.declared():
+                known = ", ".join(sorted(TopicSettings.declared()))
+                raise InvalidSetting(f"unknown topic setting {config.name!r}; known are: {known}")
+            changes[config.name] = self._changed(topic, config)
+        return changes
+
+    def _changed(self, topic: Topic, config: AlterableConfig) -> str | None:
+        """The new value of one setting; None takes it back to the default."""
+        if config.config_operation == DELETE:
+            return None
+        if config.value is None:
+            raise InvalidRequest(f"{config.name} has no value")
+        if config.config_operation == SET:
+            return config.value
+        if config.config_operation not in (APPEND, SUBTRACT):
+            raise InvalidRequest(f"operation {config.config_operation} is unknown")
+        if not is_list(TopicSettings.declared()[config.name]):
+            verb = "appended to" if config.config_operation == APPEND else "subtracted from"
+            raise InvalidSetting(f"{config.name} takes one value and cannot be {verb}; set it")
+        values = self._topics.settings_of(topic).as_strings()[config.name].split(",")
+        given = [part.strip() for part in config.value.split(",")]
+        if config.config_operation == SUBTRACT:
+            return ",".join(value for value in values if value not in given)
+        return ",".join(dict.fromkeys([*values, *given]))
+
+
+def _response(resource: AlterConfigsResource, code: ErrorCode, message: str | None) -> AlterConfigsResourceResponse:
+    return AlterConfigsResourceResponse(
+        error_code=code,
+        error_message=message,
+        resource_type=resource.resource_type,
+        resource_name=resource.resource_name,
+    )

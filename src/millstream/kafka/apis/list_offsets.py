@@ -1,0 +1,154 @@
+"""ListOffsets (key 2), versions 1 to 11: offsets by time.
+
+Beside a time in milliseconds (the first record that is not older), a partition can be asked for one of these:
+
+    -1  latest: the end that the client may read to         -2  earliest: the first offset that can still be read
+    -3  the record with the largest timestamp (7 and later) -4  earliest on local disk (8 and later): the same as -2
+    -5  latest in tiered storage (9 and later): none        -6  earliest to be uploaded there (11 and later): none
+
+"None", and a time after the last record, is offset -1 without an error, as in Kafka. A negative time that the version
+does not know is UNSUPPORTED_VERSION. A partition named twice is INVALID_REQUEST.
+
+Version notes: 2 adds the isolation level, 4 the leader epochs, 6 is flexible, 10 adds a timeout that only tiered
+storage needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any, Final, NamedTuple
+
+from kio.schema.errors import ErrorCode
+from kio.schema.list_offsets.v11.request import ListOffsetsPartition, ListOffsetsRequest
+from kio.schema.list_offsets.v11.response import (
+    ListOffsetsPartitionResponse,
+    ListOffsetsResponse,
+    ListOffsetsTopicResponse,
+)
+from kio.static.primitive import i32, i64
+
+from millstream.cluster.topics import Topics
+from millstream.kafka.api import Api, ClientInfo
+from millstream.kafka.errors import error_code
+from millstream.kafka.throttle import NO_THROTTLE
+from millstream.model.errors import MillstreamError
+from millstream.model.ids import NO_EPOCH, NO_OFFSET, NO_TIMESTAMP_MS, Epoch, Offset
+from millstream.replication.partition import Partition
+
+LATEST: Final = -1
+EARLIEST: Final = -2
+MAX_TIMESTAMP: Final = -3
+EARLIEST_LOCAL: Final = -4
+LATEST_TIERED: Final = -5
+EARLIEST_PENDING_UPLOAD: Final = -6
+_UNSUPPORTED: Final = i64(-(2**63))
+"""Stands for a negative time that the request's version does not know."""
+
+_FIRST_VERSION_OF: Final = {
+    LATEST: 1,
+    EARLIEST: 1,
+    MAX_TIMESTAMP: 7,
+    EARLIEST_LOCAL: 8,
+    LATEST_TIERED: 9,
+    EARLIEST_PENDING_UPLOAD: 11,
+}
+_CONSUMER: Final = -1
+_READ_COMMITTED: Final = 1
+
+
+class _Found(NamedTuple):
+    offset: Offset
+    timestamp_ms: int
+    epoch: Epoch
+
+
+_NONE: Final = _Found(NO_OFFSET, NO_TIMESTAMP_MS, NO_EPOCH)
+
+
+class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
+    """Looks up offsets by time."""
+
+    key = 2
+    versions = (1, 11)
+
+    def __init__(self, topics: Topics) -> None:
+        self._topics = topics
+
+    async def handle(self, request: ListOffsetsRequest, client: ClientInfo) -> ListOffsetsResponse:
+        """Answer each partition on its own."""
+        named = Counter((topic.name, one.partition_index) for topic in request.topics for one in topic.partitions)
+        topics = tuple(
+            ListOffsetsTopicResponse(
+                name=topic.name,
+                partitions=tuple(
+                    _refused(one, ErrorCode.invalid_request)
+                    if named[topic.name, one.partition_index] > 1
+                    else self._answer(topic.name, one, request)
+                    for one in topic.partitions
+                ),
+            )
+            for topic in request.topics
+        )
+        return ListOffsetsResponse(throttle_time=NO_THROTTLE, topics=topics)
+
+    def upgrade(self, version: int, request: Any) -> ListOffsetsRequest:
+        """Mark the times that the version does not know, since `handle` does not see the version."""
+        upgraded = super().upgrade(version, request)
+        topics = tuple(
+            dataclasses.replace(topic, partitions=tuple(_marked(version, one) for one in topic.partitions))
+            for topic in upgraded.topics
+        )
+        return dataclasses.replace(upgraded, topics=topics)
+
+    def _answer(
+        self, topic: str, wanted: ListOffsetsPartition, request: ListOffsetsRequest
+    ) -> ListOffsetsPartitionResponse:
+        if wanted.timestamp == _UNSUPPORTED:
+            return _refused(wanted, ErrorCode.unsupported_version)
+        try:
+            partition = self._topics.partition(topic, wanted.partition_index)
+            partition.check_leader_epoch(wanted.current_leader_epoch)
+            found = _look_up(partition, wanted.timestamp, _readable_end(partition, request))
+        except MillstreamError as error:
+            return _refused(wanted, error_code(error))
+        return ListOffsetsPartitionResponse(
+            partition_index=wanted.partition_index,
+            error_code=ErrorCode.none,
+            timestamp=i64(found.timestamp_ms),
+            offset=i64(found.offset),
+            leader_epoch=i32(found.epoch),
+        )
+
+
+def _marked(version: int, wanted: ListOffsetsPartition) -> ListOffsetsPartition:
+    if wanted.timestamp >= 0 or version >= _FIRST_VERSION_OF.get(wanted.timestamp, version + 1):
+        return wanted
+    return dataclasses.replace(wanted, timestamp=_UNSUPPORTED)
+
+
+def _readable_end(partition: Partition, request: ListOffsetsRequest) -> Offset:
+    """Up to where the asker may read: followers see everything, consumers what is acknowledged or committed."""
+    if request.replica_id != _CONSUMER:
+        return partition.log.end_offset
+    if request.isolation_level == _READ_COMMITTED:
+        return partition.last_stable_offset
+    return partition.high_watermark
+
+
+def _look_up(partition: Partition, timestamp_ms: int, end: Offset) -> _Found:
+    if timestamp_ms == LATEST:
+        return _Found(end, NO_TIMESTAMP_MS, partition.leader_epoch)
+    if timestamp_ms in (EARLIEST, EARLIEST_LOCAL):
+        return _Found(partition.log_start, NO_TIMESTAMP_MS, NO_EPOCH)
+    if timestamp_ms in (LATEST_TIERED, EARLIEST_PENDING_UPLOAD):
+        return _NONE
+    if timestamp_ms == MAX_TIMESTAMP:
+        found = partition.log.max_timestamp(up_to=end)
+    else:
+        found = partition.log.offset_for_time(timestamp_ms, up_to=end)
+    return _NONE if found is None else _Found(*found)
+
+
+def _refused(wanted: ListOffsetsPartition, code: ErrorCode) -> ListOffsetsPartitionResponse:
+    return ListOffsetsPartitionResponse(partition_index=wanted.partition_index, error_code=code)

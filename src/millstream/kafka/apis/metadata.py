@@ -1,0 +1,164 @@
+"""Metadata (key 3), versions 0 to 13: the nodes of the cluster, and topics with the leaders of their partitions.
+
+No list of topics means all of them; an empty list means none, but all in version 0, which has no other way to say it.
+A topic that is missing is created when both the request and the node's `auto-create-topics` allow it, and is then
+answered like any other, since on one node it is ready at once.
+
+Version notes: 4 adds `allow_auto_topic_creation` (older clients always allow it), 8 to 10 can ask for what the client
+may do with the cluster, 10 adds topic ids, and from 12 on a topic can be asked for by its id. 10 and 11 have the
+field, but a client that fills it in gets INVALID_REQUEST, as in Kafka. 13 adds an error for the whole answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final, cast
+
+from kio.schema.errors import ErrorCode
+from kio.schema.metadata.v13.request import MetadataRequest, MetadataRequestTopic
+from kio.schema.metadata.v13.response import (
+    MetadataResponse,
+    MetadataResponseBroker,
+    MetadataResponsePartition,
+    MetadataResponseTopic,
+)
+from kio.schema.types import BrokerId, TopicName
+from kio.static.primitive import i32
+
+from millstream.cluster.membership import Membership
+from millstream.cluster.topics import Topics
+from millstream.kafka.api import Api, ClientInfo
+from millstream.kafka.errors import error_code
+from millstream.kafka.permission import CLUSTER_OPERATIONS, NOT_ASKED, TOPIC_OPERATIONS
+from millstream.kafka.throttle import NO_THROTTLE
+from millstream.model.errors import InvalidRequest, MillstreamError, UnknownTopic, UnknownTopicId
+from millstream.model.topic import INTERNAL_TOPICS, Topic, check_topic_name
+
+_FIRST_BY_ID: Final = 12
+_CLUSTER_OPERATIONS_IN: Final = (8, 10)
+
+
+class Metadata(Api[MetadataRequest, MetadataResponse]):
+    """Tells clients where to send what."""
+
+    key = 3
+    versions = (0, 13)
+
+    def __init__(self, topics: Topics, membership: Membership) -> None:
+        self._topics = topics
+        self._membership = membership
+
+    async def handle(self, request: MetadataRequest, client: ClientInfo) -> MetadataResponse:
+        """Describe the cluster and the topics asked for."""
+        operations = TOPIC_OPERATIONS if request.include_topic_authorized_operations else NOT_ASKED
+        if request.topics is None:
+            described = [self._describe(topic, operations) for topic in self._topics.all()]
+        else:
+            described = [
+                await self._look_up(wanted, create=request.allow_auto_topic_creation, operations=operations)
+                for wanted in dict.fromkeys(request.topics)
+            ]
+        return self._response(tuple(described))
+
+    def upgrade(self, version: int, request: Any) -> MetadataRequest:
+        """Turn version 0's empty list into "all"."""
+        if version == 0 and not request.topics:
+            return MetadataRequest(topics=None, include_topic_authorized_operations=False)
+        return super().upgrade(version, request)
+
+    async def answer(self, version: int, request: Any, client: ClientInfo) -> Any:
+        """Answer, with what only some versions have: refused topic ids and what may be done with the cluster."""
+        if version < _FIRST_BY_ID and _names_ids(request):
+            error = InvalidRequest(
+                f"topics cannot be asked for by id in version {version}, only from {_FIRST_BY_ID} on"
+            )
+            return self.downgrade(version, self.failure(error, self.upgrade(version, request)))
+        response = await super().answer(version, request, client)
+        oldest, newest = _CLUSTER_OPERATIONS_IN
+        if oldest <= version <= newest and request.include_cluster_authorized_operations:
+            return dataclasses.replace(response, cluster_authorized_operations=CLUSTER_OPERATIONS)
+        return response
+
+    def failure(self, error: MillstreamError, request: MetadataRequest) -> MetadataResponse:
+        """Give the error to every topic asked for, since older versions have no other place for it."""
+        refused = tuple(_refused(error_code(error), wanted) for wanted in request.topics or ())
+        return self._response(refused, error=error_code(error))
+
+    def _response(
+        self, topics: tuple[MetadataResponseTopic, ...], error: ErrorCode = ErrorCode.none
+    ) -> MetadataResponse:
+        return MetadataResponse(
+            throttle_time=NO_THROTTLE,
+            brokers=tuple(
+                MetadataResponseBroker(
+                    node_id=BrokerId(node.node_id), host=node.host, port=i32(node.port), rack=node.rack
+                )
+                for node in self._membership.nodes()
+            ),
+            cluster_id=self._membership.cluster_id,
+            controller_id=BrokerId(self._membership.controller_id),
+            topics=topics,
+            error_code=error,
+        )
+
+    async def _look_up(self, wanted: MetadataRequestTopic, *, create: bool, operations: i32) -> MetadataResponseTopic:
+        try:
+            topic = await self._find(wanted, create=create)
+        except MillstreamError as error:
+            return _refused(error_code(error), wanted)
+        return self._describe(topic, operations)
+
+    async def _find(self, wanted: MetadataRequestTopic, *, create: bool) -> Topic:
+        if wanted.topic_id is not None:
+            by_id = self._topics.by_id(wanted.topic_id)
+            if by_id is None:
+                raise UnknownTopicId(f"no topic has the id {wanted.topic_id}")
+            return by_id
+        if wanted.name is None:
+            raise InvalidRequest("a topic was asked for without a name and without an id")
+        topic = self._topics.get(wanted.name)
+        if topic is not None:
+            return topic
+        if create:
+            return await self._topics.ensure(wanted.name)
+        check_topic_name(wanted.name)
+        raise UnknownTopic(f"topic {wanted.name!r} does not exist")
+
+    def _describe(self, topic: Topic, operations: i32) -> MetadataResponseTopic:
+        # Plain casts: the checked conversions of kio's types would double the cost of a long list.
+        leader = cast("BrokerId", self._membership.me.node_id)
+        replicas = (leader,)
+        return MetadataResponseTopic(
+            error_code=ErrorCode.none,
+            name=cast("TopicName", topic.name),
+            topic_id=topic.topic_id,
+            is_internal=topic.is_internal,
+            partitions=tuple(
+                [
+                    MetadataResponsePartition(
+                        error_code=ErrorCode.none,
+                        partition_index=cast("i32", partition.index),
+                        leader_id=leader,
+                        leader_epoch=cast("i32", partition.leader_epoch),
+                        replica_nodes=replicas,
+                        isr_nodes=replicas,
+                    )
+                    for partition in self._topics.partitions_of(topic)
+                ]
+            ),
+            topic_authorized_operations=operations,
+        )
+
+
+def _names_ids(request: Any) -> bool:
+    return any(topic.name is None or getattr(topic, "topic_id", None) is not None for topic in request.topics or ())
+
+
+def _refused(code: ErrorCode, wanted: MetadataRequestTopic) -> MetadataResponseTopic:
+    return MetadataResponseTopic(
+        error_code=code,
+        name=wanted.name,
+        topic_id=wanted.topic_id,
+        is_internal=wanted.name in INTERNAL_TOPICS,
+        partitions=(),
+    )

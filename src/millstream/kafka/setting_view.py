@@ -1,0 +1,89 @@
+"""Settings as Kafka's tools show them: value, type, where the value comes from, and what it would be otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from millstream.cluster.topics import Topics
+from millstream.config import Config
+from millstream.model.setting import Setting, settings_of
+from millstream.model.topic import Topic, TopicSettings
+
+SOURCE_TOPIC: Final = 1
+SOURCE_NODE: Final = 4
+SOURCE_DEFAULT: Final = 5
+
+_TYPES: Final[dict[type, int]] = {bool: 1, str: 2, int: 5, float: 6}
+_LIST_TYPE: Final = 7
+_NODE_DEFAULT_PREFIX: Final = "default_"
+
+
+@dataclass(frozen=True, slots=True)
+class Synonym:
+    """One of the places that a value can come from."""
+
+    name: str
+    value: str
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class SettingView:
+    """One setting as it holds. `synonyms` begins with the place that its value comes from."""
+
+    declared: Setting
+    synonyms: tuple[Synonym, ...]
+    read_only: bool
+
+    @property
+    def value(self) -> str:
+        """The value that holds."""
+        return self.synonyms[0].value
+
+    @property
+    def source(self) -> int:
+        """Where the value that holds comes from."""
+        return self.synonyms[0].source
+
+    @property
+    def type_id(self) -> int:
+        """The type as Kafka numbers it."""
+        return _LIST_TYPE if is_list(self.declared) else _TYPES[self.declared.kind]
+
+
+def is_list(declared: Setting) -> bool:
+    """Whether a setting takes several values at once, separated by commas."""
+    return any("," in choice for choice in declared.choices)
+
+
+def topic_settings(topics: Topics, topic: Topic) -> Iterator[SettingView]:
+    """Every setting of a topic: what its owner set, else the node's default, else the built-in one."""
+    node_settings = topics.settings_of(dataclasses.replace(topic, overrides={}))
+    node_names = {attribute: declared.name for attribute, declared in settings_of(Config)}
+    for attribute, declared in settings_of(TopicSettings):
+        synonyms = []
+        if declared.name in topic.overrides:
+            synonyms.append(Synonym(declared.name, topic.overrides[declared.name], SOURCE_TOPIC))
+        node_value = getattr(node_settings, attribute)
+        if node_value != declared.default:
+            node_name = node_names.get(_NODE_DEFAULT_PREFIX + attribute, declared.name)
+            synonyms.append(Synonym(node_name, _text(node_value), SOURCE_NODE))
+        synonyms.append(Synonym(declared.name, _text(declared.default), SOURCE_DEFAULT))
+        yield SettingView(declared, tuple(synonyms), read_only=False)
+
+
+def node_settings(config: Config) -> Iterator[SettingView]:
+    """Every setting of this node."""
+    for attribute, declared in settings_of(Config):
+        value = getattr(config, attribute)
+        synonyms = [Synonym(declared.name, _text(declared.default), SOURCE_DEFAULT)]
+        if value != declared.default:
+            synonyms.insert(0, Synonym(declared.name, _text(value), SOURCE_NODE))
+        yield SettingView(declared, tuple(synonyms), read_only=declared.needs_restart)
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
