@@ -6,6 +6,7 @@ MillstreamError
 │   ├── InvalidSetting
 │   ├── InvalidPartitions
 │   ├── InvalidReplication
+│   ├── InvalidAssignment
 │   ├── InvalidGroupId
 │   ├── InvalidSessionTimeout
 │   ├── InvalidTimestamp
@@ -82,6 +83,10 @@ class InvalidPartitions(InvalidRequest):
 
 class InvalidReplication(InvalidRequest):
     """A number of replicas that this cluster cannot hold."""
+
+
+class InvalidAssignment(InvalidRequest):
+    """Partitions placed by hand on nodes that cannot hold them."""
 
 
 class InvalidGroupId(InvalidRequest):
