@@ -17,7 +17,7 @@ This page is generated from the settings' declarations by `make docs`; do not ed
 
 Give a setting as a flag of `millstream serve` (`--node-id 2`), as an environment variable
 (`{ENVIRONMENT_PREFIX}NODE_ID=2`) or in `{FILE_NAME}` (`node-id = 2`), which is read from the working directory or from
-`--config FILE`. A flag wins over the environment, which wins over the file. A switch is turned off with `--no-NAME`. A
+`--config FILE`. A flag wins over the environment, which wins over the file. A
 value that is out of bounds, or a name that is not known, stops the start with an error that says so. All of them are
 read when the node starts.
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="List, describe, reset and delete consumer groups.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(metavar="GROUP", help="The name of the group.", show_default=False)]
+Name = Annotated[str, typer.Argument(help="The name of the group.", show_default=False)]
 
 
 @app.command("list")
@@ -82,11 +82,23 @@ def reset(
     ],
     topic: Annotated[
         list[str] | None,
-        typer.Option("--topic", help="Only this topic; may be repeated.", show_default="all that the group has read"),
+        typer.Option(
+            "--topic",
+            metavar="TOPIC",
+            help="Only this topic; may be repeated. Default: all that the group has read.",
+            show_default=False,
+        ),
     ] = None,
     partition: Annotated[
         list[int] | None,
-        typer.Option("--partition", "-p", min=0, help="Only this one; may be repeated.", show_default="all"),
+        typer.Option(
+            "--partition",
+            "-p",
+            metavar="NUMBER",
+            min=0,
+            help="Only this one; may be repeated. Default: all.",
+            show_default=False,
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")] = False,
     as_json: AsJson = False,

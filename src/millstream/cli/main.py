@@ -7,6 +7,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from millstream import __version__
 from millstream.cli import config_reference, doctor, group, publish, serve, tail, topic
@@ -16,12 +17,24 @@ from millstream.model.errors import MillstreamError
 
 PROGRAM = "millstream"
 TRACEBACK_VARIABLE = "MILLSTREAM_TRACEBACK"
+ORDER = ("serve", "topic", "publish", "tail", "group", "doctor", "demo", "config-reference")
+
+
+class InOrder(TyperGroup):
+    """Lists the commands in the order in which people need them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names, as they are declared below."""
+        return [name for name in ORDER if name in self.commands]
+
 
 app = typer.Typer(
     name=PROGRAM,
+    cls=InOrder,
     help="One log. Kafka clients stream it, workers acknowledge it message by message, Spark reads it as a table.",
     epilog="Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 unreachable, 5 conflict, 6 timed out, 130 interrupted.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -75,8 +88,11 @@ def _unforeseen(error: Exception) -> int:
     if hasattr(error, "format_message"):
         context = getattr(error, "ctx", None)
         where = context.command_path if context is not None else PROGRAM
-        message = str(error.format_message()).strip().rstrip(".") or "nothing to do"
-        return _fail(f"{message}; see '{where} --help'", ExitCode.USAGE, error)
+        message = str(error.format_message()).strip().rstrip(".")
+        if message.startswith("Usage:"):
+            typer.echo(message, err=True)
+            return ExitCode.USAGE
+        return _fail(f"{message} (see {where} --help)", ExitCode.USAGE, error)
     if isinstance(error, OSError):
         return _fail(str(error), ExitCode.FAILED, error)
     hint = f"this is a bug in millstream; run again with {TRACEBACK_VARIABLE}=1 to see where it happened"

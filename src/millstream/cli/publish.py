@@ -49,21 +49,23 @@ class _Order:
 
 
 def publish(
-    topic: Annotated[str, typer.Argument(metavar="TOPIC", help="The topic to publish to.", show_default=False)],
+    topic: Annotated[str, typer.Argument(help="The topic to publish to.", show_default=False)],
     value: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[VALUE]", help="The message; without it, each line of the input is one.", show_default=False
-        ),
+        typer.Argument(help="The message; without it, each line of the input is one.", show_default=False),
     ] = None,
     file: Annotated[
         Path | None,
         typer.Option(
-            "--file", "-f", metavar="FILE", help="Publish each line of this file.", show_default="standard input"
+            "--file",
+            "-f",
+            metavar="FILE",
+            help="Publish each line of this file. Default: standard input.",
+            show_default=False,
         ),
     ] = None,
     key: Annotated[
-        str | None, typer.Option("--key", "-k", help="The key of every message.", show_default=False)
+        str | None, typer.Option("--key", "-k", metavar="KEY", help="The key of every message.", show_default=False)
     ] = None,
     key_separator: Annotated[
         str | None,
@@ -75,7 +77,14 @@ def publish(
     ] = None,
     partition: Annotated[
         int | None,
-        typer.Option("--partition", "-p", min=0, help="Publish to this partition.", show_default="by key, else any"),
+        typer.Option(
+            "--partition",
+            "-p",
+            metavar="NUMBER",
+            min=0,
+            help="Publish to this partition. Default: by key, else any.",
+            show_default=False,
+        ),
     ] = None,
     compression: Annotated[
         Literal["none", "gzip", "snappy", "lz4", "zstd"],
@@ -84,7 +93,9 @@ def publish(
     ids: Annotated[
         bool | None,
         typer.Option(
-            "--ids/--no-ids", help="Print the id of every message.", show_default="for one message, and into a pipe"
+            "--ids/--no-ids",
+            help="Print the id of every message. Default: for one message, and into a pipe.",
+            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,

@@ -31,12 +31,12 @@ _logger = logging.getLogger(__name__)
 _FILE = "config"
 _JSON = "as_json"
 
-HELP = """Start a node: a broker for Kafka clients, and HTTP for health and metrics.
+HELP = """Start a node.
 
-It runs in the foreground until SIGTERM or Ctrl-C, which lets requests under way finish and stops cleanly; a second
-one does not wait for them. Every setting can also be given as MILLSTREAM_NAME or in millstream.toml; a flag wins over
-the environment, which wins over the file. Logs go to stderr. With --json, one line with the real addresses goes to
-stdout once the node is ready."""
+It serves Kafka clients, and health and metrics over HTTP, in the foreground until SIGTERM or Ctrl-C, which lets
+requests under way finish and stops cleanly; a second one does not wait for them. Every setting can also be given as
+MILLSTREAM_NAME or in millstream.toml; a flag wins over the environment, which wins over the file. Logs go to stderr.
+With --json, one line with the real addresses goes to stdout once the node is ready."""
 
 
 def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -47,8 +47,8 @@ def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
         typer.Option(
             "--config",
             metavar="FILE",
-            help="Read settings from this file.",
-            show_default="millstream.toml, if it is there",
+            help="Read settings from this file. Default: millstream.toml, if it is there.",
+            show_default=False,
         ),
     ]
     fixed = [
@@ -60,31 +60,29 @@ def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _flag(attribute: str, declared: Setting) -> inspect.Parameter:
-    name = f"--{declared.name}"
-    is_switch = declared.kind is bool
+    default = _shown(declared.default)
     option = typer.Option(
-        f"{name}/--no-{declared.name}" if is_switch else name,
-        help=declared.description,
-        show_default=_shown(declared.default),
-        metavar=None if is_switch else _metavar(declared),
+        f"--{declared.name}",
+        help=f"{declared.description} Default: {default}." if default else declared.description,
+        show_default=False,
+        metavar=_metavar(declared),
     )
     # Text, so that the config object does all parsing and a flag is refused in the same words as a file.
-    kind: Any = bool | None if is_switch else str | None
     return inspect.Parameter(
-        attribute, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+        attribute, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
     )
 
 
-def _shown(default: Any) -> str | bool:
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return str(default) if default != "" else False
+def _shown(default: Any) -> str:
+    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _metavar(declared: Setting) -> str:
     if declared.choices:
         return "|".join(declared.choices)
-    return {int: "NUMBER", float: "NUMBER"}.get(declared.kind, declared.name.upper())
+    if declared.kind is str:
+        return "HOST:PORT" if "HOST:PORT" in declared.description else "TEXT"
+    return "true|false" if declared.kind is bool else "NUMBER"
 
 
 @with_config_flags

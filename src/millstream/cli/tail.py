@@ -27,21 +27,39 @@ Show = Callable[["Message"], bytes]
 
 
 def tail(
-    topic: Annotated[str, typer.Argument(metavar="TOPIC", help="The topic to show.", show_default=False)],
+    topic: Annotated[str, typer.Argument(help="The topic to show.", show_default=False)],
     position: Annotated[
         str | None,
-        typer.Option("--from", metavar="POSITION", help=f"Where to begin: {HELP}.", show_default="the last messages"),
+        typer.Option(
+            "--from",
+            metavar="POSITION",
+            help=f"Where to begin: {HELP}. Default: the last messages.",
+            show_default=False,
+        ),
     ] = None,
     number: Annotated[
         int | None,
         typer.Option(
-            "-n", "--number", min=0, max=LAST_MAX, help="How many messages.", show_default="10, or all with --from"
+            "-n",
+            "--number",
+            metavar="NUMBER",
+            min=0,
+            max=LAST_MAX,
+            help="How many messages. Default: 10, or all with --from.",
+            show_default=False,
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new messages as they come.")] = False,
     partition: Annotated[
         list[int] | None,
-        typer.Option("--partition", "-p", min=0, help="Only this one; may be repeated.", show_default="all"),
+        typer.Option(
+            "--partition",
+            "-p",
+            metavar="NUMBER",
+            min=0,
+            help="Only this one; may be repeated. Default: all.",
+            show_default=False,
+        ),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Print values alone, one per line, as they are.")] = False,
     as_json: AsJson = False,

@@ -28,7 +28,7 @@ BROKER_DECIDES = -1
 
 app = typer.Typer(help="Create, list, describe, alter and delete topics.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(metavar="TOPIC", help="The name of the topic.", show_default=False)]
+Name = Annotated[str, typer.Argument(help="The name of the topic.", show_default=False)]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A setting, such as retention.ms=86400000; may be repeated."),
@@ -39,10 +39,24 @@ Settings = Annotated[
 def create(
     name: Name,
     partitions: Annotated[
-        int | None, typer.Option("--partitions", min=1, help="How many partitions.", show_default="the node's default")
+        int | None,
+        typer.Option(
+            "--partitions",
+            metavar="NUMBER",
+            min=1,
+            help="How many partitions. Default: the node's default.",
+            show_default=False,
+        ),
     ] = None,
     replication: Annotated[
-        int | None, typer.Option("--replication", min=1, help="How many copies.", show_default="the node's default")
+        int | None,
+        typer.Option(
+            "--replication",
+            metavar="NUMBER",
+            min=1,
+            help="How many copies. Default: the node's default.",
+            show_default=False,
+        ),
     ] = None,
     settings: Settings = None,
     if_missing: Annotated[
@@ -135,7 +149,13 @@ def alter(
     ] = None,
     partitions: Annotated[
         int | None,
-        typer.Option("--partitions", min=1, help="Grow to this many; a topic never shrinks.", show_default=False),
+        typer.Option(
+            "--partitions",
+            metavar="NUMBER",
+            min=1,
+            help="Grow to this many; a topic never shrinks.",
+            show_default=False,
+        ),
     ] = None,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,

@@ -1,0 +1,116 @@
+"""Checks of a running broker: that it answers, that it is ready, and that its parts are well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from millstream import __version__
+from millstream.cli.connection import CLIENT_ID
+from millstream.cli.exit_code import ExitCode
+from millstream.cli.finding import Finding, ok, problem, warning
+from millstream.cli.output import counted
+from millstream.model.errors import BrokerUnreachable, MillstreamError, RequestTimedOut
+from millstream.wire.client import Client
+from millstream.wire.cluster_metadata import ClusterMetadata
+
+NODE_STATUS_KEY = 32000
+CLOCK_SKEW_MS_MAX = 5_000
+SLOW_ANSWER_S = 1.0
+_HTTP_S = 5.0
+
+
+async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
+    """Ask a broker how it is; a broker that cannot be reached is the one finding then."""
+    started = time.monotonic()
+    try:
+        async with Client.connect(brokers, client_id=CLIENT_ID, timeout_s=timeout_s) as client:
+            metadata = await client.metadata()
+            took_s = time.monotonic() - started
+            findings = [_answered(brokers, took_s), *_led(metadata)]
+            findings += await _status_findings(client, brokers)
+    except (BrokerUnreachable, RequestTimedOut):
+        advice = "start it with: millstream serve; or say where it runs with --brokers HOST:PORT"
+        return [problem("broker", f"no broker answers at {brokers}", advice, ExitCode.UNREACHABLE)]
+    except MillstreamError as error:
+        return [problem("broker", f"{brokers} answers, but not as it should: {error}", "look at the broker's log")]
+    return findings
+
+
+def _answered(brokers: str, took_s: float) -> Finding:
+    detail = f"{brokers} answers in {took_s * 1000:.0f} ms"
+    if took_s > SLOW_ANSWER_S:
+        return warning("broker", detail, "the machine may be overloaded; look at its processors and its disk")
+    return ok("broker", detail)
+
+
+def _led(metadata: ClusterMetadata) -> Iterator[Finding]:
+    partitions = [(topic.name, one) for topic in metadata.topics.values() for one in topic.partitions.values()]
+    orphans = [f"{name}-{one.partition}" for name, one in partitions if one.leader_id < 0]
+    if orphans:
+        detail = f"{counted(len(orphans), 'partition')} without a leader: {', '.join(orphans[:5])}"
+        yield problem("partitions", detail, "start the nodes that hold them")
+    else:
+        yield ok(
+            "partitions", f"{counted(len(metadata.topics), 'topic')}, {counted(len(partitions), 'partition')}, all led"
+        )
+
+
+async def _status_findings(client: Client, brokers: str) -> list[Finding]:
+    try:
+        status: dict[str, Any] = json.loads(bytes(await client.private(None, NODE_STATUS_KEY, b"")))
+    except (MillstreamError, ValueError):
+        advice = "checks of its inside are left out; if it is a Millstream node, look at its log"
+        return [warning("status", f"{brokers} does not tell its status; it may be another kind of broker", advice)]
+    return [_version(status), _readiness(status), _clock(status), await _http(status)]
+
+
+def _version(status: dict[str, Any]) -> Finding:
+    if status["version"] != __version__:
+        detail = f"the broker runs {status['version']}, this command is {__version__}"
+        return warning("version", detail, "install the same version on both sides")
+    return ok("version", f"the broker runs {status['version']}, as this command does")
+
+
+def _readiness(status: dict[str, Any]) -> Finding:
+    if status["reasons"]:
+        advice = "look at the broker's log; for a full disk, free space or lower the retention of topics"
+        return problem("readiness", f"node {status['node_id']} is not ready: {'; '.join(status['reasons'])}", advice)
+    return ok("readiness", f"node {status['node_id']} is ready")
+
+
+def _clock(status: dict[str, Any]) -> Finding:
+    skew_ms = status["now_ms"] - time.time_ns() // 1_000_000
+    if abs(skew_ms) > CLOCK_SKEW_MS_MAX:
+        advice = "set both clocks by NTP: retention and reading by time depend on them"
+        return warning("clock", f"the broker's clock is {skew_ms / 1000:+.1f} s off from this machine's", advice)
+    return ok("clock", "the broker's clock agrees with this machine's")
+
+
+async def _http(status: dict[str, Any]) -> Finding:
+    address = status["http"]
+    try:
+        answer = await asyncio.wait_for(_get(address, "/readyz"), _HTTP_S)
+    except (OSError, TimeoutError, ValueError) as error:
+        advice = "the broker restarts its gateway by itself; its log says why it ended"
+        return problem(
+            "http", f"the gateway at http://{address} does not answer: {error or 'no answer in time'}", advice
+        )
+    if answer not in (200, 503):
+        return problem("http", f"the gateway at http://{address} answers with {answer}", "look at the broker's log")
+    return ok("http", f"the gateway at http://{address} answers")
+
+
+async def _get(address: str, path: str) -> int:
+    """The status code of one GET, by hand: a client library for one number would slow every start-up down."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
+        line = await reader.readline()
+        return int(line.split()[1]) if line.startswith(b"HTTP/") else 0
+    finally:
+        writer.close()

@@ -1,0 +1,92 @@
+"""`millstream doctor`: look for what is wrong with a data folder or a running broker, and say what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.exit_code import ExitCode
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, TimeoutSeconds
+from millstream.cli.output import counted, print_json, print_line
+from millstream.config import Config
+
+if TYPE_CHECKING:
+    from millstream.cli.finding import Finding
+
+_MARKS = {"ok": "ok     ", "warning": "WARNING", "problem": "PROBLEM"}
+
+
+def doctor(
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            metavar="DIR",
+            help="Check this data folder. Default: ./millstream-data, if it is there.",
+            show_default=False,
+        ),
+    ] = None,
+    brokers: Annotated[
+        str | None,
+        typer.Option(
+            "--brokers",
+            envvar="MILLSTREAM_BROKERS",
+            metavar="HOST:PORT[,...]",
+            help=f"Check this broker. Default: {DEFAULT_BROKERS}, unless --data is given.",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Do not read every byte of the data folder, only what tells its state.")
+    ] = False,
+    as_json: AsJson = False,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Check a data folder, a running broker, or both.
+
+    Nothing is changed. A data folder is read while its broker is stopped; while it runs, ask the broker. Exits with 0
+    when nothing is wrong (warnings are not), 1 when something is, 3 when the folder is not there, 4 when no broker
+    answers.
+    """
+    findings: list[Finding] = []
+    default = Path(os.environ.get("MILLSTREAM_DATA", Config.declared()["data"][1].default))
+    folder = data if data is not None else default
+    if data is not None or folder.is_dir():
+        from millstream.cli.folder_check import check_folder
+
+        findings += check_folder(folder, deep=not quick, show_progress=not as_json)
+    if brokers is not None or data is None:
+        from millstream.cli.broker_check import check_broker
+
+        findings += asyncio.run(check_broker(brokers or DEFAULT_BROKERS, timeout))
+    problems = sum(finding.severity.value == "problem" for finding in findings)
+    if as_json:
+        listed = [
+            {"check": one.check, "severity": one.severity.value, "detail": one.detail, "advice": one.advice}
+            for one in findings
+        ]
+        print_json({"healthy": problems == 0, "findings": listed})
+    else:
+        _print(findings, problems)
+    raise typer.Exit(_exit_code(findings, problems))
+
+
+def _print(findings: list[Finding], problems: int) -> None:
+    for finding in findings:
+        print_line(f"{_MARKS[finding.severity.value]}  {finding.check}: {finding.detail}")
+        if finding.advice:
+            print_line(f"         -> {finding.advice}")
+    print_line()
+    print_line("Nothing is wrong." if not problems else f"{counted(problems, 'problem')} found.")
+
+
+def _exit_code(findings: list[Finding], problems: int) -> ExitCode:
+    """The code of the problem, when there is only one kind of it; else the general one."""
+    if not problems:
+        return ExitCode.OK
+    kinds = {finding.exit_code for finding in findings if finding.severity.value == "problem"}
+    return kinds.pop() if len(kinds) == 1 else ExitCode.FAILED
