@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from uuid import UUID
 
 from millstream.catalog.catalog import Catalog
@@ -45,6 +45,7 @@ class Topics:
         self._by_name: dict[str, Topic] = {}
         self._by_id: dict[UUID, Topic] = {}
         self._partitions: dict[str, list[Partition]] = {}
+        self._deletion_listeners: list[Callable[[Topic], None]] = []
         # One change of the catalog at a time; readers never wait for it.
         self._changing = asyncio.Lock()
 
@@ -145,7 +146,13 @@ class Topics:
                 partition.close()
                 self._store.delete_log(partition.log)
             await asyncio.to_thread(self._catalog.forget_deleted, topic.topic_id)
+            for listener in self._deletion_listeners:
+                listener(topic)
             _logger.info("topic deleted", extra={"topic": name})
+
+    def when_deleted(self, listener: Callable[[Topic], None]) -> None:
+        """Have `listener` called after each deletion of a topic."""
+        self._deletion_listeners.append(listener)
 
     async def add_partitions(self, name: str, total: int, *, validate_only: bool = False) -> Topic:
         """Grow a topic to `total` partitions; it never shrinks."""

@@ -1,0 +1,201 @@
+"""The composition root: builds every part, wires them top to bottom, starts and stops them in a visible order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from millstream.catalog.catalog import Catalog
+from millstream.cluster.membership import Membership, Node
+from millstream.cluster.producer_ids import ProducerIds
+from millstream.cluster.topics import Topics
+from millstream.config import Config, parse_address
+from millstream.http.child import HttpChild
+from millstream.kafka.dispatch import Dispatch
+from millstream.log.files import DiskFiles, Files
+from millstream.log.store import LogStore
+from millstream.model.clock import Clock, SystemClock
+from millstream.model.ids import NodeId
+from millstream.net.budget import Budget
+from millstream.net.connection import ConnectionLimits
+from millstream.net.listener import Listener, bind
+
+if TYPE_CHECKING:
+    from millstream.kafka.served import Served
+
+_logger = logging.getLogger(__name__)
+
+
+class Broker:
+    """One node: everything between its sockets and its data folder."""
+
+    def __init__(self, config: Config, *, clock: Clock | None = None, files: Files | None = None) -> None:
+        self._config = config
+        self._clock = clock or SystemClock()
+        self._files = files or DiskFiles()
+        self._kafka_socket: socket.socket | None = None
+        self._http_socket: socket.socket | None = None
+        self._served: Served | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._undo = AsyncExitStack()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails with the reason when a part that the node cannot do without has died."""
+
+    # -- start and stop -------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Bring every part up, the lowest first; what was started is taken down again if a later part fails.
+
+        Each line that starts something also says how it is undone, and `stop` goes through these from the last
+        to the first: no new work, then finish what is under way, then the data.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self._undo.aclose()
+            raise
+
+    async def stop(self) -> None:
+        """Take every part down in order; whatever was acknowledged is on disk when this returns."""
+        await self._undo.aclose()
+        _logger.info("stopped")
+
+    async def _start(self) -> None:
+        config, undo = self._config, self._undo
+        self._kafka_socket = bind(*parse_address(config.kafka, name="kafka"), flag="kafka")
+        undo.callback(self._kafka_socket.close)
+        self._http_socket = bind(*parse_address(config.http, name="http"), flag="http")
+        undo.callback(self._http_socket.close)
+        undo.push_async_callback(self._end_tasks)
+
+        store = LogStore.open(
+            Path(config.data),
+            files=self._files,
+            clock=self._clock,
+            journal_bytes=config.journal_bytes,
+            producer_expiry_ms=config.producer_expiry_ms,
+        )
+        undo.push_async_callback(store.close)
+        self._supervise("log store", store.run())
+        catalog = Catalog.open_folder(Path(config.data))
+        undo.callback(catalog.close)
+        topics = Topics(catalog, store, config, self._clock)
+        await topics.load()
+        undo.callback(topics.close)
+
+        budget = Budget(config.inflight_bytes_max)
+        dispatch = Dispatch()
+        listener = Listener(
+            dispatch,
+            limits=ConnectionLimits(frame_bytes_max=config.request_bytes_max),
+            budget=budget,
+            connections_max=config.connections_max,
+            idle_s=config.connection_idle_ms / 1000,
+        )
+        await listener.start(self._kafka_socket)
+        undo.push_async_callback(listener.drain, config.shutdown_ms / 1000)
+        self._supervise("APIs", self._serve(dispatch, catalog, topics, listener, budget, store))
+        undo.push_async_callback(self._close_served)
+
+        gateway = HttpChild(
+            self._http_socket, self.kafka_address, log_level=config.log_level, log_format=config.log_format
+        )
+        self._supervise("HTTP gateway", gateway.run())
+        undo.push_async_callback(gateway.stop)
+        undo.callback(listener.stop_accepting)
+        _logger.info("ready", extra={"kafka": self.kafka_address, "http": self.http_address, "data": config.data})
+
+    async def _serve(
+        self,
+        dispatch: Dispatch,
+        catalog: Catalog,
+        topics: Topics,
+        listener: Listener,
+        budget: Budget,
+        store: LogStore,
+    ) -> None:
+        """Import the APIs beside the loop, since their message classes take a while, then answer with them."""
+        config, clock = self._config, self._clock
+        module = await asyncio.to_thread(_import_served)
+        node = module.NodeState(
+            node_id=config.node_id,
+            cluster_id=catalog.cluster_id,
+            started_ms=clock.now_ms(),
+            kafka=self.kafka_address,
+            http=self.http_address,
+            data=os.path.abspath(config.data),
+        )
+        parts = module.Parts(
+            config=config,
+            clock=clock,
+            topics=topics,
+            membership=Membership(catalog.cluster_id, self._advertised()),
+            producer_ids=ProducerIds(catalog),
+            budget=budget,
+            sources=[listener, dispatch, topics],
+            troubles=tuple,
+            node=node,
+        )
+        self._served = module.Served(parts)
+        await self._served.start()
+        dispatch.serve(self._served.apis)
+
+    async def _close_served(self) -> None:
+        if self._served is not None:
+            await self._served.close()
+
+    def _advertised(self) -> Node:
+        address = self._config.advertise or self.kafka_address
+        host, port = parse_address(address, name="advertise")
+        return Node(node_id=NodeId(self._config.node_id), host=host, port=port)
+
+    # -- supervision ----------------------------------------------------------------------------------------
+
+    def _supervise(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or task.exception() is None:
+            return
+        _logger.critical("a part of the node died", extra={"part": task.get_name()}, exc_info=task.exception())
+        if not self.failed.done():
+            self.failed.set_exception(RuntimeError(f"{task.get_name()}: {task.exception()}"))
+
+    async def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- addresses ------------------------------------------------------------------------------------------
+
+    @property
+    def kafka_address(self) -> str:
+        """Where Kafka clients connect, with the real port."""
+        return _address_of(self._kafka_socket)
+
+    @property
+    def http_address(self) -> str:
+        """Where HTTP is served, with the real port."""
+        return _address_of(self._http_socket)
+
+
+def _import_served() -> Any:
+    from millstream.kafka import served
+
+    return served
+
+
+def _address_of(bound: socket.socket | None) -> str:
+    if bound is None:
+        raise RuntimeError("the broker has not been started")
+    host, port = bound.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,96 @@
+"""Every API that is served, each given just the parts it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millstream.cluster.membership import Membership
+from millstream.cluster.producer_ids import ProducerIds
+from millstream.cluster.topics import Topics
+from millstream.config import Config
+from millstream.groups.coordinator import GroupCoordinator
+from millstream.kafka.api import Api
+from millstream.kafka.apis.api_versions import ApiVersions
+from millstream.kafka.apis.create_partitions import CreatePartitions
+from millstream.kafka.apis.create_topics import CreateTopics
+from millstream.kafka.apis.delete_records import DeleteRecords
+from millstream.kafka.apis.delete_topics import DeleteTopics
+from millstream.kafka.apis.describe_cluster import DescribeCluster
+from millstream.kafka.apis.describe_configs import DescribeConfigs
+from millstream.kafka.apis.fetch import Fetch
+from millstream.kafka.apis.incremental_alter_configs import IncrementalAlterConfigs
+from millstream.kafka.apis.init_producer_id import InitProducerId
+from millstream.kafka.apis.list_offsets import ListOffsets
+from millstream.kafka.apis.metadata import Metadata
+from millstream.kafka.apis.node_status import READY, STOPPING, NodeState, NodeStatus
+from millstream.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
+from millstream.kafka.apis.produce import Produce
+from millstream.kafka.dispatch import RawApi
+from millstream.model.clock import Clock
+from millstream.model.metric import MetricSource
+from millstream.net.budget import Budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the APIs stand on."""
+
+    config: Config
+    clock: Clock
+    topics: Topics
+    membership: Membership
+    producer_ids: ProducerIds
+    budget: Budget
+    sources: Sequence[MetricSource]
+    troubles: Callable[[], Iterable[str]]
+    node: NodeState
+
+
+class Served:
+    """The APIs of a running node, and the coordinators behind them."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._groups = GroupCoordinator(parts.topics, parts.config, parts.clock)
+        self._fetch = Fetch(parts.topics, parts.budget, bytes_max=parts.config.fetch_bytes_max)
+        self._produce = Produce(parts.topics)
+        self.apis: list[Api[Any, Any] | RawApi] = [
+            self._produce,
+            self._fetch,
+            *self._topic_apis(),
+            *self._cluster_apis(),
+        ]
+        self.apis.append(ApiVersions(self.apis))
+
+    async def start(self) -> None:
+        """Begin to load what the coordinators keep in the log."""
+        await self._groups.start()
+        self._parts.topics.when_deleted(lambda _topic: self._groups.topic_deleted())
+        self._parts.node.state = READY
+
+    async def close(self) -> None:
+        """Answer everybody who waits, and let what was written be acknowledged."""
+        self._parts.node.state = STOPPING
+        self._fetch.stop()
+        await self._groups.close()
+
+    def _topic_apis(self) -> Iterable[Api[Any, Any]]:
+        topics, membership = self._parts.topics, self._parts.membership
+        yield Metadata(topics, membership)
+        yield ListOffsets(topics)
+        yield OffsetForLeaderEpoch(topics)
+        yield CreateTopics(topics, membership)
+        yield DeleteTopics(topics)
+        yield CreatePartitions(topics, membership)
+        yield DeleteRecords(topics)
+        yield DescribeConfigs(topics, membership, self._parts.config)
+        yield IncrementalAlterConfigs(topics)
+
+    def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
+        parts = self._parts
+        yield DescribeCluster(parts.membership)
+        yield InitProducerId(parts.producer_ids)
+        sources = (*parts.sources, self._produce, self._fetch)
+        yield NodeStatus(parts.node, sources, parts.clock, troubles=parts.troubles)
