@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from millstream import __version__
+from millstream.http.app import build_app
+from millstream.model.errors import BrokerUnreachable
+
+STATUS: dict[str, Any] = {
+    "node_id": 7,
+    "version": "0.1.0",
+    "state": "ready",
+    "reasons": [],
+    "metrics": [
+        {
+            "name": "millstream_bytes_in_total",
+            "kind": "counter",
+            "help": "Bytes received.",
+            "samples": [[12, {}]],
+            "left_out": False,
+        }
+    ],
+}
+
+
+def answering(**changes: Any) -> Callable[[], Awaitable[dict[str, Any]]]:
+    async def ask() -> dict[str, Any]:
+        return {**STATUS, **changes}
+
+    return ask
+
+
+async def unreachable() -> dict[str, Any]:
+    raise BrokerUnreachable("nobody listens on 127.0.0.1:9092")
+
+
+async def get(
+    path: str, ask: Callable[[], Awaitable[dict[str, Any]]], *, method: str = "GET", accept: str = ""
+) -> httpx.Response:
+    transport = httpx.ASGITransport(build_app(ask), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
+        return await client.request(method, path, headers={"accept": accept})
+
+
+async def test_the_index_lists_what_is_served() -> None:
+    answer = await get("/", unreachable)
+    assert answer.json() == {
+        "name": "millstream",
+        "version": __version__,
+        "links": {"health": "/healthz", "readiness": "/readyz", "metrics": "/metrics"},
+    }
+
+
+async def test_health_is_the_broker_answering() -> None:
+    answer = await get("/healthz", answering(reasons=["the node is starting"]))
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok", "node": 7, "version": "0.1.0"})
+    assert answer.headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
+async def test_a_silent_broker_is_a_problem(path: str) -> None:
+    answer = await get(path, unreachable)
+    assert answer.status_code == 503
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json() == {
+        "type": "about:blank",
+        "title": "Service Unavailable",
+        "status": 503,
+        "detail": "the broker does not answer: nobody listens on 127.0.0.1:9092",
+        "instance": path,
+        "reasons": ["the broker does not answer: nobody listens on 127.0.0.1:9092"],
+    }
+
+
+async def test_ready_means_no_reason_against_it() -> None:
+    answer = await get("/readyz", answering())
+    assert (answer.status_code, answer.json()) == (200, {"status": "ready", "node": 7})
+
+
+async def test_not_ready_says_why() -> None:
+    reasons = ["the node is stopping", "orders-0: the disk is full"]
+    answer = await get("/readyz", answering(reasons=reasons))
+    assert answer.status_code == 503
+    assert answer.json()["reasons"] == reasons
+    assert answer.json()["detail"] == "the broker is not ready: the node is stopping; orders-0: the disk is full"
+
+
+async def test_metrics_are_prometheus_text() -> None:
+    answer = await get("/metrics", answering())
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    assert "millstream_bytes_in_total 12.0" in answer.text.splitlines()
+
+
+async def test_metrics_are_openmetrics_for_those_who_ask() -> None:
+    answer = await get("/metrics", answering(), accept="application/openmetrics-text; version=1.0.0")
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert answer.text.endswith("# EOF\n")
+
+
+async def test_an_unknown_path_is_a_problem_that_helps() -> None:
+    answer = await get("/nothing", answering())
+    assert answer.status_code == 404
+    assert answer.json()["detail"] == "nothing is served at /nothing; GET / lists what is"
+    assert answer.json()["instance"] == "/nothing"
+
+
+async def test_a_wrong_method_says_which_are_right() -> None:
+    answer = await get("/healthz", answering(), method="POST")
+    assert (answer.status_code, answer.json()["title"]) == (405, "Method Not Allowed")
+    assert "GET" in answer.headers["allow"]
+
+
+async def test_a_defect_of_the_gateway_is_a_problem_without_inside_facts() -> None:
+    async def broken() -> dict[str, Any]:
+        raise ZeroDivisionError("secret")
+
+    answer = await get("/readyz", broken)
+    assert answer.status_code == 500
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert "secret" not in answer.text

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+
+from millstream.kafka.api import ClientInfo
+from millstream.kafka.apis.node_status import READY, STOPPING, NodeState, NodeStatus
+from millstream.kafka.node_metrics import GroupMetrics, ProcessMetrics
+from millstream.model.metric import Histogram, Metric, MetricSource, Sample, counter
+from millstream.testing.clock import ManualClock
+from millstream.wire.codec import read_request_header, request_head, response_body_at
+
+
+class Numbers:
+    def __init__(self, *metrics: Metric) -> None:
+        self._metrics = metrics
+
+    def metrics(self) -> Iterable[Metric]:
+        return self._metrics
+
+
+def node(state: str = READY) -> NodeState:
+    return NodeState(
+        node_id=3,
+        cluster_id="c",
+        started_ms=5,
+        kafka="127.0.0.1:9092",
+        http="127.0.0.1:8080",
+        data="/data",
+        state=state,
+    )
+
+
+def status(*sources: MetricSource, state: str = READY, troubles: tuple[str, ...] = (), most: int = 10) -> NodeStatus:
+    return NodeStatus(node(state), sources, ManualClock(), troubles=lambda: troubles, samples_max=most)
+
+
+def test_a_frame_is_answered_with_the_document() -> None:
+    api = status(Numbers(counter("a_total", "A.", 1)))
+    frame = memoryview(request_head(api.key, 0, 99, "test"))
+    answer = api.handle_frame(frame, read_request_header(frame), ClientInfo(connection_id=1, host="h"))
+    assert isinstance(answer, list)
+    whole = b"".join(answer)
+    assert int.from_bytes(whole[:4], "big") == len(whole) - 4
+    assert int.from_bytes(whole[4:8], "big") == 99
+    document = json.loads(whole[4 + response_body_at(api.key, 0, whole[4:]) :])
+    assert document["metrics"] == [
+        {"name": "a_total", "kind": "counter", "help": "A.", "samples": [[1, {}]], "left_out": False}
+    ]
+    assert (document["node_id"], document["kafka"], document["started_ms"]) == (3, "127.0.0.1:9092", 5)
+
+
+def test_ready_and_unharmed_means_no_reasons() -> None:
+    assert status().snapshot()["reasons"] == []
+
+
+def test_every_reason_is_told() -> None:
+    reasons = status(state=STOPPING, troubles=("orders-0: the disk is full",)).snapshot()["reasons"]
+    assert reasons == ["the node is stopping", "orders-0: the disk is full"]
+
+
+def test_very_many_samples_are_cut_and_not_even_made() -> None:
+    made = []
+
+    def samples() -> Iterator[Sample]:
+        for number in range(1_000_000):
+            made.append(number)
+            yield Sample(number)
+
+    found = status(Numbers(Metric("a", "gauge", "A.", samples())), most=3).snapshot()["metrics"][0]
+    assert (len(found["samples"]), found["left_out"], len(made)) == (3, True, 4)
+
+
+def test_a_histogram_is_spelled_out() -> None:
+    histogram = Histogram((1.0,))
+    histogram.observe(0.5)
+    labels = (("api", "Fetch"),)
+    source = Numbers(Metric("h", "histogram", "H.", (Sample(histogram.distribution(), labels),)))
+    assert status(source).snapshot()["metrics"][0]["samples"] == [
+        ({"bounds": (1.0,), "cumulative": (1,), "observations": 1, "total": 0.5}, {"api": "Fetch"})
+    ]
+
+
+def test_the_process_is_measured() -> None:
+    found = {metric.name: next(iter(metric.samples)).value for metric in ProcessMetrics(started_ms=2500).metrics()}
+    assert found["process_start_time_seconds"] == 2.5
+    for name in ("process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"):
+        value = found[name]
+        assert isinstance(value, int | float)
+        assert value > 0
+
+
+def test_lag_is_what_lies_between_the_offset_and_the_end() -> None:
+    class Groups:
+        def committed(self) -> Iterable[tuple[str, str, int, int]]:
+            return [("g", "orders", 0, 5), ("g", "orders", 1, 12), ("g", "gone", 0, 1)]
+
+    class Topics:
+        def high_watermark(self, topic: str, partition: int) -> int | None:
+            return 10 if topic == "orders" else None
+
+    committed, lag = GroupMetrics(Groups(), Topics()).metrics()
+    assert [sample.value for sample in committed.samples] == [5, 12, 1]
+    assert [(sample.value, dict(sample.labels)["partition"]) for sample in lag.samples] == [(5, "0"), (0, "1")]
