@@ -32,6 +32,41 @@ CODECS = ("none", "gzip", "snappy", "lz4", "zstd")
 """In the order of Kafka's numbers for them."""
 
 
+Value = Annotated[
+    str | None, typer.Argument(help="The message; without it, each line of the input is one.", show_default=False)
+]
+InputFile = Annotated[
+    Path | None,
+    typer.Option("--file", "-f", metavar="FILE", help="Publish each line of this file. Default: standard input."),
+]
+Key = Annotated[str | None, typer.Option("--key", "-k", metavar="KEY", help="The key of every message.")]
+KeySeparator = Annotated[
+    str | None, typer.Option("--key-separator", metavar="TEXT", help="Each line is KEY, this text, VALUE.")
+]
+Headers = Annotated[
+    list[str] | None,
+    typer.Option("--header", "-H", metavar="NAME=VALUE", help="A header of every message; may be repeated."),
+]
+Partition = Annotated[
+    int | None,
+    typer.Option(
+        "--partition", "-p", metavar="NUMBER", min=0, help="Publish to this partition. Default: by key, else any."
+    ),
+]
+Compression = Annotated[
+    Literal["none", "gzip", "snappy", "lz4", "zstd"],
+    typer.Option("--compression", help="How batches are compressed."),
+]
+Ids = Annotated[
+    bool | None,
+    typer.Option(
+        "--ids/--no-ids",
+        help="Print the id of every message. Default: for one message, and into a pipe.",
+        show_default=False,
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
     """What is to be published, and how it is to be told."""
@@ -50,54 +85,14 @@ class _Order:
 
 def publish(
     topic: Annotated[str, typer.Argument(help="The topic to publish to.", show_default=False)],
-    value: Annotated[
-        str | None,
-        typer.Argument(help="The message; without it, each line of the input is one.", show_default=False),
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file",
-            "-f",
-            metavar="FILE",
-            help="Publish each line of this file. Default: standard input.",
-            show_default=False,
-        ),
-    ] = None,
-    key: Annotated[
-        str | None, typer.Option("--key", "-k", metavar="KEY", help="The key of every message.", show_default=False)
-    ] = None,
-    key_separator: Annotated[
-        str | None,
-        typer.Option("--key-separator", metavar="TEXT", help="Each line is KEY, this text, VALUE.", show_default=False),
-    ] = None,
-    header: Annotated[
-        list[str] | None,
-        typer.Option("--header", "-H", metavar="NAME=VALUE", help="A header of every message; may be repeated."),
-    ] = None,
-    partition: Annotated[
-        int | None,
-        typer.Option(
-            "--partition",
-            "-p",
-            metavar="NUMBER",
-            min=0,
-            help="Publish to this partition. Default: by key, else any.",
-            show_default=False,
-        ),
-    ] = None,
-    compression: Annotated[
-        Literal["none", "gzip", "snappy", "lz4", "zstd"],
-        typer.Option("--compression", help="How batches are compressed."),
-    ] = "none",
-    ids: Annotated[
-        bool | None,
-        typer.Option(
-            "--ids/--no-ids",
-            help="Print the id of every message. Default: for one message, and into a pipe.",
-            show_default=False,
-        ),
-    ] = None,
+    value: Value = None,
+    file: InputFile = None,
+    key: Key = None,
+    key_separator: KeySeparator = None,
+    header: Headers = None,
+    partition: Partition = None,
+    compression: Compression = "none",
+    ids: Ids = None,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,

@@ -1,0 +1,207 @@
+"""Style is a test: what `docs/` and CONTRIBUTING.md promise about the code is checked here."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+import millstream
+from millstream.cli.config_reference import reference
+from millstream.cli.main import ORDER
+from millstream.model import errors
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "millstream"
+
+FUNCTION_LINES_MAX = 70
+FUNCTION_LINES_MEDIAN_MAX = 10
+FILE_LINES_MAX = 600
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
+# Put together here, so that this file does not find itself.
+UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")) + r")\b")
+MACHINE_PATHS = re.compile(
+    r"(?<![\w.$}])/(" + "|".join(("wo" + "rk", "ro" + "ot", "ho" + "me", "Us" + "ers")) + r")/\w"
+)
+REGISTRY_HOSTS = re.compile(
+    "|".join(("py" + r"pi\.(org|python)", "python" + r"hosted\.org", "crates" + r"\.io", "npm" + r"js\.(org|com)"))
+)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+
+
+@cache
+def tracked() -> tuple[Path, ...]:
+    """Every file of the repository, new ones included."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return tuple(path for path in (ROOT / name for name in sorted(set(listed))) if path.is_file())
+
+
+def python_files(*folders: str) -> list[Path]:
+    return [p for p in tracked() if p.suffix == ".py" and p.relative_to(ROOT).parts[0] in folders]
+
+
+def texts() -> Iterator[tuple[Path, str]]:
+    for path in tracked():
+        try:
+            yield path, path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_functions_are_short() -> None:
+    long = [
+        f"{short(path)}:{function.lineno} {function.name} has {length(function)} lines"
+        for path in python_files("src", "tests", "benchmarks")
+        for function in functions(path)
+        if length(function) > FUNCTION_LINES_MAX
+    ]
+    assert long == []
+
+
+def test_most_functions_are_very_short() -> None:
+    lengths = [length(function) for path in python_files("src") for function in functions(path)]
+    assert median(lengths) < FUNCTION_LINES_MEDIAN_MAX
+
+
+def test_files_are_short() -> None:
+    long = [
+        f"{short(path)} has {count} lines"
+        for path in python_files("src", "tests", "benchmarks")
+        if (count := len(path.read_text(encoding="utf-8").splitlines())) > FILE_LINES_MAX
+    ]
+    assert long == []
+
+
+def test_nothing_is_left_unfinished() -> None:
+    found = [
+        f"{short(path)}:{number}"
+        for path, text in texts()
+        if path.suffix in {".py", ".md", ".toml", ""}
+        for number, line in enumerate(text.splitlines(), 1)
+        if UNFINISHED.search(line)
+    ]
+    assert found == []
+
+
+def test_modules_are_named_after_nouns() -> None:
+    bad = [
+        short(path)
+        for path in python_files("src", "tests", "benchmarks")
+        if FORBIDDEN_NAMES & {*path.relative_to(ROOT).with_suffix("").parts, *path.stem.split("_")}
+    ]
+    assert bad == []
+
+
+def test_packages_hold_no_code() -> None:
+    full = [
+        short(path)
+        for path in python_files("src")
+        if path.name == "__init__.py" and path.parent != SOURCE and path.read_text(encoding="utf-8").strip()
+    ]
+    assert full == []
+
+
+def test_the_package_exports_its_version_and_nothing_else() -> None:
+    statements = [node for node in parsed(SOURCE / "__init__.py").body if not isinstance(node, ast.Expr)]
+    assert [ast.unparse(node) for node in statements] == [f"__version__ = '{millstream.__version__}'"]
+    assert f'version = "{millstream.__version__}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_the_commands_are_pinned() -> None:
+    assert ORDER == ("serve", "topic", "publish", "tail", "group", "doctor", "demo", "config-reference")
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "kafka" / "apis").glob("[!_]*.py")), ids=lambda path: path.stem)
+def test_every_api_opens_with_its_versions(path: Path) -> None:
+    docstring = ast.get_docstring(parsed(path)) or ""
+    assert re.match(r"\w+ \(key \d+\), version", docstring), (
+        "the docstring starts like: Fetch (key 1), versions 4 to 17"
+    )
+
+
+def test_the_configuration_page_is_the_generated_one() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == reference(), "run `make docs`"
+
+
+def test_the_drawing_of_the_error_tree_is_true() -> None:
+    drawn: list[tuple[int, str]] = []
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"([│├└─ ]*)([A-Z]\w+)(?:  |$)", line)
+        if match and (match[1] or match[2] == "MillstreamError"):
+            drawn.append((len(match[1]) // 4, match[2]))
+    parents: dict[str, str] = {}
+    above: dict[int, str] = {}
+    for depth, name in drawn:
+        above[depth] = name
+        parents[name] = above[depth - 1] if depth else "Exception"
+    real = {
+        name: value.__base__.__name__
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, Exception) and value.__base__ is not None
+    }
+    assert parents == real
+
+
+def test_no_machine_is_named() -> None:
+    found = [
+        f"{short(path)}:{number}: {line.strip()[:80]}"
+        for path, text in texts()
+        for number, line in enumerate(text.splitlines(), 1)
+        if MACHINE_PATHS.search(line) or REGISTRY_HOSTS.search(line)
+    ]
+    assert found == []
+
+
+def anchors(page: Path) -> set[str]:
+    headings = HEADING.findall(page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = []
+    for page in (path for path in tracked() if path.suffix == ".md"):
+        for target in LINK.findall(page.read_text(encoding="utf-8")):
+            if target.startswith(("http://", "https://", "mailto:")):
+                continue
+            name, _, anchor = target.partition("#")
+            linked = (page.parent / name).resolve() if name else page
+            if not linked.exists() or (anchor and anchor not in anchors(linked)):
+                broken.append(f"{short(page)}: {target}")
+    assert broken == []
+
+
+def test_paths_named_in_the_docs_exist() -> None:
+    path_name = re.compile(r"`((?:src|tests|docs|benchmarks)/[\w./-]+|(?:\w+/)+\w+\.py)`")
+    missing = [
+        f"{short(page)}: {name}"
+        for page in (path for path in tracked() if path.suffix == ".md")
+        for name in path_name.findall(page.read_text(encoding="utf-8"))
+        if not any((base / name).exists() for base in (ROOT, SOURCE, page.parent))
+    ]
+    assert missing == []
