@@ -1,0 +1,69 @@
+"""The mapping of the error tree to Kafka's codes, and back in the client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.kafka.errors import error_code, error_message
+from millstream.model import errors
+from millstream.wire.refusal import TRANSIENT, code_name, refusal
+
+# These never reach a client, so their codes do not matter.
+INTERNAL: set[type[errors.MillstreamError]] = {
+    errors.MillstreamError,
+    errors.DataFolderInUse,
+    errors.DataFolderInvalid,
+    errors.AddressTaken,
+    errors.RequestRefused,
+}
+
+
+def tree(root: type[errors.MillstreamError] = errors.MillstreamError) -> Iterator[type[errors.MillstreamError]]:
+    yield root
+    for child in root.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from tree(child)
+
+
+def blank(kind: type[errors.MillstreamError]) -> errors.MillstreamError:
+    error = kind.__new__(kind)
+    Exception.__init__(error, "said")
+    return error
+
+
+@pytest.mark.parametrize("kind", [kind for kind in tree() if kind not in INTERNAL])
+def test_every_error_that_clients_can_cause_has_a_code(kind: type[errors.MillstreamError]) -> None:
+    code = error_code(blank(kind))
+    assert code not in (ErrorCode.unknown_server_error, ErrorCode.none)
+    assert error_message(blank(kind)) == "said"
+
+
+def test_what_lies_outside_the_tree_is_not_told() -> None:
+    assert error_code(ZeroDivisionError("secret")) is ErrorCode.unknown_server_error
+    assert "secret" not in error_message(ZeroDivisionError("secret"))
+
+
+@pytest.mark.parametrize("code", [code for code in ErrorCode if code is not ErrorCode.none])
+def test_a_code_becomes_an_error_with_that_code(code: ErrorCode) -> None:
+    error = refusal(code, None, about="fetch from t-0")
+    assert code_name(code) in str(error)
+    assert str(error).startswith("fetch from t-0: ")
+    if not isinstance(error, errors.RequestRefused):
+        again = refusal(error_code(error), None, about="x")
+        assert type(again) is type(error)
+    else:
+        assert error.code == code
+
+
+def test_the_brokers_own_words_are_kept() -> None:
+    assert str(refusal(40, "retention.ms must be a number", about="alter")) == "alter: retention.ms must be a number"
+    assert "error code 999" in str(refusal(999, None, about="x"))
+
+
+def test_what_passes_by_itself_is_known() -> None:
+    assert isinstance(refusal(6, None, about="x"), TRANSIENT)
+    assert isinstance(refusal(14, None, about="x"), TRANSIENT)
+    assert not isinstance(refusal(3, None, about="x"), TRANSIENT)
