@@ -224,6 +224,24 @@ class History:
         """Find everything that is wrong. The readers named in `complete` have read everything to the end."""
         return _Check(self, complete).run()
 
+    @property
+    def acknowledgements(self) -> int:
+        """How many acknowledgements were noted."""
+        return len(self._acked_message)
+
+    def next_offsets(self, consumer: str, topic: str) -> dict[int, int]:
+        """By partition, the offset after the last one that a reader, or any member of a group, has read."""
+        of_consumer = [name.partition("/")[0] == consumer or name == consumer for name, _ in self._consumers]
+        reads = _column(self._read_message) != _POSITIONED
+        reads &= np.array([*of_consumer, False], dtype=np.bool_)[_column(self._read_consumer)]
+        partitions, offsets = _column(self._read_partition)[reads], _column(self._read_offset)[reads]
+        found = {}
+        for number in np.unique(partitions).tolist():
+            name, index = self._partitions.name(number)
+            if name == topic:
+                found[index] = int(offsets[partitions == number].max()) + 1
+        return found
+
     def note(self, event: Event) -> None:
         """Take one event as it stands in a file."""
         match event:

@@ -221,6 +221,18 @@ def test_a_jump_is_found_even_if_the_reader_comes_back_for_the_rest() -> None:
     assert report.rewound == 1
 
 
+def test_how_far_a_group_has_read() -> None:
+    history = _two_messages()
+    history.read("group/one", "t", 0, 0, "p", 0)
+    history.read("group/two", "t", 0, 1, "p", 1)
+    history.positioned("group/one", "t", 0, 7)
+    history.read("group/one", "other", 0, 5, "p", 1)
+    assert history.next_offsets("group", "t") == {0: 2}
+    assert history.next_offsets("group/one", "t") == {0: 1}
+    assert history.next_offsets("absent", "t") == {}
+    assert history.acknowledgements == 2
+
+
 def test_a_fresh_history_is_fine() -> None:
     assert History().check().ok
 
