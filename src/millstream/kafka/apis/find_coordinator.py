@@ -1,0 +1,97 @@
+"""FindCoordinator (key 10), versions 0 to 6: which node coordinates a group.
+
+The first question makes the offsets topic, so that its answer can be relied on. Versions up to 3 ask for one key,
+from 4 on for several. Version 1 adds the type of the key; 6 allows share groups (type 2), which are not served yet
+and get INVALID_REQUEST. For transactional ids (type 1) see InitProducerId: TRANSACTIONAL_ID_AUTHORIZATION_FAILED is
+what makes clients give up instead of asking for ever; the message says what it means.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kio.schema.errors import ErrorCode
+from kio.schema.find_coordinator.v3.response import FindCoordinatorResponse as SingleResponse
+from kio.schema.find_coordinator.v6.request import FindCoordinatorRequest
+from kio.schema.find_coordinator.v6.response import Coordinator, FindCoordinatorResponse
+from kio.schema.types import BrokerId
+from kio.static.primitive import i32
+
+from millstream.cluster.membership import Membership
+from millstream.groups.coordinator import GroupCoordinator
+from millstream.kafka.api import Api, ClientInfo
+from millstream.kafka.errors import error_code, error_message
+from millstream.kafka.throttle import NO_THROTTLE
+from millstream.model.errors import MillstreamError
+from millstream.wire.codec import load_response_class
+from millstream.wire.shape import reshape
+
+_GROUP, _TRANSACTION = 0, 1
+_FIRST_WITH_MANY: Final = 4
+
+
+class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
+    """Tells clients where their group is looked after."""
+
+    key = 10
+    versions = (0, 6)
+
+    def __init__(self, groups: GroupCoordinator, membership: Membership) -> None:
+        self._groups = groups
+        self._membership = membership
+
+    async def handle(self, request: FindCoordinatorRequest, client: ClientInfo) -> FindCoordinatorResponse:
+        """Name the coordinator of every key."""
+        if request.key_type == _TRANSACTION:
+            code = ErrorCode.transactional_id_authorization_failed
+            return _refused(request, code, "transactions are not available yet")
+        if request.key_type != _GROUP:
+            return _refused(request, ErrorCode.invalid_request, f"no coordinator for keys of type {request.key_type}")
+        await self._groups.ensure()
+        me = self._membership.me
+        found = (
+            Coordinator(
+                key=key,
+                node_id=BrokerId(me.node_id),
+                host=me.host,
+                port=i32(me.port),
+                error_code=ErrorCode.none,
+                error_message="",
+            )
+            for key in request.coordinator_keys
+        )
+        return FindCoordinatorResponse(throttle_time=NO_THROTTLE, coordinators=tuple(found))
+
+    def upgrade(self, version: int, request: Any) -> FindCoordinatorRequest:
+        """Make a list of the one key of older versions."""
+        upgraded = super().upgrade(version, request)
+        if version >= _FIRST_WITH_MANY:
+            return upgraded
+        return FindCoordinatorRequest(key_type=upgraded.key_type, coordinator_keys=(request.key,))
+
+    def downgrade(self, version: int, response: FindCoordinatorResponse) -> Any:
+        """Take the one answer out for older versions."""
+        if version >= _FIRST_WITH_MANY:
+            return super().downgrade(version, response)
+        only = response.coordinators[0]
+        single = SingleResponse(
+            throttle_time=response.throttle_time,
+            error_code=only.error_code,
+            error_message=only.error_message,
+            node_id=only.node_id,
+            host=only.host,
+            port=only.port,
+        )
+        return reshape(single, load_response_class(self.key, version))
+
+    def failure(self, error: MillstreamError, request: FindCoordinatorRequest) -> FindCoordinatorResponse:
+        """Give the error to every key."""
+        return _refused(request, error_code(error), error_message(error))
+
+
+def _refused(request: FindCoordinatorRequest, code: ErrorCode, message: str) -> FindCoordinatorResponse:
+    refused = (
+        Coordinator(key=key, node_id=BrokerId(-1), host="", port=i32(-1), error_code=code, error_message=message)
+        for key in request.coordinator_keys
+    )
+    return FindCoordinatorResponse(throttle_time=NO_THROTTLE, coordinators=tuple(refused))

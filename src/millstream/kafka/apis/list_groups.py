@@ -1,0 +1,56 @@
+"""ListGroups (key 16), versions 0 to 5: the groups of this node.
+
+Version 4 adds the states and a filter by them, 5 the types and a filter by them; both without regard to case. Every
+group here is of the type "classic".
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kio.schema.errors import ErrorCode
+from kio.schema.list_groups.v5.request import ListGroupsRequest
+from kio.schema.list_groups.v5.response import ListedGroup, ListGroupsResponse
+from kio.schema.types import GroupId
+
+from millstream.groups.coordinator import GroupCoordinator
+from millstream.kafka.api import Api, ClientInfo
+from millstream.kafka.errors import error_code
+from millstream.kafka.throttle import NO_THROTTLE
+from millstream.model.errors import MillstreamError
+
+_TYPE: Final = "classic"
+
+
+class ListGroups(Api[ListGroupsRequest, ListGroupsResponse]):
+    """Lists groups."""
+
+    key = 16
+    versions = (0, 5)
+
+    def __init__(self, groups: GroupCoordinator) -> None:
+        self._groups = groups
+
+    async def handle(self, request: ListGroupsRequest, client: ClientInfo) -> ListGroupsResponse:
+        """List the groups that pass both filters."""
+        states = {state.lower() for state in request.states_filter}
+        types = {kind.lower() for kind in request.types_filter}
+        listings = await self._groups.list_groups() if not types or _TYPE in types else []
+        return ListGroupsResponse(
+            throttle_time=NO_THROTTLE,
+            error_code=ErrorCode.none,
+            groups=tuple(
+                ListedGroup(
+                    group_id=GroupId(listing.group_id),
+                    protocol_type=listing.protocol_type,
+                    group_state=listing.state,
+                    group_type=_TYPE,
+                )
+                for listing in listings
+                if not states or listing.state.lower() in states
+            ),
+        )
+
+    def failure(self, error: MillstreamError, request: ListGroupsRequest) -> ListGroupsResponse:
+        """Say why there is no list."""
+        return ListGroupsResponse(throttle_time=NO_THROTTLE, error_code=error_code(error), groups=())

@@ -1,0 +1,177 @@
+"""Partitions and topics in memory, for whatever keeps its state in an internal topic. The test decides when an append
+is acknowledged, when it fails, and what a crash leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from millstream.log.log import AppendedRange
+from millstream.model.errors import MillstreamError, OffsetOutOfRange, TopicExists
+from millstream.model.ids import Offset
+from millstream.model.topic import Topic
+from millstream.records.batch import Buffer, place_batch, read_header
+
+
+class _Batch(NamedTuple):
+    next_offset: Offset
+    content: bytes
+
+
+class MemoryPartition:
+    """A partition whose log is a list of batches."""
+
+    def __init__(self, *, acknowledges: bool = True) -> None:
+        self.acknowledges = acknowledges
+        """Whether appends are acknowledged at once; if not, `acknowledge` and `fail` decide."""
+        self.refusal: MillstreamError | None = None
+        """What every append is refused with, if it is."""
+        self.high_watermark = Offset(0)
+        self.log_start = Offset(0)
+        self._batches: list[_Batch] = []
+        self._waiting: list[tuple[Offset, asyncio.Future[None]]] = []
+
+    @property
+    def log(self) -> MemoryPartition:
+        """The log below, which is the same object here."""
+        return self
+
+    @property
+    def end_offset(self) -> Offset:
+        """The end of what was written."""
+        return self._batches[-1].next_offset if self._batches else self.log_start
+
+    def write(self, batches: bytearray | memoryview, *, acks: int, internal: bool = False) -> AppendedRange:
+        """Append one batch."""
+        if self.refusal is not None:
+            raise self.refusal
+        base_offset = self.end_offset
+        header = read_header(batches)
+        place_batch(batches, header, base_offset, 0)
+        next_offset = Offset(base_offset + header.last_offset_delta + 1)
+        self._batches.append(_Batch(next_offset, bytes(batches)))
+        if self.acknowledges:
+            self.high_watermark = next_offset
+        return AppendedRange(base_offset, next_offset, -1, self.log_start, False)
+
+    def acknowledged(self, appended: AppendedRange) -> asyncio.Future[None] | None:
+        """None when the range is acknowledged, else a future that tells."""
+        if appended.next_offset <= self.high_watermark:
+            return None
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((appended.next_offset, future))
+        return future
+
+    def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
+        """Whole batches up to the high watermark, at least one if there is one."""
+        if not self.log_start <= offset <= self.end_offset:
+            raise OffsetOutOfRange(f"offset {offset}", start=self.log_start, end=self.end_offset)
+        chunk = bytearray()
+        for batch in self._batches:
+            readable = offset < batch.next_offset <= self.high_watermark
+            if readable and (not chunk or len(chunk) + len(batch.content) <= max_bytes):
+                chunk += batch.content
+            elif readable:
+                break
+        return bytes(chunk)
+
+    def delete_before(self, offset: Offset) -> None:
+        """Drop whole batches below `offset`."""
+        self._batches = [batch for batch in self._batches if batch.next_offset > offset]
+        self.log_start = offset
+
+    def acknowledge(self, batches: int | None = None) -> None:
+        """Acknowledge the next so many batches, or all."""
+        unread = [batch for batch in self._batches if batch.next_offset > self.high_watermark]
+        for batch in unread[:batches]:
+            self.high_watermark = batch.next_offset
+        while self._waiting and self._waiting[0][0] <= self.high_watermark:
+            future = self._waiting.pop(0)[1]
+            if not future.done():
+                future.set_result(None)
+
+    def fail(self, error: MillstreamError) -> None:
+        """Lose what is not acknowledged, as after a failed sync."""
+        self._batches = [batch for batch in self._batches if batch.next_offset <= self.high_watermark]
+        waiting, self._waiting = self._waiting, []
+        for _, future in waiting:
+            if not future.done():
+                future.set_exception(error)
+
+    def after_crash(self, *, kept: int = 0) -> MemoryPartition:
+        """The partition as a restart finds it: what was acknowledged, and of the rest the first `kept` batches."""
+        restarted = MemoryPartition(acknowledges=self.acknowledges)
+        synced = [batch for batch in self._batches if batch.next_offset <= self.high_watermark]
+        unsynced = self._batches[len(synced) :]
+        restarted._batches = [*synced, *unsynced[:kept]]
+        restarted.log_start = self.log_start
+        restarted.high_watermark = restarted.end_offset
+        return restarted
+
+
+class MemoryTopics:
+    """Topics without a catalog."""
+
+    def __init__(self, *, acknowledges: bool = True) -> None:
+        self.acknowledges = acknowledges
+        self._topics: dict[str, Topic] = {}
+        self._partitions: dict[str, list[MemoryPartition]] = {}
+
+    def get(self, name: str) -> Topic | None:
+        """The topic of this name, if there is one."""
+        return self._topics.get(name)
+
+    def by_id(self, topic_id: uuid.UUID) -> Topic | None:
+        """The topic with this id, if there is one."""
+        return next((topic for topic in self._topics.values() if topic.topic_id == topic_id), None)
+
+    def partitions_of(self, topic: Topic) -> list[MemoryPartition]:
+        """The partitions of a topic, in order."""
+        return self._partitions[topic.name]
+
+    async def create(
+        self,
+        name: str,
+        *,
+        partitions: int = -1,
+        replication: int = -1,
+        overrides: Mapping[str, str] | None = None,
+        internal: bool = False,
+        validate_only: bool = False,
+    ) -> Topic:
+        """Make a topic."""
+        await asyncio.sleep(0)
+        return self.add(name, partitions=max(1, partitions), overrides=overrides or {})
+
+    def add(self, name: str, *, partitions: int = 1, overrides: Mapping[str, str] | None = None) -> Topic:
+        """Make a topic at once."""
+        if name in self._topics:
+            raise TopicExists(f"topic {name!r} exists already")
+        topic = Topic(
+            name=name,
+            topic_id=uuid.uuid4(),
+            partitions=partitions,
+            replication=1,
+            overrides=dict(overrides or {}),
+            created_ms=0,
+        )
+        self._topics[name] = topic
+        self._partitions[name] = [MemoryPartition(acknowledges=self.acknowledges) for _ in range(partitions)]
+        return topic
+
+    def remove(self, name: str) -> None:
+        """Delete a topic."""
+        del self._topics[name]
+        del self._partitions[name]
+
+    def after_crash(self) -> MemoryTopics:
+        """What a restart finds: the same topics, and in them what was acknowledged."""
+        restarted = MemoryTopics(acknowledges=self.acknowledges)
+        restarted._topics = dict(self._topics)
+        restarted._partitions = {
+            name: [partition.after_crash() for partition in partitions] for name, partitions in self._partitions.items()
+        }
+        return restarted

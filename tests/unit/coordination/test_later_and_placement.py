@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.coordination.later import Later
+from millstream.coordination.placement import java_hash, partition_for
+from millstream.model.errors import NotCoordinator
+
+
+def test_the_first_answer_counts() -> None:
+    later: Later[int] = Later()
+    told: list[int] = []
+    later.listen(lambda answered: told.append(answered.result()))
+
+    later.give(1)
+    later.give(2)
+    later.refuse(NotCoordinator("too late"))
+
+    assert told == [1]
+    assert later.answered
+    assert later.error is None
+
+
+def test_a_listener_that_comes_late_is_told_at_once() -> None:
+    later: Later[int] = Later()
+    later.refuse(NotCoordinator("moved"))
+    told: list[Later[int]] = []
+
+    later.listen(told.append)
+
+    assert told == [later]
+    with pytest.raises(NotCoordinator):
+        later.result()
+
+
+# Well-known values of Java's String.hashCode; the last one is two UTF-16 units: 31 * 0xD83D + 0xDE00.
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", 0),
+        ("a", 97),
+        ("hello", 99162322),
+        ("Aa", 2112),
+        ("BB", 2112),
+        ("polygenelubricants", -(2**31)),
+        ("😀", 1772899),
+    ],
+)
+def test_java_hash(text: str, expected: int) -> None:
+    assert java_hash(text) == expected
+
+
+def test_the_number_without_an_absolute_value_goes_to_partition_0() -> None:
+    assert partition_for("polygenelubricants", 50) == 0
+
+
+@given(st.text(), st.integers(1, 1000))
+def test_every_name_has_a_partition(name: str, partitions: int) -> None:
+    assert 0 <= partition_for(name, partitions) < partitions

@@ -1,0 +1,477 @@
+"""The shard, with a small state machine: a dictionary of texts, and one request that may be parked per key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Hashable
+
+import pytest
+
+from millstream.coordination.later import Later
+from millstream.coordination.shard import Shard
+from millstream.coordination.state import Outcome, StateRecord
+from millstream.coordination.timers import Timers
+from millstream.model.errors import (
+    BatchTooLarge,
+    CoordinatorLoading,
+    CoordinatorUnavailable,
+    InvalidRequest,
+    NotCoordinator,
+    PartitionClosed,
+    StorageFailure,
+)
+from millstream.testing.clock import ManualClock
+from millstream.testing.state_log import MemoryPartition
+
+
+class Texts:
+    def __init__(self, timers: Timers) -> None:
+        self.timers = timers
+        self.texts: dict[bytes, bytes] = {}
+        self.parked: dict[bytes, Later[bytes]] = {}
+        self.loads = 0
+
+    def replay(self, record: StateRecord) -> None:
+        if record.key == b"bad":
+            raise InvalidRequest("cannot be read")
+        if record.key == b"broken":
+            raise RuntimeError("a defect")
+        if record.value is None:
+            self.texts.pop(record.key, None)
+        else:
+            self.texts[record.key] = record.value
+
+    def loaded(self) -> None:
+        self.loads += 1
+
+    def unload(self) -> None:
+        for later in self.parked.values():
+            later.refuse(NotCoordinator("unloaded"))
+
+    def durable_keys(self) -> list[Hashable]:
+        return list(self.texts)
+
+    def durable_record(self, key: Hashable) -> StateRecord | None:
+        assert isinstance(key, bytes)
+        return StateRecord(key, self.texts[key]) if key in self.texts else None
+
+
+def put(key: bytes, value: bytes | None) -> Callable[[Texts], Outcome[str]]:
+    return lambda state: ([StateRecord(key, value)], "kept")
+
+
+def get(key: bytes) -> Callable[[Texts], Outcome[bytes | None]]:
+    return lambda state: ([], state.texts.get(key))
+
+
+def park(key: bytes) -> Callable[[Texts], Outcome[bytes]]:
+    def operation(state: Texts) -> Outcome[bytes]:
+        state.parked[key] = Later()
+        return [], state.parked[key]
+
+    return operation
+
+
+def answer(key: bytes) -> Callable[[Texts], Outcome[str]]:
+    def operation(state: Texts) -> Outcome[str]:
+        state.parked.pop(key).give(state.texts.get(key, b""))
+        return [], "answered"
+
+    return operation
+
+
+async def opened(partition: MemoryPartition, clock: ManualClock | None = None, **options: int) -> Shard[Texts]:
+    shard = Shard(
+        "texts-0",
+        partition,
+        Texts,
+        clock=clock or ManualClock(),
+        gate=asyncio.Semaphore(1),
+        retry_first_s=0.0,
+        rewrite_records_min=options.get("rewrite_records_min", 1_000_000),
+    )
+    shard.open()
+    await shard.wait_loaded()
+    return shard
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_an_operation_is_durable_and_answered() -> None:
+    partition = MemoryPartition()
+    shard = await opened(partition)
+
+    assert await shard.run(put(b"a", b"1")) == "kept"
+    assert await shard.run(get(b"a")) == b"1"
+
+    restarted = await opened(partition.after_crash())
+    assert await restarted.run(get(b"a")) == b"1"
+
+
+async def test_an_answer_waits_for_its_append() -> None:
+    partition = MemoryPartition(acknowledges=False)
+    shard = await opened(partition)
+    kept = shard.submit(put(b"a", b"1"))
+    await settle()
+    assert not kept.done()
+
+    partition.acknowledge()
+
+    assert await kept == "kept"
+
+
+async def test_a_read_that_saw_an_unacknowledged_write_waits_for_it_too() -> None:
+    partition = MemoryPartition(acknowledges=False)
+    shard = await opened(partition)
+    before = shard.submit(get(b"a"))
+    kept = shard.submit(put(b"a", b"1"))
+    after = shard.submit(get(b"a"))
+    await settle()
+    assert before.done()
+    assert not kept.done()
+    assert not after.done()
+
+    partition.acknowledge()
+
+    assert await after == b"1"
+
+
+async def test_a_refusal_that_saw_an_unacknowledged_write_waits_for_it_too() -> None:
+    partition = MemoryPartition(acknowledges=False)
+    shard = await opened(partition)
+    shard.submit(put(b"a", b"1"))
+
+    def refuse(state: Texts) -> Outcome[None]:
+        raise InvalidRequest("there is one already")
+
+    refused = shard.submit(refuse)
+    await settle()
+    assert not refused.done()
+
+    partition.acknowledge()
+
+    with pytest.raises(InvalidRequest):
+        await refused
+
+
+async def test_answers_leave_in_the_order_of_the_log() -> None:
+    partition = MemoryPartition(acknowledges=False)
+    shard = await opened(partition)
+    futures = [shard.submit(put(b"a", str(number).encode())) for number in range(4)]
+
+    partition.acknowledge(2)
+    await settle()
+
+    assert [future.done() for future in futures] == [True, True, False, False]
+
+
+async def test_a_parked_request_is_answered_by_a_later_operation_once_that_is_durable() -> None:
+    partition = MemoryPartition(acknowledges=False)
+    shard = await opened(partition)
+    parked = shard.submit(park(b"a"))
+    shard.submit(put(b"a", b"1"))
+    shard.submit(answer(b"a"))
+    await settle()
+    assert not parked.done()
+
+    partition.acknowledge()
+
+    assert await parked == b"1"
+
+
+async def test_while_loading_clients_are_told_to_wait() -> None:
+    partition = MemoryPartition()
+    first = await opened(partition)
+    await first.run(put(b"a", b"1"))
+    shard = Shard("texts-0", partition, Texts, clock=ManualClock(), gate=asyncio.Semaphore(1))
+    shard.open()
+
+    with pytest.raises(CoordinatorLoading):
+        await shard.run(get(b"a"))
+
+    await shard.wait_loaded()
+    assert await shard.run(get(b"a")) == b"1"
+
+
+async def test_loading_yields_to_the_loop() -> None:
+    partition = MemoryPartition()
+    first = await opened(partition)
+    for number in range(100):
+        await first.run(put(str(number).encode(), b"x" * 3000))
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    ticking = asyncio.create_task(tick())
+    shard = await opened(partition)
+    ticking.cancel()
+
+    assert ticks > 4  # 300 KB in chunks of 64 KiB.
+    assert shard.state is not None
+    assert len(shard.state.texts) == 100
+
+
+async def test_a_failed_acknowledgement_takes_back_what_memory_had() -> None:
+    partition = MemoryPartition(acknowledges=False)
+    shard = await opened(partition)
+    kept = shard.submit(put(b"a", b"1"))
+    partition.acknowledge()
+    await kept
+    lost = shard.submit(put(b"a", b"2"))
+    seen = shard.submit(get(b"a"))
+    parked = shard.submit(park(b"b"))
+
+    partition.fail(StorageFailure("the disk is gone"))
+    await settle()
+
+    for future in (lost, seen, parked):
+        with pytest.raises(NotCoordinator):
+            await future
+    await shard.wait_loaded()
+    assert await shard.run(get(b"a")) == b"1"
+
+
+async def test_a_refused_append_of_a_pure_operation_needs_no_reload() -> None:
+    partition = MemoryPartition()
+    shard = await opened(partition)
+    partition.refusal = StorageFailure("the disk is full")
+    parked = shard.submit(park(b"b"))
+
+    with pytest.raises(NotCoordinator):
+        await shard.run(put(b"a", b"1"), pure=True)
+
+    assert await shard.run(get(b"a")) is None
+    assert not parked.done()
+    partition.refusal = BatchTooLarge("too large")
+    with pytest.raises(BatchTooLarge):
+        await shard.run(put(b"a", b"1"), pure=True)
+
+
+async def test_a_refused_append_of_another_operation_reloads() -> None:
+    partition = MemoryPartition()
+    shard = await opened(partition)
+    await shard.run(put(b"a", b"1"))
+    partition.refusal = StorageFailure("the disk is full")
+    parked = shard.submit(park(b"b"))
+
+    with pytest.raises(NotCoordinator):
+        await shard.run(put(b"a", b"2"))
+    with pytest.raises(NotCoordinator):
+        await parked
+    with pytest.raises(CoordinatorLoading):
+        await shard.run(get(b"a"))
+
+    partition.refusal = None
+    await shard.wait_loaded()
+    assert await shard.run(get(b"a")) == b"1"
+
+
+async def test_a_reload_waits_for_what_was_appended_before_the_failure() -> None:
+    partition = MemoryPartition(acknowledges=False)
+    shard = await opened(partition)
+    shard.submit(put(b"a", b"1"))
+    partition.refusal = StorageFailure("the disk is full")
+    failed = shard.submit(put(b"a", b"2"))
+    with pytest.raises(NotCoordinator):
+        await failed
+    partition.refusal = None
+    await settle()
+    assert shard.state is None
+
+    partition.acknowledge()
+    await shard.wait_loaded()
+
+    assert await shard.run(get(b"a")) == b"1"
+
+
+async def test_a_defect_in_an_operation_reloads_the_state(caplog: pytest.LogCaptureFixture) -> None:
+    shard = await opened(MemoryPartition())
+
+    def broken(state: Texts) -> Outcome[None]:
+        state.texts[b"a"] = b"half done"
+        raise RuntimeError("a defect")
+
+    with caplog.at_level(logging.CRITICAL), pytest.raises(CoordinatorUnavailable):
+        await shard.run(broken)
+    await shard.wait_loaded()
+
+    assert await shard.run(get(b"a")) is None
+
+
+async def test_records_that_cannot_be_read_are_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    partition = MemoryPartition()
+    shard = await opened(partition)
+    shard.append([StateRecord(b"bad", b"1"), StateRecord(b"good", b"2")])
+
+    restarted = await opened(partition)
+
+    assert await restarted.run(get(b"good")) == b"2"
+    assert "skipped" in caplog.text
+
+
+async def test_timers_are_operations_without_an_answer() -> None:
+    clock, partition = ManualClock(), MemoryPartition()
+    shard = await opened(partition, clock)
+
+    def later(state: Texts) -> Outcome[None]:
+        state.timers.schedule("x", 100, lambda: [StateRecord(b"a", b"timer")])
+        return [], None
+
+    await shard.run(later)
+    clock.advance_ms(100)
+    shard.fire_timers()
+
+    assert await shard.run(get(b"a")) == b"timer"
+    assert await (await opened(partition.after_crash())).run(get(b"a")) == b"timer"
+
+
+async def test_the_loop_fires_timers_by_itself() -> None:
+    shard = await opened(MemoryPartition())
+    fired = asyncio.Event()
+
+    def later(state: Texts) -> Outcome[None]:
+        state.timers.schedule("x", 0, lambda: fired.set() or [])  # type: ignore[func-returns-value]
+        return [], None
+
+    await shard.run(later)
+
+    await asyncio.wait_for(fired.wait(), 10)
+
+
+async def test_a_defect_in_a_timer_reloads_the_state(caplog: pytest.LogCaptureFixture) -> None:
+    clock, partition = ManualClock(), MemoryPartition()
+    shard = await opened(partition, clock)
+    await shard.run(put(b"a", b"1"))
+
+    def later(state: Texts) -> Outcome[None]:
+        state.timers.schedule("x", 100, lambda: [StateRecord(b"broken", b"")])
+        state.timers.schedule("y", 100, lambda: [StateRecord(b"never", b"")])
+        return [], None
+
+    await shard.run(later)
+    clock.advance_ms(100)
+    with caplog.at_level(logging.CRITICAL):
+        shard.fire_timers()
+        assert shard.state is None
+
+
+async def test_closing_refuses_the_parked_and_waits_for_the_appended() -> None:
+    partition = MemoryPartition(acknowledges=False)
+    shard = await opened(partition)
+    parked = shard.submit(park(b"b"))
+    kept = shard.submit(put(b"a", b"1"))
+    closing = asyncio.create_task(shard.close())
+    await settle()
+    assert not closing.done()
+
+    partition.acknowledge()
+    await closing
+
+    assert await kept == "kept"
+    with pytest.raises(NotCoordinator):
+        await parked
+    with pytest.raises(NotCoordinator):
+        await shard.run(get(b"a"))
+
+
+async def test_closing_while_loading() -> None:
+    partition = MemoryPartition()
+    first = await opened(partition)
+    await first.run(put(b"a", b"1"))
+    shard = Shard("texts-0", partition, Texts, clock=ManualClock(), gate=asyncio.Semaphore(1))
+    shard.open()
+
+    await shard.close()
+
+    assert shard.state is None
+
+
+async def test_a_client_that_went_away_disturbs_nobody() -> None:
+    partition = MemoryPartition(acknowledges=False)
+    shard = await opened(partition)
+    gone = shard.submit(put(b"a", b"1"))
+    kept = shard.submit(put(b"b", b"2"))
+    gone.cancel()
+
+    partition.acknowledge()
+
+    assert await kept == "kept"
+
+
+async def test_loading_a_closed_partition_gives_up() -> None:
+    class Closed(MemoryPartition):
+        def read(self, offset: object, *, max_bytes: int) -> bytes:
+            raise PartitionClosed("stopping")
+
+    partition = Closed()
+    shard = await opened(partition)
+    await shard.run(put(b"a", b"1"))
+    restarted = await opened(partition)
+
+    with pytest.raises(NotCoordinator):
+        await restarted.run(get(b"a"))
+
+
+async def test_a_log_full_of_overtaken_records_is_written_anew() -> None:
+    partition = MemoryPartition()
+    shard = await opened(partition, rewrite_records_min=100)
+    await shard.run(put(b"stays", b"1"))
+    await shard.run(put(b"goes", b"1"))
+    await shard.run(put(b"goes", None))
+    for number in range(200):
+        await shard.run(put(b"busy", str(number).encode()))
+    await settle()
+
+    assert partition.log_start > 90
+    restarted = await opened(partition.after_crash())
+    assert restarted.state is not None
+    assert restarted.state.texts == {b"stays": b"1", b"busy": b"199"}
+
+
+async def test_a_log_of_live_records_is_left_alone() -> None:
+    partition = MemoryPartition()
+    shard = await opened(partition, rewrite_records_min=100)
+    for number in range(300):
+        await shard.run(put(str(number).encode(), b"1"))
+    await settle()
+
+    assert partition.log_start == 0
+
+
+async def test_a_rewrite_that_fails_leaves_the_log_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    partition = MemoryPartition(acknowledges=False)
+    shard = await opened(partition, rewrite_records_min=100)
+    for number in range(100):
+        shard.submit(put(b"busy", str(number).encode()))
+    partition.acknowledge()
+    partition.refusal = StorageFailure("the disk is full")
+    await settle()
+
+    assert partition.log_start == 0
+    assert await shard.run(get(b"busy")) == b"99"
+    assert "could not be written anew" in caplog.text
+    await shard.close()
+
+
+async def test_closing_during_a_rewrite() -> None:
+    partition = MemoryPartition(acknowledges=False)
+    shard = await opened(partition, rewrite_records_min=100)
+    for number in range(100):
+        shard.submit(put(b"busy", str(number).encode()))
+    await settle()
+    closing = asyncio.create_task(shard.close())
+    await settle()
+    partition.acknowledge()
+    await closing
+
+    restarted = await opened(partition.after_crash())
+    assert restarted.state is not None
+    assert restarted.state.texts == {b"busy": b"99"}
