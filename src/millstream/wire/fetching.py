@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from millstream.model.errors import MillstreamError, ProtocolViolation
+from millstream.model.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation
 from millstream.model.ids import Offset, PartitionIndex
 from millstream.model.topic import TopicPartition
 from millstream.wire.codec import is_flexible, response_body_at
@@ -118,8 +118,8 @@ def _read_partition(version: int, reader: Reader, topic: str) -> tuple[Partition
     records = reader.blob()
     reader.skip_tags()
     if code == OFFSET_OUT_OF_RANGE:
-        said = f"the log reaches from {log_start} to {high_watermark}" if log_start >= 0 else None
-        return index, refusal(code, said, about=f"fetch from {topic}-{index}")
+        said = f"fetch from {topic}-{index}: the log reaches from {log_start} to {high_watermark}"
+        return index, OffsetOutOfRange(said, start=log_start, end=high_watermark)
     if code:
         return index, refusal(code, None, about=f"fetch from {topic}-{index}")
     if records is None:

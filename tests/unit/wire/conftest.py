@@ -1,0 +1,21 @@
+"""The scripted broker that the client's tests talk to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from millstream.testing.scripted_broker import ScriptedBroker
+
+
+@pytest.fixture
+async def broker() -> AsyncIterator[ScriptedBroker]:
+    """One scripted broker; afterwards nothing of the test is still running."""
+    scripted = ScriptedBroker()
+    await scripted.start()
+    yield scripted
+    await scripted.stop()
+    left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    assert not left, f"tasks were left behind: {left}"

@@ -1,0 +1,509 @@
+"""The client against a scripted broker: routing, retries, lost answers, timeouts, and clean ends."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import socket
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.model.errors import (
+    BatchTooLarge,
+    BrokerUnreachable,
+    CorruptBatch,
+    InvalidRequest,
+    InvalidSetting,
+    OffsetOutOfRange,
+    RequestTimedOut,
+    UnknownTopic,
+)
+from millstream.model.ids import NodeId, Offset, PartitionIndex
+from millstream.model.topic import TopicPartition
+from millstream.records.record import NewRecord, encode_batch
+from millstream.testing.scripted_broker import (
+    FETCH,
+    FIND_COORDINATOR,
+    LIST_OFFSETS,
+    METADATA,
+    PRODUCE,
+    Handler,
+    ScriptedBroker,
+)
+from millstream.wire import codec
+from millstream.wire.client import Client
+from millstream.wire.fetching import FetchLimits
+
+NODE = NodeId(1)
+PRIVATE = codec.PRIVATE_KEY_MIN
+LIMITS = FetchLimits(max_bytes=1 << 20, max_wait_ms=0)
+
+
+def batch(*, producer_id: int = -1) -> bytearray:
+    return encode_batch([NewRecord(None, b"hello", (), 1)], producer_id=producer_id, producer_epoch=0, base_sequence=0)
+
+
+def connect(broker: ScriptedBroker, timeout_s: float = 10.0) -> Client:
+    return Client.connect(broker.address, client_id="test", timeout_s=timeout_s)
+
+
+def produced(*codes: ErrorCode, base_offset: int = 42) -> Handler:
+    """Answer one produce request after the other with these codes, and with the last one from then on."""
+    left = list(codes)
+
+    async def handle(header: codec.RequestHeader, frame: memoryview) -> Any:
+        code = left.pop(0) if len(left) > 1 else left[0]
+        messages: Any = importlib.import_module("kio.schema.produce.v12.response")
+        request = codec.read_request(PRODUCE, header.version, frame, header.body_at)
+        of_partition = messages.PartitionProduceResponse(
+            index=request.topic_data[0].partition_data[0].index,
+            error_code=code,
+            base_offset=base_offset,
+            record_errors=(),
+            error_message="too big for me" if code else None,
+        )
+        of_topic = messages.TopicProduceResponse(name=request.topic_data[0].name, partition_responses=(of_partition,))
+        return messages.ProduceResponse(responses=(of_topic,), throttle_time=timedelta(0))
+
+    return handle
+
+
+def fetched(records: bytes | None = b"", code: ErrorCode = ErrorCode.none) -> Handler:
+    async def handle(header: codec.RequestHeader, frame: memoryview) -> Any:
+        messages: Any = importlib.import_module("kio.schema.fetch.v12.response")
+        request = codec.read_request(FETCH, header.version, frame, header.body_at)
+        responses = tuple(
+            messages.FetchableTopicResponse(
+                topic=topic.topic,
+                partitions=tuple(
+                    messages.PartitionData(
+                        partition_index=one.partition,
+                        error_code=code,
+                        high_watermark=9,
+                        last_stable_offset=8,
+                        log_start_offset=3,
+                        aborted_transactions=None,
+                        records=records,
+                    )
+                    for one in topic.partitions
+                ),
+            )
+            for topic in request.topics
+        )
+        return messages.FetchResponse(
+            throttle_time=timedelta(0), error_code=ErrorCode.none, session_id=0, responses=responses
+        )
+
+    return handle
+
+
+async def hang_up(header: codec.RequestHeader, frame: memoryview) -> Any:
+    raise EOFError
+
+
+# -- connecting -----------------------------------------------------------------------------------------------
+
+
+async def test_nobody_there_is_told_with_what_to_do() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(BrokerUnreachable) as caught:
+            async with Client.connect(f"127.0.0.1:{port},localhost:{port}", timeout_s=5):
+                pass
+    said = str(caught.value)
+    assert f"127.0.0.1:{port}, localhost:{port}" in said
+    assert "millstream serve" in said
+    assert "--brokers" in said
+
+
+async def test_one_of_several_addresses_is_enough(broker: ScriptedBroker) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        async with Client.connect(f"127.0.0.1:{taken.getsockname()[1]}, {broker.address}", timeout_s=5) as client:
+            assert (await client.metadata()).cluster_id == "test-cluster"
+
+
+@pytest.mark.parametrize("text", ["", "localhost", "localhost:x", "localhost:99999"])
+def test_an_address_that_is_none_is_told(text: str) -> None:
+    with pytest.raises(InvalidSetting, match="HOST:PORT"):
+        Client.connect(text)
+
+
+async def test_a_broker_that_never_answers_is_given_up() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.transport.abort()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(BrokerUnreachable, match="did not answer within"):
+        async with Client.connect(f"127.0.0.1:{port}", timeout_s=0.1):
+            pass
+    server.close()
+    await server.wait_closed()
+
+
+async def test_something_that_is_no_broker_is_given_up() -> None:
+    async def web_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await reader.read()
+        writer.transport.abort()
+
+    server = await asyncio.start_server(web_server, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(BrokerUnreachable, match="is this a Kafka port"):
+        async with Client.connect(f"127.0.0.1:{port}", timeout_s=5):
+            pass
+    server.close()
+    await server.wait_closed()
+
+
+async def test_old_brokers_are_asked_again_in_the_oldest_version(broker: ScriptedBroker) -> None:
+    broker.served[18] = (0, 2)
+    broker.served[METADATA] = (0, 5)
+    async with connect(broker) as client:
+        answer = await client.metadata(["orders"])
+    versions = [header.version for header in broker.headers]
+    assert versions == [3, 0, 5]
+    assert set(answer.topics["orders"].partitions) == {0, 1}
+
+
+async def test_versions_are_asked_for_once_per_connection(broker: ScriptedBroker) -> None:
+    async with connect(broker) as client:
+        for _ in range(3):
+            await client.metadata()
+    assert broker.asked(18) == 1
+    assert broker.connections == 1
+
+
+async def test_an_api_that_is_not_served_is_told(broker: ScriptedBroker) -> None:
+    del broker.served[METADATA]
+    async with connect(broker) as client:
+        with pytest.raises(InvalidRequest, match="does not serve API 3"):
+            await client.metadata()
+    broker.served |= {METADATA: (0, 13), PRODUCE: (0, 2)}
+    async with connect(broker) as client:
+        with pytest.raises(InvalidRequest, match="versions 0 to 2 of API 0"):
+            await client.produce("orders", 0, batch())
+
+
+async def test_a_lost_connection_is_opened_again(broker: ScriptedBroker) -> None:
+    async with connect(broker) as client:
+        await client.metadata()
+        await broker.stop()
+        await broker.start()
+        assert (await client.metadata(["orders"])).topics["orders"].partitions
+    assert broker.connections == 2
+
+
+async def test_closing_fails_what_waits(broker: ScriptedBroker) -> None:
+    never = asyncio.Event()
+
+    async def wait(header: codec.RequestHeader, frame: memoryview) -> Any:
+        await never.wait()
+
+    broker.handlers[PRIVATE] = wait
+    async with connect(broker) as client:
+        waiting = asyncio.create_task(client.private(None, PRIVATE, b""))
+        while not broker.asked(PRIVATE):
+            await asyncio.sleep(0)
+    with pytest.raises(BrokerUnreachable, match="connection"):
+        await waiting
+    never.set()
+
+
+# -- requests -------------------------------------------------------------------------------------------------
+
+
+async def test_answers_are_matched_by_number_whatever_their_order(broker: ScriptedBroker) -> None:
+    waiting: list[tuple[codec.RequestHeader, bytes]] = []
+
+    async def reverse(header: codec.RequestHeader, frame: memoryview) -> Any:
+        waiting.append((header, bytes(frame[header.body_at :])))
+        if len(waiting) < 5:
+            return None
+        answers = [broker.framed(earlier, b"re: " + body) for earlier, body in reversed(waiting[:-1])]
+        broker.write(b"".join(answers))
+        return b"re: " + waiting[-1][1]
+
+    broker.handlers[PRIVATE] = reverse
+    async with connect(broker) as client:
+        answers = await asyncio.gather(*(client.private(NODE, PRIVATE, b"%d" % number) for number in range(5)))
+    assert [bytes(answer) for answer in answers] == [b"re: %d" % number for number in range(5)]
+    assert broker.connections == 1
+
+
+async def test_large_and_small_answers_in_any_cut(broker: ScriptedBroker) -> None:
+    sizes = [0, 1, 70_000, 3, 65_531, 65_532, 1_000_000, 10]
+
+    async def sized(header: codec.RequestHeader, frame: memoryview) -> Any:
+        size = int(bytes(frame[header.body_at :]))
+        return bytes([size % 251]) * size
+
+    broker.handlers[PRIVATE] = sized
+    async with connect(broker) as client:
+        answers = await asyncio.gather(*(client.private(None, PRIVATE, b"%d" % size) for size in sizes))
+    assert [len(answer) for answer in answers] == sizes
+    assert all(bytes(answer) == bytes([size % 251]) * size for answer, size in zip(answers, sizes, strict=True))
+
+
+async def test_a_request_without_an_answer_times_out(broker: ScriptedBroker) -> None:
+    async def swallow(header: codec.RequestHeader, frame: memoryview) -> Any:
+        return None
+
+    broker.handlers[PRIVATE] = swallow
+    async with connect(broker, timeout_s=0.2) as client:
+        with pytest.raises(RequestTimedOut, match=r"did not answer within 0\.2 s"):
+            await client.private(None, PRIVATE, b"")
+        # The connection is not trusted with more requests.
+        await client.metadata()
+    assert broker.connections == 2
+
+
+async def test_a_cancelled_request_does_not_disturb_others(broker: ScriptedBroker) -> None:
+    release = asyncio.Event()
+
+    async def slow(header: codec.RequestHeader, frame: memoryview) -> Any:
+        await release.wait()
+        return b"late"
+
+    broker.handlers[PRIVATE] = slow
+    async with connect(broker) as client:
+        waiting = asyncio.create_task(client.private(None, PRIVATE, b""))
+        while not broker.asked(PRIVATE):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        release.set()
+        assert (await client.metadata()).cluster_id == "test-cluster"
+    assert broker.connections == 1
+
+
+# -- the cluster ----------------------------------------------------------------------------------------------
+
+
+async def test_metadata_tells_nodes_topics_and_what_is_missing(broker: ScriptedBroker) -> None:
+    async with connect(broker) as client:
+        answer = await client.metadata(["orders", "nope"])
+        assert await client.leader_of("orders", 1) == NODE
+    assert answer.controller_id == NODE
+    assert answer.nodes[NODE].port == broker.port
+    assert answer.errors == {"nope": 3}
+    assert sorted(answer.topics) == ["orders"]
+    assert broker.asked(METADATA) == 1
+
+
+async def test_unknown_topics_and_partitions_are_told_apart(broker: ScriptedBroker) -> None:
+    async with connect(broker) as client:
+        with pytest.raises(UnknownTopic, match="'nope'"):
+            await client.leader_of("nope", 0)
+        with pytest.raises(UnknownTopic, match="has 2 partitions, there is no number 7"):
+            await client.fetch("orders", 7, 0)
+
+
+async def test_a_node_at_a_wrong_address_is_told(broker: ScriptedBroker) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        real, wrong = broker.port, taken.getsockname()[1]
+        async with connect(broker, timeout_s=0.3) as client:
+            broker.port = wrong
+            with pytest.raises(BrokerUnreachable, match="--advertise"):
+                await client.fetch("orders", 0, 0)
+            with pytest.raises(BrokerUnreachable, match=r"node 9 is not in the cluster now; its nodes are \[1\]"):
+                await client.private(NodeId(9), PRIVATE, b"")
+        broker.port = real
+
+
+async def test_the_coordinator_is_found_and_waited_for(broker: ScriptedBroker) -> None:
+    codes = [ErrorCode.coordinator_not_available, ErrorCode.coordinator_load_in_progress, ErrorCode.none]
+
+    async def find(header: codec.RequestHeader, frame: memoryview) -> Any:
+        messages: Any = importlib.import_module("kio.schema.find_coordinator.v6.response")
+        found = messages.Coordinator(
+            key="g", node_id=1, host="127.0.0.1", port=broker.port, error_code=codes.pop(0), error_message=None
+        )
+        return messages.FindCoordinatorResponse(throttle_time=timedelta(0), coordinators=(found,))
+
+    broker.handlers[FIND_COORDINATOR] = find
+    async with connect(broker) as client:
+        assert await client.coordinator("g") == NODE
+    assert not codes
+
+
+async def test_offsets_are_looked_up_by_time(broker: ScriptedBroker) -> None:
+    async def look_up(header: codec.RequestHeader, frame: memoryview) -> Any:
+        request = codec.read_request(LIST_OFFSETS, header.version, frame, header.body_at)
+        messages: Any = importlib.import_module("kio.schema.list_offsets.v10.response")
+        partitions = tuple(
+            messages.ListOffsetsPartitionResponse(
+                partition_index=one.partition_index, error_code=ErrorCode.none, offset=one.timestamp + 100, timestamp=5
+            )
+            for one in request.topics[0].partitions
+        )
+        topic = messages.ListOffsetsTopicResponse(name=request.topics[0].name, partitions=partitions)
+        return messages.ListOffsetsResponse(throttle_time=timedelta(0), topics=(topic,))
+
+    broker.handlers[LIST_OFFSETS] = look_up
+    async with connect(broker) as client:
+        found = await client.list_offsets("orders", {0: -2, 1: -1})
+    assert {partition: listed.offset for partition, listed in found.items()} == {0: 98, 1: 99}
+    assert found[0].timestamp_ms == 5
+
+
+# -- produce --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("newest", range(3, 14))
+async def test_produce_in_every_version(broker: ScriptedBroker, newest: int) -> None:
+    broker.served[PRODUCE] = (0, newest)
+    broker.handlers[PRODUCE] = produced(ErrorCode.none)
+    async with connect(broker) as client:
+        assert await client.produce("orders", 1, batch()) == (42, -1)
+    assert broker.headers[-1].version == min(newest, 12)
+
+
+async def test_the_batch_arrives_as_it_was_given(broker: ScriptedBroker) -> None:
+    sent = batch()
+    got: list[Any] = []
+
+    async def keep(header: codec.RequestHeader, frame: memoryview) -> Any:
+        got.append(codec.read_request(PRODUCE, header.version, frame, header.body_at))
+        return await produced(ErrorCode.none)(header, frame)
+
+    broker.handlers[PRODUCE] = keep
+    async with connect(broker) as client:
+        await client.produce("orders", 1, memoryview(sent), acks=1, timeout_ms=77)
+    assert got[0].topic_data[0].partition_data[0].records == sent
+    assert got[0].topic_data[0].name == "orders"
+    assert got[0].topic_data[0].partition_data[0].index == 1
+    assert got[0].acks == 1
+    assert got[0].timeout == timedelta(milliseconds=77)
+
+
+async def test_a_moved_leader_is_looked_up_again(broker: ScriptedBroker) -> None:
+    broker.handlers[PRODUCE] = produced(ErrorCode.not_leader_or_follower, ErrorCode.none)
+    async with connect(broker) as client:
+        assert (await client.produce("orders", 0, batch())).base_offset == 42
+    assert broker.asked(PRODUCE) == 2
+    assert broker.asked(METADATA) == 2
+
+
+async def test_a_final_refusal_is_raised_at_once(broker: ScriptedBroker) -> None:
+    broker.handlers[PRODUCE] = produced(ErrorCode.message_too_large)
+    async with connect(broker) as client:
+        with pytest.raises(BatchTooLarge, match="publish to orders-0: too big for me"):
+            await client.produce("orders", 0, batch())
+        with pytest.raises(CorruptBatch):
+            await client.produce("orders", 0, b"not a batch")
+    assert broker.asked(PRODUCE) == 1
+
+
+async def test_a_lost_answer_is_not_sent_again_without_idempotence(broker: ScriptedBroker) -> None:
+    broker.handlers[PRODUCE] = hang_up
+    async with connect(broker) as client:
+        with pytest.raises(RequestTimedOut, match="not known"):
+            await client.produce("orders", 0, batch())
+    assert broker.asked(PRODUCE) == 1
+
+
+async def test_a_lost_answer_is_sent_again_with_idempotence(broker: ScriptedBroker) -> None:
+    async def once(header: codec.RequestHeader, frame: memoryview) -> Any:
+        broker.handlers[PRODUCE] = produced(ErrorCode.none)
+        raise EOFError
+
+    broker.handlers[PRODUCE] = once
+    async with connect(broker) as client:
+        assert (await client.produce("orders", 0, batch(producer_id=7))).base_offset == 42
+    assert broker.asked(PRODUCE) == 2
+
+
+async def test_acks_none_waits_for_nothing(broker: ScriptedBroker) -> None:
+    async def silent(header: codec.RequestHeader, frame: memoryview) -> Any:
+        return None
+
+    broker.handlers[PRODUCE] = silent
+    async with connect(broker) as client:
+        assert await client.produce("orders", 0, batch(), acks=0) == (-1, -1)
+        await client.metadata()
+    assert broker.asked(PRODUCE) == 1
+
+
+# -- fetch ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("newest", range(4, 18))
+async def test_fetch_in_every_version(broker: ScriptedBroker, newest: int) -> None:
+    broker.served[FETCH] = (4, newest)
+    broker.handlers[FETCH] = fetched(b"batches")
+    async with connect(broker) as client:
+        answer = await client.fetch("orders", 1, 3, max_bytes=100, max_wait_ms=0)
+    assert bytes(answer.records) == b"batches"
+    assert (answer.high_watermark, answer.last_stable) == (9, 8)
+    assert answer.log_start == (3 if newest >= 5 else 0)
+    assert broker.headers[-1].version == min(newest, 12)
+
+
+async def test_an_offset_out_of_range_tells_what_there_is(broker: ScriptedBroker) -> None:
+    broker.handlers[FETCH] = fetched(None, ErrorCode.offset_out_of_range)
+    async with connect(broker) as client:
+        with pytest.raises(OffsetOutOfRange, match="fetch from orders-0: the log reaches from 3 to 9") as caught:
+            await client.fetch("orders", 0, 99)
+    assert (caught.value.start, caught.value.end) == (3, 9)
+
+
+async def test_many_partitions_come_in_one_request(broker: ScriptedBroker) -> None:
+    broker.handlers[FETCH] = fetched(None)
+    wanted = {TopicPartition("orders", PartitionIndex(index)): Offset(0) for index in range(2)}
+    async with connect(broker) as client:
+        answers = await client.fetch_many(wanted, LIMITS)
+        assert set(answers) == set(wanted)
+        assert all(bytes(answer.records) == b"" for answer in answers.values())
+        assert broker.asked(FETCH) == 1
+
+        broker.handlers[FETCH] = fetched(None, ErrorCode.not_leader_or_follower)
+        assert await client.fetch_many(wanted, LIMITS) == {}
+        broker.handlers[FETCH] = fetched(None, ErrorCode.offset_out_of_range)
+        with pytest.raises(OffsetOutOfRange):
+            await client.fetch_many(wanted, LIMITS)
+        broker.handlers[FETCH] = hang_up
+        with pytest.raises(BrokerUnreachable):
+            await client.fetch_many(wanted, LIMITS)
+
+
+async def test_a_waiting_fetch_holds_nothing_up(broker: ScriptedBroker) -> None:
+    release = asyncio.Event()
+
+    async def wait(header: codec.RequestHeader, frame: memoryview) -> Any:
+        await release.wait()
+        return await fetched(b"late")(header, frame)
+
+    broker.handlers[FETCH] = wait
+    async with connect(broker) as client:
+        polls = [asyncio.create_task(client.fetch("orders", index, 0)) for index in range(2)]
+        while broker.asked(FETCH) < 2:
+            await asyncio.sleep(0)
+        await client.metadata()
+        polls[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await polls[0]
+        release.set()
+        assert bytes((await polls[1]).records) == b"late"
+        # The connection of the finished fetch is used again.
+        before = broker.connections
+        await client.fetch("orders", 0, 0)
+        assert broker.connections == before
+
+
+async def test_a_fetch_survives_a_broken_connection(broker: ScriptedBroker) -> None:
+    async def once(header: codec.RequestHeader, frame: memoryview) -> Any:
+        broker.handlers[FETCH] = fetched(b"after")
+        raise EOFError
+
+    broker.handlers[FETCH] = once
+    async with connect(broker) as client:
+        assert bytes((await client.fetch("orders", 0, 0)).records) == b"after"
