@@ -106,24 +106,23 @@ class HttpChild:
             self._process = None
 
     async def _spawn(self) -> Process:
-        descriptor = self._listening.fileno()
+        # In a session of its own, so that a Ctrl-C in the terminal reaches the broker alone, which stops in order.
+        return await asyncio.create_subprocess_exec(
+            *self._command(),
+            stdin=PIPE,
+            stdout=sys.stderr,
+            pass_fds=(self._listening.fileno(),),
+            start_new_session=True,
+        )
+
+    def _command(self) -> list[str]:
         options = {
-            "descriptor": descriptor,
+            "descriptor": self._listening.fileno(),
             "kafka": self._kafka_address,
             "log_level": self._log_level,
             "log_format": self._log_format,
         }
-        # In a session of its own, so that a Ctrl-C in the terminal reaches the broker alone, which stops in order.
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            MODULE,
-            json.dumps(options),
-            stdin=PIPE,
-            stdout=sys.stderr,
-            pass_fds=(descriptor,),
-            start_new_session=True,
-        )
+        return [sys.executable, "-m", MODULE, json.dumps(options)]
 
 
 def _hang_up(process: Process) -> None:

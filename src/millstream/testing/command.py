@@ -1,0 +1,82 @@
+"""Runs `millstream` commands for tests: in this process, which is quick, or in one of its own, which is real."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millstream.cli.main import call
+
+PROCESS_S_MAX = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a command said and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        """What it printed, line by line."""
+        return self.out.splitlines()
+
+    @property
+    def document(self) -> Any:
+        """What it printed under `--json`."""
+        return json.loads(self.out)
+
+    @property
+    def documents(self) -> list[Any]:
+        """What it printed under `--json`, when that is one document per line."""
+        return [json.loads(line) for line in self.lines]
+
+
+class CommandLine:
+    """Commands against one broker."""
+
+    def __init__(self, brokers: str) -> None:
+        self.brokers = brokers
+
+    def __call__(self, *arguments: object) -> Outcome:
+        """Run a command in this process."""
+        return call_command([*map(str, arguments), "--brokers", self.brokers])
+
+    def process(self, *arguments: object, stdin: bytes = b"", cwd: Path | None = None) -> Outcome:
+        """Run a command in a process of its own."""
+        return run_command([*map(str, arguments), "--brokers", self.brokers], stdin=stdin, cwd=cwd)
+
+
+def call_command(arguments: Sequence[str]) -> Outcome:
+    """Run one command in this process."""
+    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = call(list(arguments))
+    out.flush()
+    printed = out.buffer.getvalue() if isinstance(out.buffer, io.BytesIO) else b""
+    return Outcome(int(code), printed.decode(errors="backslashreplace"), err.getvalue())
+
+
+def run_command(arguments: Sequence[str], *, stdin: bytes = b"", cwd: Path | None = None) -> Outcome:
+    """Run one command in a process of its own, without the caller's own settings."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MILLSTREAM_")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "millstream.cli.main", *arguments],
+        input=stdin,
+        capture_output=True,
+        env=environment,
+        cwd=cwd,
+        timeout=PROCESS_S_MAX,
+        check=False,
+    )
+    return Outcome(ended.returncode, ended.stdout.decode(errors="backslashreplace"), ended.stderr.decode())

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from millstream.testing.command import CommandLine
+from millstream.testing.server import Server
+
+
+@pytest.fixture(scope="module")
+def millstream(server: Server) -> CommandLine:
+    return CommandLine(server.kafka)
+
+
+def values(millstream: CommandLine, topic: str, *arguments: object) -> list[str]:
+    return millstream("tail", topic, "--raw", *arguments).lines
+
+
+def test_a_message_comes_back_with_all_it_had(millstream: CommandLine) -> None:
+    millstream("topic", "create", "whole")
+    published = millstream(
+        "publish", "whole", "hello", "-k", "customer-7", "-H", "region=eu", "-H", "region=de", "--json"
+    )
+    assert published.code == 0
+    topic_id = millstream("topic", "describe", "whole", "--json").document["id"]
+    assert published.document == {"id": f"{topic_id}/0/0", "topic": "whole", "partition": 0, "offset": 0}
+    (message,) = millstream("tail", "whole", "--json").documents
+    assert message.pop("timestamp").endswith("Z")
+    assert message.pop("timestamp_ms") > 1_600_000_000_000
+    assert message == {
+        "topic": "whole",
+        "partition": 0,
+        "offset": 0,
+        "id": f"{topic_id}/0/0",
+        "key": "customer-7",
+        "value": "hello",
+        "headers": [["region", "eu"], ["region", "de"]],
+    }
+
+
+def test_the_publishers_own_id_wins(millstream: CommandLine) -> None:
+    assert millstream("publish", "named", "x", "--header", "message-id=order-1").out == "order-1\n"
+    assert millstream("tail", "named", "--json").document["id"] == "order-1"
+
+
+def test_lines_of_standard_input_are_messages(millstream: CommandLine) -> None:
+    published = millstream.process("publish", "lines", stdin=b"one\n\nthree")
+    assert (published.code, published.err) == (0, "Published 3 messages to lines.\n")
+    assert [line.rpartition("/")[2] for line in published.lines] == ["0", "1", "2"]
+    assert values(millstream, "lines") == ["one", "", "three"]
+
+
+def test_a_large_file_goes_in_once_and_in_order(millstream: CommandLine, tmp_path: Path) -> None:
+    lines = [f"{number}-{'x' * 100}" for number in range(20_000)]
+    (tmp_path / "input").write_text("\n".join(lines))
+    millstream("topic", "create", "large")
+    published = millstream("publish", "large", "--file", tmp_path / "input", "--no-ids", "--compression", "lz4")
+    assert (published.code, published.out) == (0, "")
+    assert published.err == "Published 20,000 messages to large.\n"
+    assert values(millstream, "large", "--from", "start") == lines
+
+
+def test_messages_larger_than_a_batch_of_the_topic_are_split(millstream: CommandLine, tmp_path: Path) -> None:
+    millstream("topic", "create", "narrow", "--set", "max.message.bytes=2000")
+    lines = [str(number) * 100 for number in range(10)] * 10
+    (tmp_path / "input").write_text("\n".join(lines))
+    assert millstream("publish", "narrow", "-f", tmp_path / "input", "--no-ids").code == 0
+    assert values(millstream, "narrow", "--from", "start") == lines
+    refused = millstream("publish", "narrow", "x" * 3000)
+    assert refused.code == 1
+    assert refused.err.startswith("millstream: publish to narrow-0:")
+
+
+def test_keys_decide_the_partition_and_keep_their_order(millstream: CommandLine) -> None:
+    millstream("topic", "create", "keyed", "--partitions", 4)
+    lines = [f"key-{number % 8}:{number}" for number in range(64)]
+    millstream.process("publish", "keyed", "--key-separator", ":", stdin="\n".join(lines).encode())
+    by_key: dict[str, list[tuple[int, int]]] = {}
+    for message in millstream("tail", "keyed", "--from", "start", "--json").documents:
+        by_key.setdefault(message["key"], []).append((message["partition"], int(message["value"])))
+    for key, found in by_key.items():
+        assert len({partition for partition, _ in found}) == 1
+        assert [number for _, number in found] == [n for n in range(64) if f"key-{n % 8}" == key]
+    assert len({found[0][0] for found in by_key.values()}) > 1
+
+
+def test_a_partition_can_be_chosen(millstream: CommandLine) -> None:
+    millstream("topic", "create", "chosen", "--partitions", 3)
+    assert millstream("publish", "chosen", "x", "-k", "k", "-p", 2, "--json").document["partition"] == 2
+    assert values(millstream, "chosen", "-p", 2) == ["x"]
+    assert values(millstream, "chosen", "-p", 0, "-p", 1) == []
+    refused = millstream("publish", "chosen", "x", "--partition", 3)
+    assert (refused.code, "has no partition 3" in refused.err) == (3, True)
+    assert millstream("tail", "chosen", "-p", 9).code == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("x", "--file", "f"), 2, "not both"),
+        (("x", "--key", "a", "--key-separator", ":"), 2, "not both"),
+        (("--file", "no-such-file"), 3, "cannot read no-such-file: No such file or directory"),
+        (("x", "--header", "nothing"), 2, "--header takes NAME=VALUE"),
+        (("x", "--compression", "zip"), 2, "zip"),
+    ],
+)
+def test_a_mistaken_publish_is_refused(
+    millstream: CommandLine, arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    refused = millstream("publish", "mistaken", *arguments)
+    assert (refused.code, refused.out) == (code, "")
+    assert said in refused.err
+
+
+def test_a_line_without_its_key_stops_and_says_what_is_stored(millstream: CommandLine) -> None:
+    refused = millstream.process("publish", "broken", "--key-separator", "=", stdin=b"a=1\nb")
+    assert refused.code == 1
+    assert "a line has no '=' between key and value: 'b'" in refused.err
+    assert "the first 1 message of the input is stored for certain" in refused.err
+
+
+def test_tail_shows_the_last_messages_of_all_partitions(millstream: CommandLine) -> None:
+    millstream("topic", "create", "last", "--partitions", 3)
+    for number in range(15):
+        millstream("publish", "last", number, "-p", number % 3)
+    assert values(millstream, "last") == [str(number) for number in range(5, 15)]
+    assert values(millstream, "last", "-n", 2) == ["13", "14"]
+    assert values(millstream, "last", "-n", 0) == []
+
+
+def test_tail_begins_where_it_is_told(millstream: CommandLine) -> None:
+    for number in range(5):
+        millstream("publish", "positions", number)
+    assert values(millstream, "positions", "--from", "start") == ["0", "1", "2", "3", "4"]
+    assert values(millstream, "positions", "--from", "start", "-n", 2) == ["0", "1"]
+    assert values(millstream, "positions", "--from", "3") == ["3", "4"]
+    assert values(millstream, "positions", "--from", "end") == []
+    assert values(millstream, "positions", "--from", "1h") == ["0", "1", "2", "3", "4"]
+    third = millstream("tail", "positions", "--from", "2", "-n", 1, "--json").document["timestamp"]
+    assert values(millstream, "positions", "--from", third)[-3:] == ["2", "3", "4"]
+    beyond = millstream("tail", "positions", "--from", "99", "--raw")
+    assert (beyond.code, beyond.out) == (0, "")
+    assert "does not reach to offset 99; beginning at 5" in beyond.err
+    assert millstream("tail", "positions", "--from", "noon").code == 2
+
+
+def test_people_see_json_laid_out_and_no_control_characters(millstream: CommandLine) -> None:
+    millstream("publish", "pretty", '{"b":[1,2],"a":"ü"}', "-k", "k", "-H", "h=v")
+    millstream("publish", "pretty", "plain \x1b[2J text")
+    shown = millstream("tail", "pretty").out
+    assert '{\n  "b": [\n    1,\n    2\n  ],\n  "a": "ü"\n}\n' in shown
+    assert shown.splitlines()[0].startswith("pretty/0@0  20")
+    assert shown.splitlines()[0].endswith("  key=k  h=v")
+    assert "plain \\x1b[2J text" in shown
+
+
+def test_bytes_that_are_no_text_survive_json(millstream: CommandLine) -> None:
+    millstream.process("publish", "binary", stdin=b"\xff\xfe\n")
+    assert millstream("tail", "binary", "--json").document["value"] == {"base64": "//4="}
+
+
+def test_follow_shows_what_comes(millstream: CommandLine) -> None:
+    millstream("publish", "followed", "before")
+    command = [sys.executable, "-m", "millstream.cli.main", "tail", "followed", "-f", "--json", "--brokers"]
+    with subprocess.Popen([*command, millstream.brokers], stdout=subprocess.PIPE) as tail:
+        assert tail.stdout is not None
+        try:
+            assert json.loads(tail.stdout.readline())["value"] == "before"
+            millstream("publish", "followed", "after")
+            assert json.loads(tail.stdout.readline())["value"] == "after"
+        finally:
+            tail.terminate()
+
+
+def test_follow_ends_after_the_number_asked_for(millstream: CommandLine) -> None:
+    millstream("publish", "counted", "one")
+    command = [
+        sys.executable,
+        "-m",
+        "millstream.cli.main",
+        "tail",
+        "counted",
+        "--from",
+        "start",
+        "-n",
+        "2",
+        "-f",
+        "--raw",
+    ]
+    with subprocess.Popen([*command, "--brokers", millstream.brokers], stdout=subprocess.PIPE) as tail:
+        assert tail.stdout is not None
+        assert tail.stdout.readline() == b"one\n"
+        millstream("publish", "counted", "two")
+        assert tail.stdout.read() == b"two\n"
+        assert tail.wait() == 0
+
+
+def test_a_reader_that_has_enough_is_no_error(millstream: CommandLine) -> None:
+    millstream.process("publish", "cut", stdin=b"x\n" * 5000)
+    command = f"{sys.executable} -m millstream.cli.main tail cut --from start --brokers {millstream.brokers} | head -1"
+    cut = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert (cut.returncode, cut.stderr) == (0, "")
+
+
+def test_a_missing_topic_is_not_found(millstream: CommandLine) -> None:
+    refused = millstream("tail", "never-made")
+    assert (refused.code, refused.out) == (3, "")
+    assert "millstream topic create never-made" in refused.err

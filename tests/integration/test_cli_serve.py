@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from millstream import __version__
+from millstream.testing.command import CommandLine, run_command
+from millstream.testing.server import Server
+
+StartServer = Callable[..., Server]
+FREE = ("--kafka", "127.0.0.1:0", "--http", "127.0.0.1:0")
+DEADLINE_S = 30.0
+
+
+def eventually(what: Callable[[], bool]) -> None:
+    """Wait for something that another process does."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def gateways(server: Server) -> list[psutil.Process]:
+    return [child for child in psutil.Process(server.pid).children() if "millstream.http.gateway" in child.cmdline()]
+
+
+def get(server: Server, path: str) -> httpx.Response:
+    return httpx.get(f"http://{server.http}{path}", timeout=DEADLINE_S)
+
+
+@contextmanager
+def served(folder: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """A node whose output the test reads itself."""
+    command = [sys.executable, "-m", "millstream.cli.main", "serve", "--data", "data", *FREE, *flags]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=folder, text=True, **pipes) as serve:  # type: ignore[call-overload]
+        try:
+            yield serve
+        finally:
+            serve.kill()
+
+
+def first_line(serve: subprocess.Popen[str]) -> str:
+    assert serve.stdout is not None
+    return serve.stdout.readline()
+
+
+def test_people_get_a_banner(tmp_path: Path) -> None:
+    with served(tmp_path) as serve:
+        lines = [first_line(serve) for _ in range(5)]
+        serve.send_signal(signal.SIGINT)
+        rest, logged = serve.communicate(timeout=DEADLINE_S)
+    assert lines[0] == f"millstream {__version__} is ready\n"
+    assert "point any Kafka client here" in lines[1]
+    assert (lines[4], rest) == ("Stop with Ctrl-C.\n", "")
+    assert "info    stopping signal=SIGINT" in logged
+    assert serve.returncode == 0
+
+
+def test_programs_get_one_line(tmp_path: Path) -> None:
+    with served(tmp_path, "--json") as serve:
+        ready = json.loads(first_line(serve))
+        serve.send_signal(signal.SIGTERM)
+        rest, logged = serve.communicate(timeout=DEADLINE_S)
+    assert sorted(ready) == ["http", "kafka"]
+    assert rest == ""
+    assert "Traceback" not in logged
+    assert serve.returncode == 0
+
+
+def test_the_second_signal_does_not_wait(tmp_path: Path) -> None:
+    with served(tmp_path, "--json", "--shutdown-ms", "600000") as serve:
+        host, _, port = json.loads(first_line(serve))["kafka"].rpartition(":")
+        with socket.create_connection((host, int(port))) as held:
+            # A request that is never sent to its end holds an orderly stop up for as long as it may.
+            held.sendall((1000).to_bytes(4, "big"))
+            eventually(lambda: any(c.raddr for c in psutil.Process(serve.pid).net_connections()))
+            serve.send_signal(signal.SIGTERM)
+            assert serve.stderr is not None
+            while "stopping" not in serve.stderr.readline():
+                pass
+            serve.send_signal(signal.SIGTERM)
+            assert serve.wait(DEADLINE_S) == 130
+
+
+@pytest.mark.parametrize("flag", ["kafka", "http"])
+def test_a_taken_port_names_the_flag(tmp_path: Path, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        other = {"kafka": "http", "http": "kafka"}[flag]
+        refused = run_command(
+            ["serve", "--data", "data", f"--{flag}", address, f"--{other}", "127.0.0.1:0"], cwd=tmp_path
+        )
+    assert (refused.code, refused.out) == (1, "")
+    assert f"--{flag} HOST:PORT" in refused.err
+    assert address in refused.err
+    assert "Traceback" not in refused.err
+
+
+def test_a_folder_in_use_is_a_conflict(start_server: StartServer) -> None:
+    server = start_server()
+    refused = run_command(["serve", "--data", str(server.data), *FREE], cwd=server.data.parent)
+    assert (refused.code, refused.out) == (5, "")
+    assert refused.err.splitlines()[-1].startswith("millstream: ")
+    assert "Traceback" not in refused.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--node-id", "one"), "node-id must be a whole number, not 'one'"),
+        (("--log-level", "loud"), "log-level must be one of debug, info, warning, error, not 'loud'"),
+        (("--kafka", "9092"), "kafka must be HOST:PORT"),
+        (("--config", "missing.toml"), "config file missing.toml does not exist"),
+        (("--no-such-flag",), "--no-such-flag"),
+    ],
+)
+def test_a_wrong_setting_is_a_mistake_in_usage(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    refused = run_command(["serve", "--data", "data", *FREE, *arguments], cwd=tmp_path)
+    assert (refused.code, refused.out) == (2, "")
+    assert said in refused.err
+
+
+def test_a_flag_wins_over_the_file(start_server: StartServer, tmp_path: Path) -> None:
+    (tmp_path / "node.toml").write_text("node-id = 5\ndefault-partitions = 3\nauto-create-topics = true\n")
+    server = start_server(config=tmp_path / "node.toml", node_id=7, auto_create_topics="false")
+    millstream = CommandLine(server.kafka)
+    described = millstream("topic", "create", "made", "--json")
+    assert described.document["partitions"] == 3
+    assert get(server, "/readyz").json()["node"] == 7
+    assert millstream("publish", "not-made", "x").code == 3
+
+
+def test_log_lines_can_be_json(start_server: StartServer) -> None:
+    server = start_server(log_format="json")
+    CommandLine(server.kafka)("topic", "create", "logged")
+    server.stop()
+    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    created = next(line for line in lines if line["message"] == "topic created")
+    assert (created["topic"], created["level"]) == ("logged", "info")
+
+
+def test_health_readiness_and_metrics_are_served(start_server: StartServer) -> None:
+    server = start_server()
+    millstream = CommandLine(server.kafka)
+    millstream("publish", "measured", "x")
+    assert get(server, "/healthz").json()["status"] == "ok"
+    assert get(server, "/readyz").status_code == 200
+    metrics = get(server, "/metrics").text
+    assert 'millstream_topic_records_in_total{topic="measured"} 1.0' in metrics
+    assert 'millstream_high_watermark{partition="0",topic="measured"} 1.0' in metrics
+    assert 'millstream_request_seconds_bucket{api="Produce",le="+Inf"} 1.0' in metrics
+    missing = get(server, "/missing")
+    assert (missing.status_code, missing.headers["content-type"]) == (404, "application/problem+json")
+
+
+def test_a_gateway_that_dies_is_started_again_and_stops_with_its_broker(start_server: StartServer) -> None:
+    server = start_server()
+    assert get(server, "/healthz").status_code == 200
+    (first,) = gateways(server)
+    first.kill()
+    assert get(server, "/healthz").status_code == 200
+    (second,) = gateways(server)
+    assert second.pid != first.pid
+    assert "the HTTP gateway ended; starting it again" in server.log_tail()
+    assert server.stop() == 0
+    assert not second.is_running()
+    assert (server.data / "clean-stop").exists()
+
+
+def test_the_gateway_ends_with_a_broker_that_is_killed(start_server: StartServer) -> None:
+    server = start_server()
+    get(server, "/healthz")
+    (gateway,) = gateways(server)
+    server.kill_main()
+    _, alive = psutil.wait_procs([gateway], timeout=DEADLINE_S)
+    assert alive == []

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import pytest
+
+from millstream.testing.command import CommandLine
+from millstream.testing.server import Server
+
+
+@pytest.fixture(scope="module")
+def millstream(server: Server) -> CommandLine:
+    return CommandLine(server.kafka)
+
+
+def test_a_topic_lives_from_create_to_delete(millstream: CommandLine) -> None:
+    created = millstream("topic", "create", "life", "--partitions", 3, "--set", "retention.ms=1000", "--json")
+    assert created.code == 0
+    assert {**created.document, "id": ""} == {"topic": "life", "id": "", "partitions": 3, "created": True}
+
+    described = millstream("topic", "describe", "life", "--json").document
+    assert described["id"] == created.document["id"]
+    assert described["overrides"] == {"retention.ms": "1000"}
+    assert described["settings"]["flush"] == "always"
+    assert [(one["partition"], one["start"], one["end"]) for one in described["partitions"]] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (2, 0, 0),
+    ]
+
+    assert (
+        millstream("topic", "alter", "life", "--set", "flush=os", "--unset", "retention.ms", "--partitions", 4).code
+        == 0
+    )
+    described = millstream("topic", "describe", "life", "--json").document
+    assert described["overrides"] == {"flush": "os"}
+    assert len(described["partitions"]) == 4
+
+    assert millstream("topic", "delete", "life").out == "Deleted topic life.\n"
+    assert millstream("topic", "describe", "life").code == 3
+
+
+def test_topics_are_listed_without_the_brokers_own(millstream: CommandLine) -> None:
+    millstream("topic", "create", "listed-b")
+    millstream("topic", "create", "listed-a", "--partitions", 2)
+    mine = [
+        one for one in millstream("topic", "list", "--json").document["topics"] if one["topic"].startswith("listed")
+    ]
+    assert [(one["topic"], one["partitions"], one["replication"], one["internal"]) for one in mine] == [
+        ("listed-a", 2, 1, False),
+        ("listed-b", 1, 1, False),
+    ]
+    text = millstream("topic", "list")
+    assert text.lines[0].split() == ["TOPIC", "PARTITIONS", "REPLICATION"]
+    assert "__consumer_offsets" not in text.out
+
+
+def test_a_description_can_be_read_by_people(millstream: CommandLine) -> None:
+    millstream("topic", "create", "shown", "--set", "segment.ms=5000")
+    shown = millstream("topic", "describe", "shown")
+    assert shown.lines[0] == "shown  (1 partition, 0 messages)"
+    assert any(line.split() == ["segment.ms", "5000", "this", "topic"] for line in shown.lines)
+
+
+def test_a_topic_that_exists_is_a_conflict_unless_that_is_fine(millstream: CommandLine) -> None:
+    millstream("topic", "create", "twice")
+    again = millstream("topic", "create", "twice")
+    assert (again.code, again.out) == (5, "")
+    assert "exists already" in again.err
+    fine = millstream("topic", "create", "twice", "--if-not-exists", "--json")
+    assert (fine.code, fine.document["created"]) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("describe", "missing"), 3, "create it with: millstream topic create missing"),
+        (("delete", "missing"), 3, "does not exist"),
+        (("alter", "missing", "--set", "flush=os"), 3, "does not exist"),
+        (("create", "no spaces allowed"), 2, "may hold only letters"),
+        (("create", "odd", "--set", "no.such.setting=1"), 2, "unknown topic setting 'no.such.setting'"),
+        (("create", "odd", "--set", "retention.ms=soon"), 2, "must be a whole number"),
+        (("create", "odd", "--set", "retention.ms"), 2, "--set takes NAME=VALUE"),
+        (("create", "odd", "--replication", "3"), 2, "needs as many nodes"),
+        (("create", "odd", "--partitions", "0"), 2, "see millstream topic create --help"),
+        (("alter", "odd"), 2, "nothing to change"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(
+    millstream: CommandLine, arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    refused = millstream("topic", *arguments)
+    assert (refused.code, refused.out) == (code, "")
+    assert said in refused.err
+    assert refused.err.startswith("millstream: ")
+    assert refused.err.count("\n") == 1
+
+
+def test_a_topic_never_shrinks(millstream: CommandLine) -> None:
+    millstream("topic", "create", "grown", "--partitions", 2)
+    refused = millstream("topic", "alter", "grown", "--partitions", 1)
+    assert refused.code == 2
+    assert "has 2 partitions" in refused.err
+
+
+def test_no_broker_is_told_apart_and_says_what_to_do() -> None:
+    refused = CommandLine("127.0.0.1:1")("topic", "list", "--timeout", 1)
+    assert (refused.code, refused.out) == (4, "")
+    assert "start one with `millstream serve`" in refused.err
+
+
+def test_an_address_that_is_none_is_a_mistake_in_usage() -> None:
+    refused = CommandLine("localhost")("topic", "list")
+    assert refused.code == 2
+    assert "HOST:PORT" in refused.err

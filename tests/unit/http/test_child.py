@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.http import child
+from millstream.http.child import HttpChild
+
+
+# A child that does not look at its standard input.
+DEAF = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+async def test_a_child_that_keeps_dying_is_started_again_and_again(
+    listening: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(child, "MODULE", "millstream.no_such_module")
+    monkeypatch.setattr(child, "BACKOFF_MAX_S", 0.002)
+    caplog.set_level(logging.WARNING)
+    gateway = HttpChild(listening, "127.0.0.1:9092", backoff_min_s=0.001)
+    running = asyncio.create_task(gateway.run())
+    while gateway.restarts < 2:
+        await asyncio.sleep(0.01)
+    await gateway.stop()
+    await running
+    assert gateway.pid is None
+    assert listening.fileno() == -1
+    assert "the HTTP gateway ended; starting it again" in caplog.text
+
+
+async def test_a_child_that_does_not_stop_is_killed(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HttpChild, "_command", lambda self: DEAF)
+    monkeypatch.setattr(child, "STOP_S", 0.01)
+    gateway = HttpChild(listening, "127.0.0.1:9092")
+    running = asyncio.create_task(gateway.run())
+    while gateway.pid is None:
+        await asyncio.sleep(0.01)
+    await gateway.stop()
+    await running
+    assert gateway.pid is None
+
+
+async def test_giving_up_takes_the_child_along(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HttpChild, "_command", lambda self: DEAF)
+    gateway = HttpChild(listening, "127.0.0.1:9092")
+    running = asyncio.create_task(gateway.run())
+    while gateway.pid is None:
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert gateway.pid is None
