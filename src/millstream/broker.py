@@ -39,6 +39,7 @@ class Broker:
         self._config = config
         self._clock = clock or SystemClock()
         self._files = files or DiskFiles()
+        self._data = os.path.abspath(config.data)
         self._kafka_socket: socket.socket | None = None
         self._http_socket: socket.socket | None = None
         self._served: Served | None = None
@@ -75,7 +76,7 @@ class Broker:
         undo.push_async_callback(self._end_tasks)
 
         store = LogStore.open(
-            Path(config.data),
+            Path(self._data),
             files=self._files,
             clock=self._clock,
             journal_bytes=config.journal_bytes,
@@ -83,7 +84,7 @@ class Broker:
         )
         undo.push_async_callback(store.close)
         self._supervise("log store", store.run())
-        catalog = Catalog.open_folder(Path(config.data))
+        catalog = Catalog.open_folder(Path(self._data))
         undo.callback(catalog.close)
         topics = Topics(catalog, store, config, self._clock)
         await topics.load()
@@ -129,7 +130,7 @@ class Broker:
             started_ms=clock.now_ms(),
             kafka=self.kafka_address,
             http=self.http_address,
-            data=os.path.abspath(config.data),
+            data=self._data,
         )
         parts = module.Parts(
             config=config,

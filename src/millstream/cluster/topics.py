@@ -93,6 +93,11 @@ class Topics:
             raise UnknownTopicId(f"no topic has the id {topic_id}")
         return self.partition(topic.name, index)
 
+    def high_watermark(self, name: str, index: int) -> int | None:
+        """Where consumers of a partition will read next; None when there is no such partition."""
+        partitions = self._partitions.get(name, ())
+        return partitions[index].high_watermark if 0 <= index < len(partitions) else None
+
     def partitions_of(self, topic: Topic) -> list[Partition]:
         """The partitions of a topic, in order."""
         return self._partitions[topic.name]

@@ -174,6 +174,12 @@ class GroupCoordinator:
             shards_loading=sum(state is None for state in states),
         )
 
+    def committed(self) -> Iterable[tuple[str, str, int, int]]:
+        """Every committed offset as group, topic, partition and offset."""
+        for shard in self._runtime.shards:
+            if shard.state is not None:
+                yield from shard.state.committed()
+
     def _make_shard(self, timers: Timers) -> GroupShard:
         return GroupShard(timers, limits=self._limits, clock=self._clock, topic_id_of=self._topic_id_of)
 

@@ -100,6 +100,13 @@ class GroupShard:
 
     # Membership
 
+    def committed(self) -> Iterable[tuple[str, str, int, int]]:
+        """Every committed offset as group, topic, partition and offset; for looking only."""
+        for key in self._offsets.keys():  # noqa: SIM118 - a method of ours, not a mapping's
+            committed = self._offsets.get(key)
+            if committed is not None:
+                yield key.group_id, key.topic, key.partition, committed.offset
+
     def join(self, request: JoinRequest) -> Outcome[Joined]:
         """A consumer joins, or joins again."""
         group = self._groups.get(request.group_id)

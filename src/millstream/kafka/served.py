@@ -15,19 +15,31 @@ from millstream.kafka.api import Api
 from millstream.kafka.apis.api_versions import ApiVersions
 from millstream.kafka.apis.create_partitions import CreatePartitions
 from millstream.kafka.apis.create_topics import CreateTopics
+from millstream.kafka.apis.delete_groups import DeleteGroups
 from millstream.kafka.apis.delete_records import DeleteRecords
 from millstream.kafka.apis.delete_topics import DeleteTopics
 from millstream.kafka.apis.describe_cluster import DescribeCluster
 from millstream.kafka.apis.describe_configs import DescribeConfigs
+from millstream.kafka.apis.describe_groups import DescribeGroups
 from millstream.kafka.apis.fetch import Fetch
+from millstream.kafka.apis.find_coordinator import FindCoordinator
+from millstream.kafka.apis.heartbeat import Heartbeat
 from millstream.kafka.apis.incremental_alter_configs import IncrementalAlterConfigs
 from millstream.kafka.apis.init_producer_id import InitProducerId
+from millstream.kafka.apis.join_group import JoinGroup
+from millstream.kafka.apis.leave_group import LeaveGroup
+from millstream.kafka.apis.list_groups import ListGroups
 from millstream.kafka.apis.list_offsets import ListOffsets
 from millstream.kafka.apis.metadata import Metadata
 from millstream.kafka.apis.node_status import READY, STOPPING, NodeState, NodeStatus
+from millstream.kafka.apis.offset_commit import OffsetCommit
+from millstream.kafka.apis.offset_delete import OffsetDelete
+from millstream.kafka.apis.offset_fetch import OffsetFetch
 from millstream.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
 from millstream.kafka.apis.produce import Produce
+from millstream.kafka.apis.sync_group import SyncGroup
 from millstream.kafka.dispatch import RawApi
+from millstream.kafka.node_metrics import GroupMetrics, ProcessMetrics
 from millstream.model.clock import Clock
 from millstream.model.metric import MetricSource
 from millstream.net.budget import Budget
@@ -60,6 +72,7 @@ class Served:
             self._produce,
             self._fetch,
             *self._topic_apis(),
+            *self._group_apis(),
             *self._cluster_apis(),
         ]
         self.apis.append(ApiVersions(self.apis))
@@ -88,9 +101,25 @@ class Served:
         yield DescribeConfigs(topics, membership, self._parts.config)
         yield IncrementalAlterConfigs(topics)
 
+    def _group_apis(self) -> Iterable[Api[Any, Any]]:
+        groups, topics = self._groups, self._parts.topics
+        yield FindCoordinator(groups, self._parts.membership)
+        yield JoinGroup(groups)
+        yield SyncGroup(groups)
+        yield Heartbeat(groups)
+        yield LeaveGroup(groups)
+        yield OffsetCommit(groups, topics)
+        yield OffsetFetch(groups, topics)
+        yield OffsetDelete(groups, topics)
+        yield ListGroups(groups)
+        yield DescribeGroups(groups)
+        yield DeleteGroups(groups)
+
     def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         parts = self._parts
         yield DescribeCluster(parts.membership)
         yield InitProducerId(parts.producer_ids)
-        sources = (*parts.sources, self._produce, self._fetch)
+        process = ProcessMetrics(started_ms=parts.node.started_ms)
+        lag = GroupMetrics(self._groups, parts.topics)
+        sources = (*parts.sources, self._produce, self._fetch, lag, process)
         yield NodeStatus(parts.node, sources, parts.clock, troubles=parts.troubles)
