@@ -1,0 +1,48 @@
+"""Topics on a real data folder, for tests of the APIs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from millstream.catalog.catalog import Catalog
+from millstream.cluster.membership import Membership, Node
+from millstream.cluster.topics import Topics
+from millstream.config import Config
+from millstream.log.files import DiskFiles
+from millstream.log.store import LogStore
+from millstream.model.clock import SystemClock
+from millstream.model.ids import NodeId
+
+
+@pytest.fixture
+def config() -> Config:
+    """A node whose defaults differ from the built-in ones in one place."""
+    return Config(default_retention_ms=3_600_000, default_partitions=2, node_id=5)
+
+
+@pytest.fixture
+def membership() -> Membership:
+    """A cluster of one."""
+    me = Node(node_id=NodeId(5), host="broker.example", port=9092, rack="cellar")
+    return Membership("test-cluster", me)
+
+
+@pytest.fixture
+async def topics(tmp_path: Path, config: Config) -> AsyncIterator[Topics]:
+    """No topics yet."""
+    store = LogStore.open(
+        tmp_path, files=DiskFiles(), clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=1 << 40
+    )
+    running = asyncio.create_task(store.run())
+    catalog = Catalog.open_folder(tmp_path)
+    loaded = Topics(catalog, store, config, SystemClock())
+    await loaded.load()
+    yield loaded
+    loaded.close()
+    await store.close()
+    await running
+    catalog.close()

@@ -1,0 +1,69 @@
+"""ApiVersions: what is served is told, in every version, also to clients that are too new."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.kafka.apis.api_versions import ApiVersions, ServedApi
+from millstream.testing.asking import ask, client_info
+from millstream.wire import codec
+
+
+class Other:
+    def __init__(self, key: int, versions: tuple[int, int]) -> None:
+        self.key = key
+        self.versions = versions
+
+
+def api() -> ApiVersions:
+    served: list[ServedApi] = [Other(3, (0, 13)), Other(0, (0, 13)), Other(codec.PRIVATE_KEY_MIN, (0, 0))]
+    served.append(ApiVersions(served))
+    found = served[-1]
+    assert isinstance(found, ApiVersions)
+    return found
+
+
+def request(version: int, name: str = "librdkafka", software_version: str = "2.10.1") -> Any:
+    named = {"client_software_name": name, "client_software_version": software_version} if version >= 3 else {}
+    return codec.load_request_class(18, version)(**named)
+
+
+@pytest.mark.parametrize("version", range(5))
+async def test_the_registered_apis_are_told_in_order(version: int) -> None:
+    answer = await ask(api(), request(version))
+    assert answer.error_code is ErrorCode.none
+    told = [(one.api_key, one.min_version, one.max_version) for one in answer.api_keys]
+    assert told == [(0, 0, 13), (3, 0, 13), (18, 0, 4)]
+
+
+async def test_the_clients_software_is_remembered() -> None:
+    client = client_info()
+    await ask(api(), request(4, "apache-kafka-java", "4.1.0"), client=client)
+    assert (client.software_name, client.software_version) == ("apache-kafka-java", "4.1.0")
+    await ask(api(), request(0), client=client)
+    assert client.software_name == "unknown"
+
+
+@pytest.mark.parametrize("name", ["", "-x", "x-", "a b", "ü", "a/b", "x\n"])
+async def test_a_software_name_that_is_none_is_refused(name: str) -> None:
+    for refused in (request(3, name), request(4, "ok", name)):
+        answer = await ask(api(), refused)
+        assert answer.error_code is ErrorCode.invalid_request
+        assert answer.api_keys == ()
+
+
+@pytest.mark.parametrize("name", ["a", "1", "a-b.c", "confluent-kafka-python", "2.5.0-rdkafka-2.5.0"])
+async def test_proper_software_names_pass(name: str) -> None:
+    assert (await ask(api(), request(3, name, name))).error_code is ErrorCode.none
+
+
+def test_an_unknown_version_is_answered_in_version_0() -> None:
+    unsupported = api().unsupported()
+    assert type(unsupported) is codec.load_response_class(18, 0)
+    assert unsupported.error_code is ErrorCode.unsupported_version
+    assert [(one.api_key, one.min_version, one.max_version) for one in unsupported.api_keys] == [(18, 0, 4)]
+    # The header of the answer has no tags, whatever version was asked for.
+    assert codec.write_response(18, 0, 1, unsupported)[4:10] == b"\0\0\0\1\0\x23"

@@ -1,0 +1,186 @@
+"""DescribeConfigs and IncrementalAlterConfigs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.cluster.membership import Membership
+from millstream.cluster.topics import Topics
+from millstream.config import Config
+from millstream.kafka.apis.describe_configs import NODE_RESOURCE, TOPIC_RESOURCE, DescribeConfigs
+from millstream.kafka.apis.incremental_alter_configs import APPEND, DELETE, SET, SUBTRACT, IncrementalAlterConfigs
+from millstream.model.topic import TopicSettings
+from millstream.testing.asking import ask, ask_in
+
+DESCRIBE: Any = importlib.import_module("kio.schema.describe_configs.v4.request")
+ALTER: Any = importlib.import_module("kio.schema.incremental_alter_configs.v1.request")
+
+
+class TestDescribeConfigs:
+    @pytest.fixture
+    async def api(self, topics: Topics, membership: Membership, config: Config) -> DescribeConfigs:
+        await topics.create("orders", overrides={"segment.ms": "1000"})
+        return DescribeConfigs(topics, membership, config)
+
+    def describe(self, kind: int, name: str, keys: tuple[str, ...] | None = None, *, everything: bool = False) -> Any:
+        resource = DESCRIBE.DescribeConfigsResource(resource_type=kind, resource_name=name, configuration_keys=keys)
+        return DESCRIBE.DescribeConfigsRequest(
+            resources=(resource,), include_synonyms=everything, include_documentation=everything
+        )
+
+    @pytest.mark.parametrize("version", range(1, 5))
+    async def test_topics_show_where_their_settings_come_from(self, api: DescribeConfigs, version: int) -> None:
+        (result,) = (await ask_in(api, version, self.describe(TOPIC_RESOURCE, "orders", everything=True))).results
+        assert (result.error_code, result.resource_type, result.resource_name) == (ErrorCode.none, 2, "orders")
+        configs = {one.name: one for one in result.configs}
+        assert set(configs) == set(TopicSettings.declared())
+        own, of_node, built_in = configs["segment.ms"], configs["retention.ms"], configs["flush"]
+        assert (own.value, own.config_source) == ("1000", 1)
+        assert (of_node.value, of_node.config_source) == ("3600000", 4)
+        assert (built_in.value, built_in.config_source) == ("always", 5)
+        assert [(one.name, one.value, one.source) for one in own.synonyms] == [
+            ("segment.ms", "1000", 1),
+            ("segment.ms", "3600000", 5),
+        ]
+        assert [(one.name, one.value, one.source) for one in of_node.synonyms] == [
+            ("default-retention-ms", "3600000", 4),
+            ("retention.ms", "604800000", 5),
+        ]
+        assert not any(one.read_only or one.is_sensitive for one in result.configs)
+        if version >= 3:
+            assert (own.config_type, built_in.config_type, configs["cleanup.policy"].config_type) == (5, 2, 7)
+            assert own.documentation == TopicSettings.declared()["segment.ms"].description
+
+    async def test_only_what_is_asked_for_is_shown(self, api: DescribeConfigs) -> None:
+        asked = self.describe(TOPIC_RESOURCE, "orders", ("flush", "no.such"))
+        (result,) = (await ask(api, asked)).results
+        (flush,) = result.configs
+        assert (flush.name, flush.synonyms, flush.documentation) == ("flush", (), None)
+        (result,) = (await ask(api, self.describe(TOPIC_RESOURCE, "orders", ()))).results
+        assert len(result.configs) == len(TopicSettings.declared())
+
+    async def test_the_node_shows_its_settings_read_only(self, api: DescribeConfigs) -> None:
+        (result,) = (await ask(api, self.describe(NODE_RESOURCE, "5", everything=True))).results
+        configs = {one.name: one for one in result.configs}
+        assert set(configs) == set(Config.declared())
+        assert all(one.read_only for one in result.configs)
+        assert (configs["node-id"].value, configs["node-id"].config_source) == ("5", 4)
+        assert (configs["auto-create-topics"].value, configs["auto-create-topics"].config_type) == ("true", 1)
+        assert configs["auto-create-topics"].config_source == 5
+        assert configs["connections-max"].documentation
+
+    async def test_nothing_was_set_for_the_whole_cluster(self, api: DescribeConfigs) -> None:
+        (result,) = (await ask(api, self.describe(NODE_RESOURCE, ""))).results
+        assert (result.error_code, result.configs) == (ErrorCode.none, ())
+
+    @pytest.mark.parametrize(
+        ("kind", "name", "code"),
+        [
+            (TOPIC_RESOURCE, "nope", ErrorCode.unknown_topic_or_partition),
+            (TOPIC_RESOURCE, "bad name", ErrorCode.invalid_topic_exception),
+            (NODE_RESOURCE, "6", ErrorCode.invalid_request),
+            (NODE_RESOURCE, "x", ErrorCode.invalid_request),
+            (8, "5", ErrorCode.invalid_request),
+            (99, "x", ErrorCode.invalid_request),
+        ],
+    )
+    async def test_what_has_no_settings_is_told(
+        self, api: DescribeConfigs, kind: int, name: str, code: ErrorCode
+    ) -> None:
+        (result,) = (await ask(api, self.describe(kind, name))).results
+        assert (result.error_code, result.configs, result.resource_name) == (code, (), name)
+        assert result.error_message
+
+
+class TestIncrementalAlterConfigs:
+    @pytest.fixture
+    async def api(self, topics: Topics) -> IncrementalAlterConfigs:
+        await topics.create("orders", overrides={"segment.ms": "1000"})
+        return IncrementalAlterConfigs(topics)
+
+    def alter(
+        self, *changes: tuple[str, int, str | None], kind: int = TOPIC_RESOURCE, name: str = "orders", **flags: bool
+    ) -> Any:
+        configs = tuple(
+            ALTER.AlterableConfig(name=key, config_operation=operation, value=value)
+            for key, operation, value in changes
+        )
+        resource = ALTER.AlterConfigsResource(resource_type=kind, resource_name=name, configs=configs)
+        return ALTER.IncrementalAlterConfigsRequest(
+            resources=(resource,), validate_only=flags.get("validate_only", False)
+        )
+
+    def overrides(self, topics: Topics) -> dict[str, str]:
+        topic = topics.get("orders")
+        assert topic is not None
+        return dict(topic.overrides)
+
+    @pytest.mark.parametrize("version", [0, 1])
+    async def test_settings_are_set_and_taken_back(
+        self, api: IncrementalAlterConfigs, topics: Topics, version: int
+    ) -> None:
+        changes = (("retention.ms", SET, "77"), ("segment.ms", DELETE, None))
+        (result,) = (await ask_in(api, version, self.alter(*changes, validate_only=True))).responses
+        assert result.error_code is ErrorCode.none
+        assert self.overrides(topics) == {"segment.ms": "1000"}
+        (result,) = (await ask_in(api, version, self.alter(*changes))).responses
+        assert (result.error_code, result.resource_name, result.resource_type) == (ErrorCode.none, "orders", 2)
+        assert self.overrides(topics) == {"retention.ms": "77"}
+        assert topics.partition("orders", 0).log.settings.retention_ms == 77
+
+    @pytest.mark.parametrize(
+        ("change", "code", "says"),
+        [
+            (("retention.ms", SET, "soon"), ErrorCode.invalid_config, "whole number"),
+            (("retention.ms", SET, None), ErrorCode.invalid_request, "no value"),
+            (("no.such", SET, "1"), ErrorCode.invalid_config, "known are"),
+            (("no.such", DELETE, None), ErrorCode.invalid_config, "known are"),
+            (("retention.ms", APPEND, "1"), ErrorCode.invalid_config, "cannot be appended to"),
+            (("retention.ms", SUBTRACT, "1"), ErrorCode.invalid_config, "cannot be subtracted from"),
+            (("retention.ms", 9, "1"), ErrorCode.invalid_request, "operation 9"),
+            (("cleanup.policy", APPEND, "shred"), ErrorCode.invalid_config, "cleanup.policy"),
+            (("cleanup.policy", SUBTRACT, "delete"), ErrorCode.invalid_config, "cleanup.policy"),
+        ],
+    )
+    async def test_what_cannot_be_is_told(
+        self,
+        api: IncrementalAlterConfigs,
+        topics: Topics,
+        change: tuple[str, int, str | None],
+        code: ErrorCode,
+        says: str,
+    ) -> None:
+        (result,) = (await ask(api, self.alter(("flush", SET, "os"), change))).responses
+        assert result.error_code is code
+        assert says in result.error_message
+        # All changes of a topic are made or none.
+        assert self.overrides(topics) == {"segment.ms": "1000"}
+
+    async def test_lists_take_what_they_have_already(self, api: IncrementalAlterConfigs, topics: Topics) -> None:
+        (result,) = (await ask(api, self.alter(("cleanup.policy", APPEND, "delete")))).responses
+        assert result.error_code is ErrorCode.none
+        assert self.overrides(topics)["cleanup.policy"] == "delete"
+
+    async def test_a_setting_or_topic_named_twice_is_refused(
+        self, api: IncrementalAlterConfigs, topics: Topics
+    ) -> None:
+        twice = self.alter(("flush", SET, "os"), ("flush", SET, "always"))
+        (result,) = (await ask(api, twice)).responses
+        assert result.error_code is ErrorCode.invalid_request
+        one = self.alter(("flush", SET, "os")).resources
+        both = ALTER.IncrementalAlterConfigsRequest(resources=one + one, validate_only=False)
+        assert {answer.error_code for answer in (await ask(api, both)).responses} == {ErrorCode.invalid_request}
+        assert self.overrides(topics) == {"segment.ms": "1000"}
+
+    async def test_nodes_and_other_things_are_not_changed_here(self, api: IncrementalAlterConfigs) -> None:
+        change = ("connections-max", SET, "5")
+        (node,) = (await ask(api, self.alter(change, kind=NODE_RESOURCE, name="5"))).responses
+        (logger,) = (await ask(api, self.alter(change, kind=8, name="5"))).responses
+        (nobody,) = (await ask(api, self.alter(("flush", SET, "os"), name="nope"))).responses
+        assert node.error_code is logger.error_code is ErrorCode.invalid_request
+        assert "restart" in node.error_message
+        assert nobody.error_code is ErrorCode.unknown_topic_or_partition

@@ -1,0 +1,102 @@
+"""InitProducerId and DescribeCluster."""
+
+from __future__ import annotations
+
+import importlib
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.cluster.membership import Membership
+from millstream.kafka.apis.describe_cluster import DescribeCluster
+from millstream.kafka.apis.init_producer_id import InitProducerId
+from millstream.kafka.permission import CLUSTER_OPERATIONS, NOT_ASKED
+from millstream.model.errors import StorageFailure
+from millstream.model.ids import ProducerId
+from millstream.testing.asking import ask, ask_in
+
+INIT: Any = importlib.import_module("kio.schema.init_producer_id.v5.request")
+DESCRIBE: Any = importlib.import_module("kio.schema.describe_cluster.v2.request")
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.last = 999
+
+    async def next(self) -> ProducerId:
+        self.last += 1
+        return ProducerId(self.last)
+
+
+class Failing:
+    async def next(self) -> ProducerId:
+        raise StorageFailure("the disk is full")
+
+
+def init(transactional_id: str | None = None, producer_id: int = -1, epoch: int = -1) -> Any:
+    return INIT.InitProducerIdRequest(
+        transactional_id=transactional_id,
+        transaction_timeout=timedelta(minutes=1),
+        producer_id=producer_id,
+        producer_epoch=epoch,
+    )
+
+
+@pytest.mark.parametrize("version", range(6))
+async def test_every_idempotent_producer_gets_an_id_of_its_own(version: int) -> None:
+    api = InitProducerId(Counting())
+    answers = [await ask_in(api, version, init()) for _ in range(2)]
+    assert [(one.error_code, one.producer_id, one.producer_epoch) for one in answers] == [
+        (ErrorCode.none, 1000, 0),
+        (ErrorCode.none, 1001, 0),
+    ]
+
+
+@pytest.mark.parametrize("version", range(3, 6))
+async def test_a_producer_that_begins_anew_gets_a_new_id(version: int) -> None:
+    answer = await ask_in(InitProducerId(Counting()), version, init(producer_id=7, epoch=3))
+    assert (answer.error_code, answer.producer_id, answer.producer_epoch) == (ErrorCode.none, 1000, 0)
+
+
+@pytest.mark.parametrize("version", range(6))
+async def test_transactions_are_refused_for_good(version: int) -> None:
+    answer = await ask_in(InitProducerId(Counting()), version, init("my-transactions"))
+    assert answer.error_code is ErrorCode.transactional_id_authorization_failed
+    assert not answer.error_code.retriable
+    assert answer.producer_id == -1
+    answer = await ask_in(InitProducerId(Counting()), version, init(""))
+    assert answer.error_code is ErrorCode.invalid_request
+
+
+async def test_ids_that_cannot_be_had_are_told() -> None:
+    answer = await ask(InitProducerId(Failing()), init())
+    assert (answer.error_code, answer.producer_id) == (ErrorCode.kafka_storage_error, -1)
+
+
+@pytest.mark.parametrize("version", range(3))
+async def test_the_cluster_is_described(membership: Membership, version: int) -> None:
+    wanted = DESCRIBE.DescribeClusterRequest(include_cluster_authorized_operations=False, include_fenced_brokers=True)
+    answer = await ask_in(DescribeCluster(membership), version, wanted)
+    assert (answer.error_code, answer.cluster_id, answer.controller_id) == (ErrorCode.none, "test-cluster", 5)
+    (broker,) = answer.brokers
+    assert (broker.broker_id, broker.host, broker.port, broker.rack) == (5, "broker.example", 9092, "cellar")
+    assert answer.cluster_authorized_operations == NOT_ASKED
+
+
+async def test_what_may_be_done_is_told_when_asked(membership: Membership) -> None:
+    wanted = DESCRIBE.DescribeClusterRequest(include_cluster_authorized_operations=True, include_fenced_brokers=False)
+    assert (await ask(DescribeCluster(membership), wanted)).cluster_authorized_operations == CLUSTER_OPERATIONS
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [(2, ErrorCode.mismatched_endpoint_type), (9, ErrorCode.unsupported_endpoint_type)]
+)
+async def test_other_endpoints_are_refused(membership: Membership, kind: int, code: ErrorCode) -> None:
+    wanted = DESCRIBE.DescribeClusterRequest(
+        include_cluster_authorized_operations=False, endpoint_type=kind, include_fenced_brokers=False
+    )
+    answer = await ask(DescribeCluster(membership), wanted)
+    assert (answer.error_code, answer.brokers) == (code, ())
+    assert answer.error_message

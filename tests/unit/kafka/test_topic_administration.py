@@ -1,0 +1,278 @@
+"""CreateTopics, DeleteTopics, CreatePartitions and DeleteRecords."""
+
+from __future__ import annotations
+
+import importlib
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.cluster.membership import Membership
+from millstream.cluster.topics import Topics
+from millstream.kafka.apis.create_partitions import CreatePartitions
+from millstream.kafka.apis.create_topics import CreateTopics
+from millstream.kafka.apis.delete_records import DeleteRecords
+from millstream.kafka.apis.delete_topics import DeleteTopics
+from millstream.records.record import NewRecord, encode_batch
+from millstream.testing.asking import ask, ask_in
+from millstream.wire import codec
+
+SECOND = timedelta(seconds=1)
+CREATE: Any = importlib.import_module("kio.schema.create_topics.v7.request")
+DELETE: Any = importlib.import_module("kio.schema.delete_topics.v6.request")
+GROW: Any = importlib.import_module("kio.schema.create_partitions.v3.request")
+CUT: Any = importlib.import_module("kio.schema.delete_records.v2.request")
+
+
+def topic(
+    name: str,
+    partitions: int = -1,
+    replication: int = -1,
+    assignments: dict[int, tuple[int, ...]] | None = None,
+    **configs: str | None,
+) -> Any:
+    return CREATE.CreatableTopic(
+        name=name,
+        num_partitions=partitions,
+        replication_factor=replication,
+        assignments=tuple(
+            CREATE.CreatableReplicaAssignment(partition_index=index, broker_ids=nodes)
+            for index, nodes in (assignments or {}).items()
+        ),
+        configs=tuple(
+            CREATE.CreatableTopicConfig(name=key.replace("_", "."), value=value) for key, value in configs.items()
+        ),
+    )
+
+
+def create(*topics: Any, validate_only: bool = False) -> Any:
+    return CREATE.CreateTopicsRequest(topics=topics, timeout=SECOND, validate_only=validate_only)
+
+
+class TestCreateTopics:
+    @pytest.fixture
+    def api(self, topics: Topics, membership: Membership) -> CreateTopics:
+        return CreateTopics(topics, membership)
+
+    @pytest.mark.parametrize("version", range(2, 8))
+    async def test_topics_are_created(self, api: CreateTopics, topics: Topics, version: int) -> None:
+        wanted = create(topic("orders", 3, 1, retention_ms="5000"), topic("defaults"))
+        answer = await ask_in(api, version, wanted)
+        assert [(one.name, one.error_code) for one in answer.topics] == [
+            ("orders", ErrorCode.none),
+            ("defaults", ErrorCode.none),
+        ]
+        orders, defaults = topics.get("orders"), topics.get("defaults")
+        assert orders is not None
+        assert defaults is not None
+        assert (orders.partitions, dict(orders.overrides)) == (3, {"retention.ms": "5000"})
+        assert defaults.partitions == 2
+        first = answer.topics[0]
+        if version >= 5:
+            assert (first.num_partitions, first.replication_factor) == (3, 1)
+            configs = {one.name: (one.value, one.config_source) for one in first.configs}
+            assert configs["retention.ms"] == ("5000", 1)
+            assert configs["flush"] == ("always", 5)
+            of_defaults = {one.name: (one.value, one.config_source) for one in answer.topics[1].configs}
+            assert of_defaults["retention.ms"] == ("3600000", 4)
+        assert version < 7 or first.topic_id == orders.topic_id
+
+    @pytest.mark.parametrize("version", [2, 7])
+    async def test_validation_creates_nothing(self, api: CreateTopics, topics: Topics, version: int) -> None:
+        answer = await ask_in(api, version, create(topic("orders", 3), topic("bad name"), validate_only=True))
+        codes = [one.error_code for one in answer.topics]
+        assert codes == [ErrorCode.none, ErrorCode.invalid_topic_exception]
+        assert topics.all() == []
+        assert answer.topics[0].topic_id is None
+
+    @pytest.mark.parametrize(
+        ("wanted", "code", "says"),
+        [
+            (topic("bad name"), ErrorCode.invalid_topic_exception, "bad name"),
+            (topic("t", 0), ErrorCode.invalid_partitions, "at least 1 partition"),
+            (topic("t", -2), ErrorCode.invalid_partitions, "at least 1 partition"),
+            (topic("t", 10**6), ErrorCode.invalid_partitions, "1000000"),
+            (topic("t", 1, 0), ErrorCode.invalid_replication_factor, "at least 1 replica"),
+            (topic("t", 1, 3), ErrorCode.invalid_replication_factor, "3"),
+            (topic("t", retention_ms="soon"), ErrorCode.invalid_config, "retention.ms must be a whole number"),
+            (topic("t", no_such="1"), ErrorCode.invalid_config, "no.such"),
+            (topic("t", retention_ms=None), ErrorCode.invalid_config, "no value"),
+            (topic("t", 2, assignments={0: (5,), 1: (5,)}), ErrorCode.invalid_request, "must both be -1"),
+            (topic("t", -1, 1, assignments={0: (5,)}), ErrorCode.invalid_request, "must both be -1"),
+            (topic("t", assignments={0: (5,), 2: (5,)}), ErrorCode.invalid_replica_assignment, "[0, 2]"),
+            (topic("t", assignments={0: (7,)}), ErrorCode.invalid_replica_assignment, "nodes of this cluster are [5]"),
+            (topic("t", assignments={0: ()}), ErrorCode.invalid_replica_assignment, "empty"),
+            (topic("t", assignments={0: (5, 5)}), ErrorCode.invalid_replica_assignment, "twice"),
+        ],
+    )
+    async def test_what_cannot_be_is_told_in_words(
+        self, api: CreateTopics, topics: Topics, wanted: Any, code: ErrorCode, says: str
+    ) -> None:
+        (refused,) = (await ask(api, create(wanted))).topics
+        assert refused.error_code is code
+        assert says in refused.error_message
+        assert (refused.num_partitions, refused.replication_factor) == (-1, -1)
+        assert topics.all() == []
+
+    async def test_partitions_can_be_placed_by_hand(self, api: CreateTopics, topics: Topics) -> None:
+        (made,) = (await ask(api, create(topic("placed", assignments={1: (5,), 0: (5,), 2: (5,)})))).topics
+        assert (made.error_code, made.num_partitions, made.replication_factor) == (ErrorCode.none, 3, 1)
+        found = topics.get("placed")
+        assert found is not None
+        assert found.partitions == 3
+
+    async def test_a_topic_that_is_there_or_named_twice_is_refused(self, api: CreateTopics, topics: Topics) -> None:
+        await topics.create("orders")
+        answer = await ask(api, create(topic("orders"), topic("twice"), topic("twice"), topic("fine")))
+        assert [(one.name, one.error_code) for one in answer.topics] == [
+            ("orders", ErrorCode.topic_already_exists),
+            ("twice", ErrorCode.invalid_request),
+            ("fine", ErrorCode.none),
+        ]
+        assert topics.get("twice") is None
+
+
+class TestDeleteTopics:
+    @pytest.fixture
+    def api(self, topics: Topics) -> DeleteTopics:
+        return DeleteTopics(topics)
+
+    @pytest.mark.parametrize("version", range(1, 7))
+    async def test_topics_go_by_name(self, api: DeleteTopics, topics: Topics, version: int) -> None:
+        await topics.create("orders")
+        request_class = codec.load_request_class(20, version)
+        if version < 6:
+            wanted = request_class(topic_names=("orders", "nope"), timeout=SECOND)
+        else:
+            named = tuple(DELETE.DeleteTopicState(name=name, topic_id=None) for name in ("orders", "nope"))
+            wanted = request_class(topics=named, timeout=SECOND)
+        answer = await ask(api, wanted)
+        assert [(one.name, one.error_code) for one in answer.responses] == [
+            ("orders", ErrorCode.none),
+            ("nope", ErrorCode.unknown_topic_or_partition),
+        ]
+        assert version < 5 or "'nope' does not exist" in answer.responses[1].error_message
+        assert topics.all() == []
+
+    async def test_topics_go_by_id(self, api: DeleteTopics, topics: Topics) -> None:
+        made, unknown = await topics.create("orders"), uuid.uuid4()
+        named = tuple(DELETE.DeleteTopicState(name=None, topic_id=topic_id) for topic_id in (made.topic_id, unknown))
+        gone, missing = (await ask(api, DELETE.DeleteTopicsRequest(topics=named, timeout=SECOND))).responses
+        assert (gone.name, gone.topic_id, gone.error_code) == ("orders", made.topic_id, ErrorCode.none)
+        assert (missing.name, missing.topic_id) == (None, unknown)
+        assert missing.error_code is ErrorCode.unknown_topic_id
+
+    async def test_confusing_names_are_refused(self, api: DeleteTopics, topics: Topics) -> None:
+        made = await topics.create("orders")
+        await topics.create("other")
+        named = (
+            DELETE.DeleteTopicState(name=None, topic_id=None),
+            DELETE.DeleteTopicState(name="other", topic_id=uuid.uuid4()),
+            DELETE.DeleteTopicState(name="orders", topic_id=None),
+            DELETE.DeleteTopicState(name=None, topic_id=made.topic_id),
+        )
+        answer = await ask(api, DELETE.DeleteTopicsRequest(topics=named, timeout=SECOND))
+        assert {one.error_code for one in answer.responses} == {ErrorCode.invalid_request}
+        assert len(topics.all()) == 2
+
+    async def test_the_brokers_own_topics_stay(self, api: DeleteTopics, topics: Topics) -> None:
+        await topics.create("__consumer_offsets", internal=True)
+        named = (DELETE.DeleteTopicState(name="__consumer_offsets", topic_id=None),)
+        (refused,) = (await ask(api, DELETE.DeleteTopicsRequest(topics=named, timeout=SECOND))).responses
+        assert refused.error_code is ErrorCode.policy_violation
+
+
+class TestCreatePartitions:
+    @pytest.fixture
+    async def api(self, topics: Topics, membership: Membership) -> CreatePartitions:
+        await topics.create("orders", partitions=2)
+        return CreatePartitions(topics, membership)
+
+    def grow(
+        self, *wanted: tuple[str, int], assignments: list[tuple[int, ...]] | None = None, validate_only: bool = False
+    ) -> Any:
+        by_hand = None
+        if assignments is not None:
+            by_hand = tuple(GROW.CreatePartitionsAssignment(broker_ids=nodes) for nodes in assignments)
+        topics = tuple(
+            GROW.CreatePartitionsTopic(name=name, count=count, assignments=by_hand) for name, count in wanted
+        )
+        return GROW.CreatePartitionsRequest(topics=topics, timeout=SECOND, validate_only=validate_only)
+
+    @pytest.mark.parametrize("version", range(4))
+    async def test_topics_grow(self, api: CreatePartitions, topics: Topics, version: int) -> None:
+        (checked,) = (await ask_in(api, version, self.grow(("orders", 4), validate_only=True))).results
+        assert checked.error_code is ErrorCode.none
+        assert [one.partitions for one in topics.all()] == [2]
+        (grown,) = (await ask_in(api, version, self.grow(("orders", 4)))).results
+        assert (grown.name, grown.error_code, grown.error_message) == ("orders", ErrorCode.none, None)
+        assert [one.partitions for one in topics.all()] == [4]
+        assert topics.partition("orders", 3).index == 3
+
+    @pytest.mark.parametrize(
+        ("wanted", "assignments", "code", "says"),
+        [
+            (("nope", 3), None, ErrorCode.unknown_topic_or_partition, "does not exist"),
+            (("orders", 2), None, ErrorCode.invalid_partitions, "already"),
+            (("orders", 1), None, ErrorCode.invalid_partitions, "not be an increase"),
+            (("orders", 10**6), None, ErrorCode.invalid_partitions, "1000000"),
+            (("orders", 4), [(5,)], ErrorCode.invalid_replica_assignment, "2 partitions are added"),
+            (("orders", 3), [(9,)], ErrorCode.invalid_replica_assignment, "node 9"),
+            (("orders", 3), [()], ErrorCode.invalid_replica_assignment, "empty"),
+        ],
+    )
+    async def test_what_cannot_be_is_told(
+        self, api: CreatePartitions, wanted: tuple[str, int], assignments: Any, code: ErrorCode, says: str
+    ) -> None:
+        (refused,) = (await ask(api, self.grow(wanted, assignments=assignments))).results
+        assert refused.error_code is code
+        assert says in refused.error_message
+
+    async def test_new_partitions_can_be_placed_by_hand(self, api: CreatePartitions, topics: Topics) -> None:
+        (grown,) = (await ask(api, self.grow(("orders", 3), assignments=[(5,)]))).results
+        assert grown.error_code is ErrorCode.none
+
+    async def test_a_topic_named_twice_is_refused(self, api: CreatePartitions, topics: Topics) -> None:
+        (refused,) = (await ask(api, self.grow(("orders", 3), ("orders", 4)))).results
+        assert refused.error_code is ErrorCode.invalid_request
+
+    async def test_the_brokers_own_topics_keep_their_partitions(self, api: CreatePartitions, topics: Topics) -> None:
+        await topics.create("__consumer_offsets", partitions=1, internal=True)
+        (refused,) = (await ask(api, self.grow(("__consumer_offsets", 3)))).results
+        assert refused.error_code is ErrorCode.policy_violation
+
+
+class TestDeleteRecords:
+    @pytest.fixture
+    async def api(self, topics: Topics) -> DeleteRecords:
+        await topics.create("orders", partitions=1)
+        for number in range(4):
+            await topics.partition("orders", 0).append(encode_batch([NewRecord(None, b"%d" % number, (), 1)]))
+        return DeleteRecords(topics)
+
+    async def cut(self, api: DeleteRecords, offset: int, *, name: str = "orders", version: int = 2) -> tuple[Any, ...]:
+        partition = CUT.DeleteRecordsPartition(partition_index=0, offset=offset)
+        topic = CUT.DeleteRecordsTopic(name=name, partitions=(partition,))
+        answer = await ask_in(api, version, CUT.DeleteRecordsRequest(topics=(topic,), timeout=SECOND))
+        (result,) = answer.topics[0].partitions
+        return result.error_code, result.low_watermark
+
+    @pytest.mark.parametrize("version", range(3))
+    async def test_the_beginning_is_cut_off(self, api: DeleteRecords, topics: Topics, version: int) -> None:
+        assert await self.cut(api, 2, version=version) == (ErrorCode.none, 2)
+        assert topics.partition("orders", 0).log_start == 2
+        assert await self.cut(api, 1, version=version) == (ErrorCode.none, 2)
+        assert await self.cut(api, -1, version=version) == (ErrorCode.none, 4)
+        assert topics.partition("orders", 0).log_start == 4
+
+    async def test_what_is_not_there_cannot_be_cut(self, api: DeleteRecords, topics: Topics) -> None:
+        assert await self.cut(api, 5) == (ErrorCode.offset_out_of_range, -1)
+        assert await self.cut(api, -2) == (ErrorCode.offset_out_of_range, -1)
+        assert await self.cut(api, 0, name="nope") == (ErrorCode.unknown_topic_or_partition, -1)
+
+    async def test_the_brokers_own_topics_are_not_cut(self, api: DeleteRecords, topics: Topics) -> None:
+        await topics.create("__consumer_offsets", partitions=1, internal=True)
+        assert await self.cut(api, 0, name="__consumer_offsets") == (ErrorCode.invalid_topic_exception, -1)
