@@ -11,7 +11,6 @@ import pytest
 from millstream.http import child
 from millstream.http.child import HttpChild
 
-
 # A child that does not look at its standard input.
 DEAF = [sys.executable, "-c", "import time; time.sleep(600)"]
 

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from millstream import __version__
+from millstream.cli import broker_check
+from millstream.cli.exit_code import ExitCode
+from millstream.cli.finding import Severity
+from millstream.wire.cluster_metadata import ClusterMetadata
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[str]:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = await reader.readline()
+        writer.write(b"HTTP/1.1 503 x\r\n\r\n" if b"/readyz" in line else b"nonsense\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+    await server.wait_closed()
+
+
+def status(**changes: Any) -> dict[str, Any]:
+    return {
+        "node_id": 1,
+        "version": __version__,
+        "reasons": [],
+        "now_ms": time.time_ns() // 1_000_000,
+        "http": "127.0.0.1:1",
+        **changes,
+    }
+
+
+async def test_nobody_at_the_address_is_the_one_finding() -> None:
+    (finding,) = await broker_check.check_broker("127.0.0.1:1", 1.0)
+    assert (finding.severity, finding.exit_code) == (Severity.PROBLEM, ExitCode.UNREACHABLE)
+    assert "millstream serve" in finding.advice
+
+
+def test_versions_that_differ_are_a_warning() -> None:
+    assert broker_check._version(status()).severity is Severity.OK
+    assert broker_check._version(status(version="9.9.9")).severity is Severity.WARNING
+
+
+def test_reasons_against_traffic_are_a_problem() -> None:
+    assert broker_check._readiness(status()).severity is Severity.OK
+    found = broker_check._readiness(status(reasons=["orders-0: the disk is full"]))
+    assert (found.severity, "the disk is full" in found.detail) == (Severity.PROBLEM, True)
+
+
+def test_a_clock_that_is_off_is_a_warning() -> None:
+    assert broker_check._clock(status()).severity is Severity.OK
+    found = broker_check._clock(status(now_ms=status()["now_ms"] - 60_000))
+    assert found.severity is Severity.WARNING
+    assert "-60" in found.detail or "-59.9" in found.detail
+
+
+def test_partitions_without_a_leader_are_a_problem() -> None:
+    def metadata(leader_id: int) -> ClusterMetadata:
+        one = SimpleNamespace(partition=0, leader_id=leader_id)
+        topic = SimpleNamespace(name="orders", partitions={0: one})
+        return cast("ClusterMetadata", SimpleNamespace(topics={"orders": topic}))
+
+    assert [finding.severity for finding in broker_check._led(metadata(1))] == [Severity.OK]
+    (found,) = broker_check._led(metadata(-1))
+    assert (found.severity, "orders-0" in found.detail) == (Severity.PROBLEM, True)
+
+
+def test_a_slow_answer_is_a_warning() -> None:
+    assert broker_check._answered("b", 0.01).severity is Severity.OK
+    assert broker_check._answered("b", 3.0).severity is Severity.WARNING
+
+
+async def test_a_gateway_that_answers_is_fine_whatever_it_says_of_readiness(gateway: str) -> None:
+    assert (await broker_check._http(status(http=gateway))).severity is Severity.OK
+    assert await broker_check._get(gateway, "/other") == 0
+
+
+async def test_a_gateway_that_is_away_is_a_problem() -> None:
+    found = await broker_check._http(status())
+    assert (found.severity, "does not answer" in found.detail) == (Severity.PROBLEM, True)

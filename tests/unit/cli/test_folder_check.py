@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import fcntl
+import sqlite3
+from pathlib import Path
+from typing import NamedTuple
+from uuid import uuid4
+
+import pytest
+
+from millstream.cli import folder_check
+from millstream.cli.exit_code import ExitCode
+from millstream.cli.finding import Finding, Severity
+from millstream.cli.folder_check import check_folder
+from millstream.records.record import NewRecord, encode_batch
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+class Folder:
+    """A data folder with one topic, laid out by hand."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.topic_id = str(uuid4())
+        (path / "partitions" / self.topic_id / "0").mkdir(parents=True)
+        (path / "lock").touch()
+        (path / "clean-stop").touch()
+        with sqlite3.connect(path / "catalog.sqlite") as connection:
+            connection.execute("CREATE TABLE topics (topic_id TEXT, name TEXT)")
+            connection.execute("INSERT INTO topics VALUES (?, 'orders')", (self.topic_id,))
+        connection.close()
+
+    def segment(self, base_offset: int, records: int, *, tail: bytes = b"") -> Path:
+        path = self.path / "partitions" / self.topic_id / "0" / f"{base_offset:020}.log"
+        path.write_bytes(bytes(encode_batch([NewRecord(None, b"v")] * records, base_offset=base_offset)) + tail)
+        return path
+
+    def check(self, *, deep: bool = True) -> dict[str, list[Finding]]:
+        findings: dict[str, list[Finding]] = {}
+        for finding in check_folder(self.path, deep=deep, show_progress=False):
+            findings.setdefault(finding.check, []).append(finding)
+        return findings
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path / "data")
+
+
+def severities(findings: dict[str, list[Finding]], *, but: str = "space") -> set[Severity]:
+    return {finding.severity for check, found in findings.items() if check != but for finding in found}
+
+
+def test_a_sound_folder_has_nothing_wrong(folder: Folder) -> None:
+    folder.segment(0, 3)
+    folder.segment(3, 2)
+    findings = folder.check()
+    assert severities(findings) == {Severity.OK}
+    assert "2 segments" in findings["segments"][0].detail
+    assert "5 messages read" in findings["segments"][0].detail
+
+
+def test_checking_changes_nothing(folder: Folder) -> None:
+    folder.segment(0, 3, tail=b"torn")
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    folder.check()
+    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
+
+
+def test_an_unclean_stop_is_a_warning(folder: Folder) -> None:
+    (folder.path / "clean-stop").unlink()
+    assert folder.check()["last stop"][0].severity is Severity.WARNING
+
+
+def test_a_folder_in_use_is_not_read(folder: Folder) -> None:
+    folder.segment(0, 1, tail=b"being written")
+    with (folder.path / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        findings = folder.check()
+    assert findings["lock"][0].detail == "a broker is using the folder"
+    assert "not checked" in findings["segments"][0].detail
+
+
+def test_a_torn_tail_is_a_warning(folder: Folder) -> None:
+    path = folder.segment(0, 1, tail=b"torn")
+    (found, _) = folder.check()["segments"]
+    assert (found.severity, found.detail) == (
+        Severity.WARNING,
+        f"orders-0: the last 4 bytes of {path} are no whole batch",
+    )
+
+
+def test_a_missing_segment_is_a_problem(folder: Folder) -> None:
+    folder.segment(0, 3)
+    folder.segment(5, 2)
+    (found, _) = folder.check()["segments"]
+    assert found.severity is Severity.PROBLEM
+    assert "orders-0: offsets 3 to 4 are missing" in found.detail
+
+
+def test_a_quick_check_reads_no_segment(folder: Folder) -> None:
+    folder.segment(0, 1, tail=b"torn")
+    (found,) = folder.check(deep=False)["segments"]
+    assert (found.severity, "--quick" in found.detail) == (Severity.OK, True)
+
+
+def test_a_segment_that_cannot_be_read_is_a_problem(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.segment(0, 1)
+
+    def failing(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(folder_check, "scan_segment", failing)
+    assert "cannot be read: Input/output error" in folder.check()["segments"][0].detail
+
+
+def test_a_missing_catalog_is_a_problem(folder: Folder) -> None:
+    (folder.path / "catalog.sqlite").unlink()
+    (found,) = folder.check()["catalog"]
+    assert (found.severity, "is missing" in found.detail) == (Severity.PROBLEM, True)
+
+
+def test_a_damaged_catalog_is_a_problem(folder: Folder) -> None:
+    (folder.path / "catalog.sqlite").write_bytes(b"this is no database" * 100)
+    (found,) = folder.check()["catalog"]
+    assert (found.severity, "cannot be read" in found.detail) == (Severity.PROBLEM, True)
+
+
+def test_data_of_unknown_topics_is_a_warning(folder: Folder) -> None:
+    (folder.path / "partitions" / "stranger").mkdir()
+    (_, found) = folder.check()["catalog"]
+    assert (found.severity, "stranger" in found.detail) == (Severity.WARNING, True)
+
+
+@pytest.mark.parametrize(
+    ("free", "severity"), [(1, Severity.PROBLEM), (10**9, Severity.WARNING), (10**11, Severity.OK)]
+)
+def test_little_space_is_told_in_time(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, free: int, severity: Severity
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(10**12, 10**12 - free, free))
+    assert folder.check()["space"][0].severity is severity
+
+
+def test_what_is_no_data_folder_is_not_found(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing", tmp_path):
+        (found,) = check_folder(path, deep=True, show_progress=False)
+        assert (found.severity, found.exit_code) == (Severity.PROBLEM, ExitCode.NOT_FOUND)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from millstream import __version__
+from millstream.cli import main, topic
+from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
+from millstream.config import Config
+from millstream.model import errors
+from millstream.testing.command import call_command
+
+SLOW_TO_IMPORT = ("kio", "sqlalchemy", "numba", "numpy", "pyarrow", "rich", "uvloop", "uvicorn", "starlette")
+
+
+def test_the_start_is_quick_because_little_is_imported() -> None:
+    program = "import sys, millstream.cli.main; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert set(loaded) & set(SLOW_TO_IMPORT) == set()
+
+
+def test_the_version_is_told() -> None:
+    told = call_command(["--version"])
+    assert (told.code, told.out, told.err) == (0, f"millstream {__version__}\n", "")
+
+
+def test_help_is_told_for_every_command() -> None:
+    listed = call_command(["--help"])
+    assert listed.code == 0
+    for command in main.ORDER:
+        helped = call_command([command, "-h"])
+        assert (helped.code, helped.err) == (0, "")
+        assert helped.out.startswith(f"Usage: millstream {command}")
+        assert (f"\n  {command} " in listed.out) == (command != "config-reference")
+
+
+@pytest.mark.parametrize("arguments", [[], ["topic"], ["group"]])
+def test_no_command_is_answered_with_help(arguments: list[str]) -> None:
+    told = call_command(arguments)
+    assert (told.code, told.out) == (2, "")
+    assert told.err.startswith("Usage: millstream")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["launch"], "No such command 'launch'"),
+        (["topic", "lst"], "Did you mean 'list'?"),
+        (["tail"], "Missing argument"),
+        (["tail", "x", "--nope"], "No such option: --nope"),
+        (["tail", "x", "-n", "many"], "-n"),
+    ],
+)
+def test_mistakes_in_usage_are_one_sentence(arguments: list[str], said: str) -> None:
+    told = call_command(arguments)
+    assert (told.code, told.out, told.err.count("\n")) == (2, "", 1)
+    assert said in told.err
+    assert "--help)" in told.err
+
+
+def test_serve_has_a_flag_for_every_setting() -> None:
+    shown = call_command(["serve", "--help"]).out
+    for name in Config.declared():
+        assert f"  --{name} " in shown
+
+
+def test_an_unforeseen_error_is_no_traceback_unless_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("by accident")
+
+    monkeypatch.setattr(topic, "ask", broken)
+    told = call_command(["topic", "list"])
+    assert told.code == 1
+    assert told.err.startswith("millstream: ZeroDivisionError: by accident (this is a bug in millstream;")
+    assert told.err.count("\n") == 1
+    monkeypatch.setenv("MILLSTREAM_TRACEBACK", "1")
+    assert "Traceback (most recent call last)" in call_command(["topic", "list"]).err
+
+
+def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(topic, "ask", interrupted)
+    told = call_command(["topic", "list"])
+    assert (told.code, told.out, told.err) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.InvalidSetting("x"), 2),
+        (errors.UnknownTopic("x"), 3),
+        (errors.UnknownGroup("x"), 3),
+        (errors.BrokerUnreachable("x"), 4),
+        (errors.TopicExists("x"), 5),
+        (errors.GroupNotEmpty("x"), 5),
+        (errors.DataFolderInUse("x"), 5),
+        (errors.RequestTimedOut("x"), 6),
+        (errors.StorageFailure("x"), 1),
+        (CommandFailed("x"), 1),
+        (CommandFailed("x", ExitCode.NOT_FOUND), 3),
+    ],
+)
+def test_every_error_has_its_exit_code(error: Exception, code: int) -> None:
+    assert exit_code_of(error) == code
+
+
+def test_completion_is_offered() -> None:
+    assert "--install-completion" in call_command(["--help"]).out
