@@ -5,7 +5,9 @@ bytes over the same event loop, with the same flush policy, into one file per pa
 no idempotence, keeps no index but the start of each batch, and forgets all when it stops. What it reaches is the
 limit that Millstream is compared with in `benchmarks.run`.
 
-    python -m benchmarks.limit_server --data DIR --kafka 127.0.0.1:0 --flush always|os --partitions N
+    python -m benchmarks.limit_server --data DIR --kafka 127.0.0.1:0 --flush always|os|discard --partitions N
+
+With `--flush discard` nothing is even written: what is measured then is the client and the socket.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ _FETCHED = struct.Struct(">ihqqqiii")
 class Partition:
     """One file, the first offset and the position of every batch in it, and the fetches that wait for more."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, discards: bool) -> None:
+        self.discards = discards
         self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         self.end_offset = 0
         self.end_position = 0
@@ -79,7 +82,8 @@ class Partition:
             _I64.pack_into(view, at, self.end_offset)
             self.end_offset += _I32.unpack_from(view, at + 23)[0] + 1
             at += 12 + _I32.unpack_from(view, at + 8)[0]
-        os.pwrite(self.file, view[start:end], self.end_position)
+        if not self.discards:
+            os.pwrite(self.file, view[start:end], self.end_position)
         self.end_position += end - start
         return base
 
@@ -108,10 +112,11 @@ class Partition:
 class Store:
     """All partitions and the one flusher that many producers share."""
 
-    def __init__(self, folder: Path, partitions: int, flush_always: bool) -> None:
+    def __init__(self, folder: Path, partitions: int, flush: str) -> None:
         self.folder = folder
         self.partitions = partitions
-        self.flush_always = flush_always
+        self.flush_always = flush == "always"
+        self.discards = flush == "discard"
         self.topics: dict[bytes, list[Partition]] = {}
         self.dirty: dict[Partition, None] = {}
         self.unanswered: list[Callable[[], None]] = []
@@ -121,8 +126,8 @@ class Store:
         """The partitions of a topic, which is made when it is first named."""
         found = self.topics.get(name)
         if found is None:
-            found = [Partition(self.folder / f"{name.decode()}-{index}.log") for index in range(self.partitions)]
-            self.topics[name] = found
+            paths = [self.folder / f"{name.decode()}-{index}.log" for index in range(self.partitions)]
+            found = self.topics[name] = [Partition(path, self.discards) for path in paths]
         return found
 
     def settle(self, written: list[Partition], answer: Callable[[], None]) -> None:
@@ -375,7 +380,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     """Listen, tell the address, stop on SIGTERM."""
     loop = asyncio.get_running_loop()
     host, _, port = arguments.kafka.rpartition(":")
-    store = Store(arguments.data, arguments.partitions, arguments.flush == "always")
+    store = Store(arguments.data, arguments.partitions, arguments.flush)
     listening = socket.create_server((host, int(port)), backlog=128)
     address = listening.getsockname()[:2]
     server = await loop.create_server(lambda: Connection(store, address), sock=listening)
@@ -401,7 +406,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", required=True, type=Path)
     parser.add_argument("--kafka", default="127.0.0.1:0")
-    parser.add_argument("--flush", choices=("always", "os"), default="always")
+    parser.add_argument("--flush", choices=("always", "os", "discard"), default="always")
     parser.add_argument("--partitions", type=int, default=4)
     arguments = parser.parse_args()
     arguments.data.mkdir(parents=True, exist_ok=True)
