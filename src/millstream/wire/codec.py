@@ -7,13 +7,13 @@ kio's dataclasses, whose modules are imported when a version of an API is first 
 
 from __future__ import annotations
 
-import io
 import struct
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Final, NamedTuple
 
-from millstream.model.errors import ProtocolViolation
+from millstream.model.errors import InvalidRequest, ProtocolViolation
+from millstream.wire.encoder import encoder_of
 from millstream.wire.guard import Span, guard_of
 from millstream.wire.primitives import Buffer, Reader, Writer
 
@@ -178,10 +178,15 @@ def request_head(api_key: int, version: int, correlation_id: int, client_id: str
 
 def write_entity(entity: Any) -> bytes:
     """Encode one message without any header."""
-    buffer = io.BytesIO()
+    buffer = bytearray()
     entity_type: Any = type(entity)
-    _writer_of(entity_type)(buffer, entity)
-    return buffer.getvalue()
+    try:
+        encoder_of(entity_type)(buffer, entity)
+    except struct.error as error:
+        raise InvalidRequest(
+            f"{entity_type.__name__} does not fit into version {entity.__version__}: {error}"
+        ) from None
+    return bytes(buffer)
 
 
 @cache
@@ -225,10 +230,3 @@ def _reader_of(entity_type: type[Any]) -> Callable[[memoryview, int], tuple[Any,
     from kio.serial import entity_reader
 
     return entity_reader(entity_type)
-
-
-@cache
-def _writer_of(entity_type: type[Any]) -> Callable[[io.BytesIO, Any], None]:
-    from kio.serial import entity_writer
-
-    return entity_writer(entity_type)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, fields
 from functools import cache
-from types import NoneType, UnionType
-from typing import Any, Final, get_args, get_origin
+from typing import Any, Final
 
 from millstream.model.errors import ProtocolViolation
+from millstream.wire.annotation import is_entity, item_of, unwrapped
 
 
 class Span:
@@ -58,7 +58,7 @@ _NULL_ENTITY: Final = 0xFF
 
 
 @cache
-def guard_of(entity_type: type[Any]) -> Walk:
+def guard_of(entity_type: Any) -> Walk:
     """Compile the walk over one message class (or nested entity)."""
     steps: list[Walk] = []
     tagged: dict[int, Walk] = {}
@@ -82,34 +82,28 @@ def guard_of(entity_type: type[Any]) -> Walk:
     return steps[0] if len(steps) == 1 else _sequence(tuple(steps))
 
 
-def _unwrapped(field_type: Any) -> tuple[Any, bool]:
-    """Split `X | None` into `(X, True)`."""
-    if get_origin(field_type) is UnionType:
-        return next(part for part in get_args(field_type) if part is not NoneType), True
-    return field_type, False
-
-
 def _fixed_size(field: Field[Any]) -> int | None:
-    kind, _ = _unwrapped(field.type)
-    if get_origin(kind) is tuple or is_dataclass(kind):
+    kind, _ = unwrapped(field.type)
+    if item_of(kind) is not None or is_entity(kind):
         return None
     return _FIXED_BYTES.get(field.metadata["kafka_type"])
 
 
 def _field_walk(field: Field[Any], flexible: bool, *, tagged: bool) -> Walk:
-    kind, nullable = _unwrapped(field.type)
-    if get_origin(kind) is tuple:
-        return _array_walk(get_args(kind)[0], field, flexible)
-    if is_dataclass(kind):
-        walk = guard_of(kind)  # type: ignore[arg-type]
+    kind, nullable = unwrapped(field.type)
+    item = item_of(kind)
+    if item is not None:
+        return _array_walk(item, field, flexible)
+    if is_entity(kind):
+        walk = guard_of(kind)
         return _nullable_entity(walk) if nullable and not tagged else walk
     return _primitive_walk(field.metadata["kafka_type"], flexible)
 
 
 def _array_walk(item_type: Any, field: Field[Any], flexible: bool) -> Walk:
     length_of = _compact_length if flexible else _legacy_length
-    if is_dataclass(item_type):
-        return _array(length_of, guard_of(item_type))  # type: ignore[arg-type]
+    if is_entity(item_type):
+        return _array(length_of, guard_of(item_type))
     kafka_type = field.metadata["kafka_type"]
     if kafka_type in _FIXED_BYTES:
         return _fixed_array(length_of, _FIXED_BYTES[kafka_type])

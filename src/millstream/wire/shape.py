@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields
 from functools import cache
-from types import NoneType, UnionType
-from typing import Any, Final, TypeVar, get_args, get_origin
+from typing import Any, Final, TypeVar
+
+from millstream.wire.annotation import is_entity, item_of, unwrapped
 
 T = TypeVar("T")
 Convert = Callable[[Any], Any]
@@ -78,12 +79,12 @@ def default_of(field: Field[Any]) -> Any:
     """The value of a field that nobody set: the schema's default, else null where allowed, else empty or zero."""
     if field.default is not MISSING:
         return field.default
-    kind, nullable = _unwrapped(field.type)
+    kind, nullable = unwrapped(field.type)
     if nullable:
         return None
-    if get_origin(kind) is tuple:
+    if item_of(kind) is not None:
         return ()
-    if is_dataclass(kind):
+    if is_entity(kind):
         nested: Any = kind
         return nested(**{inner.name: default_of(inner) for inner in fields(nested)})
     kafka_type = field.metadata["kafka_type"]
@@ -96,8 +97,8 @@ def default_of(field: Field[Any]) -> Any:
 
 def _conversion(source: Field[Any], target: Field[Any]) -> Convert | None:
     """How a field's value is carried over; None when it is taken as it is."""
-    source_kind, source_nullable = _unwrapped(source.type)
-    target_kind, target_nullable = _unwrapped(target.type)
+    source_kind, source_nullable = unwrapped(source.type)
+    target_kind, target_nullable = unwrapped(target.type)
     convert = _kind_conversion(source, source_kind, target_kind)
     substitute = default_of(target) if source_nullable and not target_nullable else None
     if convert is None and substitute is None:
@@ -112,16 +113,17 @@ def _kind_conversion(source: Field[Any], source_kind: Any, target_kind: Any) -> 
     if shapes == ("entity", "entity"):
         return reshaper(source_kind, target_kind)
     if shapes == ("entities", "entities"):
-        return _each(reshaper(get_args(source_kind)[0], get_args(target_kind)[0]))
+        return _each(reshaper(item_of(source_kind), item_of(target_kind)))
     if shapes[0] == shapes[1]:
         return None
     raise TypeError(f"field {source.name} changes from {shapes[0]} to {shapes[1]}: the API must convert it itself")
 
 
 def _shape(kind: Any) -> str:
-    if get_origin(kind) is tuple:
-        return "entities" if is_dataclass(get_args(kind)[0]) else "values"
-    return "entity" if is_dataclass(kind) else "value"
+    item = item_of(kind)
+    if item is not None:
+        return "entities" if is_entity(item) else "values"
+    return "entity" if is_entity(kind) else "value"
 
 
 def _each(convert: Convert) -> Convert:
@@ -138,10 +140,3 @@ def _null_safe(convert: Convert | None, substitute: Any) -> Convert:
         return value if convert is None else convert(value)
 
     return convert_unless_null
-
-
-def _unwrapped(field_type: Any) -> tuple[Any, bool]:
-    """Split `X | None` into `(X, True)`."""
-    if get_origin(field_type) is UnionType:
-        return next(part for part in get_args(field_type) if part is not NoneType), True
-    return field_type, False
