@@ -99,7 +99,7 @@ def _buffer(array: np.ndarray[Any, Any] | None) -> pa.Buffer | None:
 def _timestamp_array(timestamps_ms: Int64s) -> pa.Array:
     """Microseconds; null where they do not fit into 64 bits, which no clock gives but a producer can send."""
     micros = timestamps_ms * 1000
-    outside = np.abs(timestamps_ms // 1000) >= _MILLISECONDS_MAX // 1000
+    outside = (timestamps_ms > _MILLISECONDS_MAX) | (timestamps_ms < -_MILLISECONDS_MAX)
     return pa.array(micros, mask=outside if outside.any() else None).view(_TIMESTAMP)
 
 

@@ -43,6 +43,7 @@ _CRC_AT = 17
 CRC_FROM = 21
 _ATTRIBUTES_AT = 21
 _MAX_TIMESTAMP_AT = 35
+_INT64_MAX = 2**63 - 1
 _LENGTH = struct.Struct(">i")
 _CRC = struct.Struct(">I")
 _ATTRIBUTES = struct.Struct(">h")
@@ -160,8 +161,15 @@ def iterate_whole_headers(buffer: Buffer) -> Iterator[BatchHeader]:
         if length + LOG_OVERHEAD_BYTES > len(buffer) - position and buffer[position + _MAGIC_AT] == MAGIC:
             return
         header = read_header(buffer, position)
+        check_offsets(header)
         yield header
         position = header.end_position
+
+
+def check_offsets(header: BatchHeader) -> None:
+    """Raise `CorruptBatch` for offsets that a log never gives: below 0 or beyond 64 bits."""
+    if not 0 <= header.base_offset < _INT64_MAX - header.last_offset_delta:
+        raise CorruptBatch(f"the offsets of a record batch begin at {header.base_offset}")
 
 
 def seal_batch(

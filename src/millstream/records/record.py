@@ -24,6 +24,7 @@ from millstream.records.batch import (
     BatchHeader,
     Buffer,
     check_crc,
+    check_offsets,
     iterate_whole_headers,
     seal_batch,
 )
@@ -129,8 +130,7 @@ def decode_batch(
     buffer: Buffer, header: BatchHeader, *, decompressed_bytes_max: int = DECOMPRESSED_BYTES_MAX
 ) -> Iterator[Record]:
     """Yield the records of one batch, decompressing it; the CRC is the caller's job."""
-    if not 0 <= header.base_offset < _INT64_MAX - header.last_offset_delta:
-        raise CorruptBatch(f"the offsets of a batch begin at {header.base_offset}")
+    check_offsets(header)
     section = memoryview(buffer)[header.position + HEADER_BYTES : header.end_position]
     if header.compression != COMPRESSION_NONE and len(section):
         section = memoryview(decompress(header.compression, section, bytes_max=decompressed_bytes_max))

@@ -194,7 +194,7 @@ def at_whole_seconds(records: list[NewRecord]) -> list[NewRecord]:
 
 
 @pytest.mark.parametrize("build", [by_plain_encoder, by_compiled_encoder, by_aiokafka, by_plain_aiokafka])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=100)
 @given(records=new_records, codec=st.sampled_from(ALL_CODECS))
 def test_what_anyone_writes_both_of_ours_read(build: Build, records: list[NewRecord], codec: int) -> None:
     found = read_by_both(build(records, codec))
@@ -202,34 +202,34 @@ def test_what_anyone_writes_both_of_ours_read(build: Build, records: list[NewRec
     assert [record.offset for record in found] == list(range(len(records)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=100)
 @given(records=new_records, codec=st.sampled_from(KAFKA_PYTHON_CODECS))
 def test_what_kafka_python_writes_both_of_ours_read(records: list[NewRecord], codec: int) -> None:
     assert without_offsets(read_by_both(by_kafka_python(records, codec))) == records
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=100)
 @given(records=new_records.map(at_whole_seconds))
 def test_what_kio_writes_both_of_ours_read(records: list[NewRecord]) -> None:
     assert without_offsets(read_by_both(by_kio(records, COMPRESSION_NONE))) == records
 
 
 @pytest.mark.parametrize("build", [by_plain_encoder, by_compiled_encoder])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=100)
 @given(records=new_records, codec=st.sampled_from(ALL_CODECS))
 def test_what_both_of_ours_write_aiokafka_reads(build: Build, records: list[NewRecord], codec: int) -> None:
     assert read_by_aiokafka(build(records, codec)) == records
 
 
 @pytest.mark.parametrize("build", [by_plain_encoder, by_compiled_encoder])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=100)
 @given(records=new_records, codec=st.sampled_from(KAFKA_PYTHON_CODECS))
 def test_what_both_of_ours_write_kafka_python_reads(build: Build, records: list[NewRecord], codec: int) -> None:
     assert read_by_kafka_python(build(records, codec)) == records
 
 
 @pytest.mark.parametrize("build", [by_plain_encoder, by_compiled_encoder])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=100)
 @given(records=new_records.map(at_whole_seconds))
 def test_what_both_of_ours_write_kio_reads(build: Build, records: list[NewRecord]) -> None:
     batch = bytes(build(records, COMPRESSION_NONE))
@@ -247,7 +247,7 @@ def test_what_both_of_ours_write_kio_reads(build: Build, records: list[NewRecord
     ] == records
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=100)
 @given(records=new_records, codec=st.sampled_from(ALL_CODECS))
 def test_without_compression_all_write_the_same_bytes(records: list[NewRecord], codec: int) -> None:
     assert by_compiled_encoder(records, codec) == by_plain_encoder(records, codec)

@@ -73,7 +73,7 @@ def measure_batch(
     """Find how many records from `first` on make a batch of at most `bytes_max`, but at least one, and their lengths.
 
     Returns the row after them, the bytes they take and their largest timestamp. A batch also ends before an offset or
-    a timestamp that cannot be told as a distance from its first one, or that goes back.
+    a timestamp that cannot be told as a distance from its first one.
     """
     size = 0
     max_timestamp = timestamps[first]
@@ -81,7 +81,7 @@ def measure_batch(
         timestamp_delta = timestamps[row] - timestamps[first]
         offset_delta = offsets[row] - offsets[first]
         overflows = (timestamps[row] ^ timestamps[first]) & (timestamps[row] ^ timestamp_delta) < 0
-        if overflows or offset_delta > INT32_MAX or (row > first and offsets[row] <= offsets[row - 1]):
+        if overflows or offset_delta > INT32_MAX:
             return row, size, max_timestamp
         length = _body_bytes(records[row], headers, timestamp_delta, offset_delta)
         total = size + _varint_bytes(length) + length

@@ -1,0 +1,23 @@
+"""A short run of the fuzzer, with numba's bounds check on; `make fuzz` runs it for longer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_any_bytes_give_records_or_a_clear_error() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+    found = subprocess.run(
+        [sys.executable, "-m", "benchmarks.fuzz_codec", "--seed", "suite", "--examples", "4000", "--seconds", "90"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "none of them a finding" in found.stdout

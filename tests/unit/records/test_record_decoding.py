@@ -1,0 +1,284 @@
+"""Records that lie about themselves: both codecs must refuse each of them, and neither may believe a number."""
+
+from __future__ import annotations
+
+import ast
+import struct
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from crc32c import crc32c
+
+from millstream.model.errors import BatchRejected, CorruptBatch, InvalidBatch, UnsupportedCompression
+from millstream.records import kernels
+from millstream.records.batch import HEADER_BYTES
+from millstream.records.compression import compress
+from millstream.records.decoder import FIELDS, Batches, decode_columns, find_batches
+from millstream.records.record import HEADERS_MAX, NewRecord, decode_records, encode_batch
+
+Read = Callable[[bytes], object]
+BOTH: list[Read] = [lambda data: list(decode_records(data)), lambda data: list(decode_columns(data))]
+
+
+def number(value: int) -> bytes:
+    rest = value << 1 if value >= 0 else (-value << 1) - 1
+    digits = bytearray()
+    while rest > 0x7F:
+        digits.append(0x80 | rest & 0x7F)
+        rest >>= 7
+    return bytes(digits) + bytes([rest])
+
+
+def record(body: bytes, length: int | None = None) -> bytes:
+    return number(len(body) if length is None else length) + body
+
+
+def batch_of(
+    section: bytes, *, count: int = 1, last_delta: int | None = None, base_timestamp: int = 0, codec: int = 0
+) -> bytes:
+    batch = encode_batch([NewRecord(None, None, (), 0)], compression=codec)
+    batch[HEADER_BYTES:] = compress(codec, section)
+    struct.pack_into(">i", batch, 8, len(batch) - 12)
+    struct.pack_into(">iq", batch, 23, count - 1 if last_delta is None else last_delta, base_timestamp)
+    struct.pack_into(">i", batch, 57, count)
+    struct.pack_into(">I", batch, 17, crc32c(bytes(batch[21:])))
+    return bytes(batch)
+
+
+GOOD = b"\x00" + number(0) + number(0) + number(1) + b"k" + number(2) + b"vv" + number(0)
+START = b"\x00" + number(0) + number(0)
+
+
+@pytest.mark.parametrize("codec", range(5))
+@pytest.mark.parametrize("read", BOTH)
+def test_the_record_these_tests_break_is_good(read: Read, codec: int) -> None:
+    assert read(batch_of(record(GOOD), codec=codec))
+
+
+@pytest.mark.parametrize("read", BOTH)
+@pytest.mark.parametrize(
+    "section",
+    [
+        pytest.param(record(GOOD, len(GOOD) + 1), id="record longer than the batch"),
+        pytest.param(record(GOOD, len(GOOD) - 1), id="record shorter than its fields"),
+        pytest.param(record(GOOD, -1), id="negative record length"),
+        pytest.param(record(GOOD, 2**31 - 1), id="huge record length"),
+        pytest.param(record(GOOD[:5]), id="record too short"),
+        pytest.param(b"\x80\x80\x80\x80\x80\x80\x00" + GOOD, id="length in seven bytes"),
+        pytest.param(b"\xff\xff\xff\xff\x7f" + GOOD, id="length beyond 32 bits"),
+        pytest.param(b"\x80\x80\x80\x80\x80\x80\x80", id="batch ends within a number"),
+        pytest.param(record(START + number(-2) + number(0) + number(0)), id="negative key length"),
+        pytest.param(record(START + number(5) + b"k" + number(0) + number(0)), id="key longer than the record"),
+        pytest.param(record(START + number(0) + number(-2) + number(0)), id="negative value length"),
+        pytest.param(record(START + number(0) + number(2**31 - 1) + number(0)), id="huge value length"),
+        pytest.param(record(START + number(-1) * 2 + number(-1)), id="negative header count"),
+        pytest.param(record(START + number(-1) * 2 + number(2**31 - 1)), id="huge header count"),
+        pytest.param(record(START + number(-1) * 2 + number(1) + number(-1) * 2), id="null header key"),
+        pytest.param(
+            record(START + number(-1) * 2 + number(1) + number(3) + b"k" + number(0)), id="header key too long"
+        ),
+        pytest.param(record(START + number(-1) * 2 + number(1) + number(0) + number(9)), id="header value too long"),
+        pytest.param(record(START + number(-1) * 2 + number(2) + number(0) * 2), id="second header is missing"),
+        pytest.param(record(GOOD + b"\x00"), id="bytes behind the headers"),
+        pytest.param(record(GOOD) + b"\x00", id="bytes behind the last record"),
+        pytest.param(record(b"\x00" + number(0) + number(1) + GOOD[3:]), id="offset delta beyond the batch"),
+        pytest.param(record(b"\x00" + number(0) + number(-1) + GOOD[3:]), id="negative offset delta"),
+        pytest.param(record(b"\x00" + b"\xff" * 9 + b"\x02" + GOOD[2:]), id="timestamp delta beyond 64 bits"),
+        pytest.param(record(b"\x00" + b"\xff" * 10 + b"\x01" + GOOD[2:]), id="timestamp delta in eleven bytes"),
+    ],
+)
+def test_records_that_lie(read: Read, section: bytes) -> None:
+    for codec in (0, 3):
+        with pytest.raises(CorruptBatch):
+            read(batch_of(section, codec=codec))
+
+
+@pytest.mark.parametrize("read", BOTH)
+def test_numbers_that_are_longer_than_they_need_to_be_are_read(read: Read) -> None:
+    assert record(GOOD) == b"\x12" + GOOD
+    assert read(batch_of(b"\x92\x80\x80\x80\x00" + GOOD))
+
+
+@pytest.mark.parametrize("read", BOTH)
+def test_offset_deltas_must_increase(read: Read) -> None:
+    with pytest.raises(CorruptBatch):
+        read(batch_of(record(GOOD) * 2, count=2))
+
+
+@pytest.mark.parametrize("read", BOTH)
+def test_a_timestamp_must_fit_into_64_bits(read: Read) -> None:
+    late = record(b"\x00" + number(1) + GOOD[2:])
+    with pytest.raises(CorruptBatch, match="overflows"):
+        read(batch_of(late, base_timestamp=2**63 - 1))
+
+
+@pytest.mark.parametrize("read", BOTH)
+def test_a_record_has_a_limited_number_of_headers(read: Read) -> None:
+    def with_headers(count: int) -> bytes:
+        return batch_of(record(START + number(-1) * 2 + number(count) + b"\x00\x00" * count))
+
+    assert read(with_headers(HEADERS_MAX))
+    with pytest.raises(CorruptBatch, match="headers"):
+        read(with_headers(HEADERS_MAX + 1))
+
+
+@pytest.mark.parametrize("codec", [0, 4])
+@pytest.mark.parametrize("read", BOTH)
+def test_a_count_is_not_believed_before_memory_is_asked_for(read: Read, codec: int) -> None:
+    batch = batch_of(record(GOOD), count=2**31 - 1, codec=codec)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptBatch, match="records"):
+            read(batch)
+        assert tracemalloc.get_traced_memory()[1] < 16 * 1024 * 1024
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("read", BOTH)
+def test_a_wrong_crc(read: Read) -> None:
+    batch = bytearray(batch_of(record(GOOD)))
+    batch[-1] ^= 1
+    with pytest.raises(CorruptBatch, match="CRC-32C"):
+        read(bytes(batch))
+
+
+@pytest.mark.parametrize("read", BOTH)
+@pytest.mark.parametrize(
+    ("at", "layout", "value", "error"),
+    [
+        (16, ">b", 1, CorruptBatch),
+        (8, ">i", 10, CorruptBatch),
+        (57, ">i", -1, CorruptBatch),
+        (0, ">q", -1, CorruptBatch),
+        (21, ">h", 7, UnsupportedCompression),
+    ],
+)
+def test_headers_that_lie(read: Read, at: int, layout: str, value: int, error: type[BatchRejected]) -> None:
+    batch = bytearray(batch_of(record(GOOD)))
+    struct.pack_into(layout, batch, at, value)
+    with pytest.raises(error):
+        read(bytes(batch))
+
+
+@pytest.mark.parametrize("read", BOTH)
+@pytest.mark.parametrize("codec", range(5))
+def test_a_batch_that_compaction_left_empty_has_no_records(read: Read, codec: int) -> None:
+    empty = bytearray(batch_of(b"", count=0, last_delta=4))
+    del empty[HEADER_BYTES:]
+    empty[22] |= codec
+    struct.pack_into(">i", empty, 8, len(empty) - 12)
+    struct.pack_into(">I", empty, 17, crc32c(bytes(empty[21:])))
+    assert read(bytes(empty)) == []
+    assert find_batches(bytes(empty)).next_offset == 5
+
+
+def test_header_keys_that_are_no_text_are_read_with_a_mark() -> None:
+    keys = (b"caf\xe9", "ключ".encode(), b"\xe2\x82", b"\xed\xa0\x80", b"")
+    section = b"".join(number(len(key)) + key + number(-1) for key in keys)
+    batch = batch_of(record(START + number(-1) * 2 + number(len(keys)) + section))
+    expected = [(key.decode("utf-8", "replace"), None) for key in keys]
+    (plain,) = decode_records(batch)
+    assert list(plain.headers) == expected
+    (columns,) = decode_columns(batch)
+    assert columns.headers is not None
+    assert list(columns.headers.to_list()[0]) == expected
+
+
+def batches(count: int, size: int, *, compression: int = 0) -> bytes:
+    return b"".join(
+        encode_batch(
+            [NewRecord(None, b"%d" % (base + n), (), n) for n in range(size)], base_offset=base, compression=compression
+        )
+        for base in range(0, count * size, size)
+    )
+
+
+@pytest.mark.parametrize("codec", range(5))
+def test_only_the_offsets_asked_for(codec: int) -> None:
+    answer = batches(10, 7, compression=codec)
+    for start, end in ((0, 70), (3, 5), (13, 50), (69, 1000), (70, 80), (0, 0)):
+        found = [
+            int(value or b"")
+            for part in decode_columns(answer, start_offset=start, end_offset=end, rows_max=4)
+            for value in (part.values.to_list() if part.values else [])
+        ]
+        assert found == list(range(start, min(end, 70)))
+
+
+def test_only_the_fields_asked_for() -> None:
+    (columns,) = decode_columns(batches(2, 3), fields=())
+    assert (columns.keys, columns.values, columns.headers) == (None, None, None)
+    assert columns.offsets.tolist() == list(range(6))
+    (columns,) = decode_columns(batches(2, 3), fields=FIELDS)
+    assert columns.keys is not None
+    assert columns.keys.null_count == 6
+
+
+@pytest.mark.parametrize("codec", [0, 3])
+def test_rows_come_in_parts_of_a_limited_size(codec: int) -> None:
+    parts = list(decode_columns(batches(5, 7, compression=codec), rows_max=10))
+    assert [len(part) for part in parts] == [10, 10, 10, 5]
+
+
+def test_many_headers_end_a_part_early() -> None:
+    headers = (("h", b""),) * 1000
+    answer = encode_batch([NewRecord(None, None, headers, 0)] * 200)
+    parts = list(decode_columns(answer))
+    assert sum(map(len, parts)) == 200
+    assert all(part.headers is not None and len(part.headers.keys) <= 67_000 for part in parts)
+
+
+def test_batches_that_are_not_needed_are_not_looked_into() -> None:
+    answer = bytearray(batches(3, 2))
+    answer[HEADER_BYTES + 3] ^= 1
+    assert sum(map(len, decode_columns(answer, start_offset=2))) == 4
+    with pytest.raises(CorruptBatch):
+        list(decode_columns(answer, start_offset=1))
+
+
+def test_the_next_offset_counts_batches_without_records_to_show() -> None:
+    marker = encode_batch([NewRecord(b"\0\0\0\1", b"", (), 0)], base_offset=6, control=True)
+    found = find_batches(batches(3, 2) + marker)
+    assert found.next_offset == 7
+    assert sum(map(len, decode_columns(found))) == 6
+    assert find_batches(b"").next_offset is None
+    assert isinstance(found, Batches)
+
+
+def test_nothing_to_read() -> None:
+    assert list(decode_columns(b"")) == []
+    assert list(decode_records(b"")) == []
+    assert list(decode_columns(batches(1, 1)[:-1])) == []
+
+
+def test_records_that_cannot_be_written() -> None:
+    with pytest.raises(InvalidBatch, match="at least one"):
+        encode_batch([])
+    with pytest.raises(InvalidBatch, match="UTF-8"):
+        encode_batch([NewRecord(None, None, (("\ud800", None),), 0)])
+    with pytest.raises(InvalidBatch, match="apart"):
+        encode_batch([NewRecord(None, None, (), -(2**63)), NewRecord(None, None, (), 2**63 - 1)])
+
+
+def test_the_plain_codec_stays_light() -> None:
+    code = (
+        "import sys, millstream.records.record; print([m for m in ('numpy', 'numba', 'pyarrow') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_kernels_stand_alone() -> None:
+    """Numba's cache sees a change only in the file of the kernel itself: no kernel may use code of another file."""
+    for path in Path(kernels.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("millstream"):
+                assert node.module == "millstream.records.layout", path
+                assert {name.name for name in node.names} <= {"Bytes", "Int16s", "Int32s", "Int64s", "Row", "Table"}, (
+                    path
+                )
