@@ -19,13 +19,13 @@ from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.assignment import check_replicas
 from millstream.kafka.errors import error_code
 from millstream.kafka.throttle import NO_THROTTLE
+from millstream.kafka.topic_lookup import topic_named
 from millstream.model.errors import (
     InvalidAssignment,
     InvalidPartitions,
     InvalidRequest,
     MillstreamError,
     PolicyViolation,
-    UnknownTopic,
 )
 
 
@@ -56,9 +56,7 @@ class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
         return CreatePartitionsResponse(throttle_time=NO_THROTTLE, results=tuple(results.values()))
 
     def _check(self, wanted: CreatePartitionsTopic) -> None:
-        topic = self._topics.get(wanted.name)
-        if topic is None:
-            raise UnknownTopic(f"topic {wanted.name!r} does not exist")
+        topic = topic_named(self._topics, wanted.name)
         if topic.is_internal:
             raise PolicyViolation(f"topic {wanted.name!r} holds the broker's own state; its partitions are fixed")
         if wanted.count == topic.partitions:

@@ -19,7 +19,8 @@ from millstream.cluster.topics import Topics
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code
 from millstream.kafka.throttle import NO_THROTTLE
-from millstream.model.errors import InvalidRequest, MillstreamError, UnknownTopic, UnknownTopicId
+from millstream.kafka.topic_lookup import topic_named, topic_with_id
+from millstream.model.errors import InvalidRequest, MillstreamError
 from millstream.model.topic import Topic
 
 _FIRST_WITH_IDS: Final = 6
@@ -73,13 +74,7 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
         if wanted.name is not None and wanted.topic_id is not None:
             raise InvalidRequest("a topic to delete is named by its name or by its id, not by both")
         if wanted.topic_id is not None:
-            by_id = self._topics.by_id(wanted.topic_id)
-            if by_id is None:
-                raise UnknownTopicId(f"no topic has the id {wanted.topic_id}")
-            return by_id
+            return topic_with_id(self._topics, wanted.topic_id)
         if wanted.name is None:
             raise InvalidRequest("a topic to delete has neither a name nor an id")
-        topic = self._topics.get(wanted.name)
-        if topic is None:
-            raise UnknownTopic(f"topic {wanted.name!r} does not exist")
-        return topic
+        return topic_named(self._topics, wanted.name)

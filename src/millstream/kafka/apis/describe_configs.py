@@ -29,7 +29,8 @@ from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code
 from millstream.kafka.setting_view import SettingView, node_settings, topic_settings
 from millstream.kafka.throttle import NO_THROTTLE
-from millstream.model.errors import InvalidRequest, MillstreamError, UnknownTopic
+from millstream.kafka.topic_lookup import topic_named
+from millstream.model.errors import InvalidRequest, MillstreamError
 from millstream.model.topic import check_topic_name
 
 TOPIC_RESOURCE: Final = 2
@@ -73,10 +74,7 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
         name = resource.resource_name
         if resource.resource_type == TOPIC_RESOURCE:
             check_topic_name(name)
-            topic = self._topics.get(name)
-            if topic is None:
-                raise UnknownTopic(f"topic {name!r} does not exist")
-            return topic_settings(self._topics, topic)
+            return topic_settings(self._topics, topic_named(self._topics, name))
         if resource.resource_type == NODE_RESOURCE:
             if not name:
                 return ()

@@ -29,7 +29,8 @@ from millstream.kafka.apis.describe_configs import NODE_RESOURCE, TOPIC_RESOURCE
 from millstream.kafka.errors import error_code
 from millstream.kafka.setting_view import is_list
 from millstream.kafka.throttle import NO_THROTTLE
-from millstream.model.errors import InvalidRequest, InvalidSetting, MillstreamError, UnknownTopic
+from millstream.kafka.topic_lookup import topic_named
+from millstream.model.errors import InvalidRequest, InvalidSetting, MillstreamError
 from millstream.model.topic import Topic, TopicSettings
 
 SET: Final = 0
@@ -70,9 +71,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
             )
         if resource.resource_type != TOPIC_RESOURCE:
             raise InvalidRequest(f"resource type {resource.resource_type} has no settings here; topics have")
-        topic = self._topics.get(resource.resource_name)
-        if topic is None:
-            raise UnknownTopic(f"topic {resource.resource_name!r} does not exist")
+        topic = topic_named(self._topics, resource.resource_name)
         changes = self._changes(topic, resource.configs)
         await self._topics.alter(topic.name, changes, validate_only=validate_only)
 

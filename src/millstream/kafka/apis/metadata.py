@@ -31,7 +31,8 @@ from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code
 from millstream.kafka.permission import CLUSTER_OPERATIONS, NOT_ASKED, TOPIC_OPERATIONS
 from millstream.kafka.throttle import NO_THROTTLE
-from millstream.model.errors import InvalidRequest, MillstreamError, UnknownTopic, UnknownTopicId
+from millstream.kafka.topic_lookup import topic_named, topic_with_id
+from millstream.model.errors import InvalidRequest, MillstreamError
 from millstream.model.topic import INTERNAL_TOPICS, Topic, check_topic_name
 
 _FIRST_BY_ID: Final = 12
@@ -110,19 +111,13 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
 
     async def _find(self, wanted: MetadataRequestTopic, *, create: bool) -> Topic:
         if wanted.topic_id is not None:
-            by_id = self._topics.by_id(wanted.topic_id)
-            if by_id is None:
-                raise UnknownTopicId(f"no topic has the id {wanted.topic_id}")
-            return by_id
+            return topic_with_id(self._topics, wanted.topic_id)
         if wanted.name is None:
             raise InvalidRequest("a topic was asked for without a name and without an id")
-        topic = self._topics.get(wanted.name)
-        if topic is not None:
-            return topic
         if create:
             return await self._topics.ensure(wanted.name)
         check_topic_name(wanted.name)
-        raise UnknownTopic(f"topic {wanted.name!r} does not exist")
+        return topic_named(self._topics, wanted.name)
 
     def _describe(self, topic: Topic, operations: i32) -> MetadataResponseTopic:
         # Plain casts: the checked conversions of kio's types would double the cost of a long list.
