@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +23,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One running server for all tests of a module; each test uses topics and groups of its own."""
     with Server(tmp_path_factory.mktemp("server") / "data", settings=QUICK) as started:
         yield started
+
+
+@pytest.fixture
+def topic(request: pytest.FixtureRequest) -> str:
+    """The name of a topic that no other test uses."""
+    name = re.sub("[^a-zA-Z0-9]+", "-", request.node.name).strip("-")[:100]
+    return f"{name}-{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture
