@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -161,6 +162,10 @@ def test_health_readiness_and_metrics_are_served(start_server: StartServer) -> N
     assert 'millstream_topic_records_in_total{topic="measured"} 1.0' in metrics
     assert 'millstream_high_watermark{partition="0",topic="measured"} 1.0' in metrics
     assert 'millstream_request_seconds_bucket{api="Produce",le="+Inf"} 1.0' in metrics
+    operating = Path(__file__).parents[2] / "docs" / "operating.md"
+    documented = set(re.findall(r"`((?:millstream|process)_\w+)`", operating.read_text(encoding="utf-8")))
+    served = set(re.findall(r"^# HELP (\S+)", metrics, re.MULTILINE))
+    assert documented == served
     missing = get(server, "/missing")
     assert (missing.status_code, missing.headers["content-type"]) == (404, "application/problem+json")
 
