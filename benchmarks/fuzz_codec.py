@@ -42,7 +42,8 @@ from millstream.records.record import NewRecord, Record, decode_records, encode_
 
 CHILD_MARK = "MILLSTREAM_FUZZ_PROGRESS"
 ADDRESS_SPACE_BYTES = 6 * 1024**3
-EXAMPLE_SECONDS_MAX = 30
+# The first example also waits for the kernels to be compiled, on a machine that may be busy.
+EXAMPLE_SECONDS_MAX = 100
 DECOMPRESSED_BYTES_MAX = 8 * 1024 * 1024
 
 # Numbers at the edges of what a varint, a length or a count can hold.
