@@ -32,7 +32,7 @@ def send(server: Server, topic: str, messages: list[dict[str, Any]], **settings:
             raise KafkaException(error)
         delivered.append(message)
 
-    producer = Producer({"bootstrap.servers": server.kafka, "linger.ms": 5, **settings})
+    producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0, "linger.ms": 5, **settings})
     for message in messages:
         producer.produce(topic, on_delivery=note, **message)
     assert producer.flush(WAIT_S) == 0
@@ -43,6 +43,7 @@ def consumer_of(server: Server, group: str = "alone", **settings: Any) -> Consum
     return Consumer(
         {
             "bootstrap.servers": server.kafka,
+            "log_level": 0,
             "group.id": group,
             "auto.offset.reset": "earliest",
             "enable.auto.commit": False,
@@ -203,7 +204,7 @@ def test_several_topics_and_partitions(server: Server, topic: str) -> None:
 
 def test_a_message_beyond_the_limit_is_refused_and_the_next_one_taken(server: Server, topic: str) -> None:
     failures: list[KafkaError | None] = []
-    producer = Producer({"bootstrap.servers": server.kafka, "message.max.bytes": 4_000_000})
+    producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0, "message.max.bytes": 4_000_000})
     for size in (2_000_000, 10):
         producer.produce(topic, bytes(size), on_delivery=lambda error, _: failures.append(error))
         assert producer.flush(WAIT_S) == 0
@@ -256,7 +257,7 @@ def strict_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_an_unknown_topic_without_auto_creation(strict_server: Server, topic: str) -> None:
     failures: list[KafkaError | None] = []
     impatient = {"topic.metadata.propagation.max.ms": 100, "message.timeout.ms": 10_000}
-    producer = Producer({"bootstrap.servers": strict_server.kafka, **impatient})
+    producer = Producer({"bootstrap.servers": strict_server.kafka, "log_level": 0, **impatient})
     producer.produce(topic, b"x", on_delivery=lambda error, _: failures.append(error))
     assert producer.flush(WAIT_S) == 0
     (failure,) = failures
@@ -271,7 +272,7 @@ def create(server: Server, topics: list[str], *, partitions: int) -> None:
     from confluent_kafka.admin import AdminClient
     from confluent_kafka.cimpl import NewTopic
 
-    admin = AdminClient({"bootstrap.servers": server.kafka})
+    admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     wanted = [NewTopic(name, num_partitions=partitions, replication_factor=1) for name in topics]
     for created in admin.create_topics(wanted).values():
         created.result(WAIT_S)

@@ -40,6 +40,7 @@ class Member:
         self.client = Consumer(
             {
                 "bootstrap.servers": server.kafka,
+                "log_level": 0,
                 "group.id": f"{topic}-group",
                 "auto.offset.reset": "earliest",
                 "enable.auto.commit": False,
@@ -82,14 +83,14 @@ def step_until(condition: Callable[[], bool], *members: Member) -> None:
 
 
 def create(server: Server, topic: str) -> None:
-    admin = AdminClient({"bootstrap.servers": server.kafka})
+    admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     for created in admin.create_topics([NewTopic(topic, PARTITIONS, 1)]).values():
         created.result(WAIT_S)
 
 
 def send(server: Server, topic: str, per_partition: int) -> None:
     delivered: list[Message] = []
-    producer = Producer({"bootstrap.servers": server.kafka})
+    producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
     for number in range(per_partition):
         for partition in range(PARTITIONS):
             producer.produce(

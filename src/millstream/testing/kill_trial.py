@@ -228,7 +228,7 @@ class KillTrial:
             self._shared.history.save(path)
 
     def _create_topic(self) -> None:
-        admin = AdminClient({"bootstrap.servers": self._server.kafka})
+        admin = AdminClient({"bootstrap.servers": self._server.kafka, "log_level": 0})
         topic = NewTopic(TOPIC, num_partitions=self._plan.partitions, replication_factor=1)
         for created in admin.create_topics([topic]).values():
             created.result(SETTLE_S_MAX)
