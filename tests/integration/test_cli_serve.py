@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from millstream import __version__
-from millstream.testing.command import CommandLine, run_command
+from millstream.testing.command import CommandLine, call_command, run_command
 from millstream.testing.server import Server
 
 StartServer = Callable[..., Server]
@@ -57,6 +57,11 @@ def first_line(serve: subprocess.Popen[str]) -> str:
     return serve.stdout.readline()
 
 
+def until_healthy(server: Server) -> None:
+    """A node on a busy machine may still be loading when it says that it listens."""
+    eventually(lambda: get(server, "/healthz").status_code == 200)
+
+
 def test_people_get_a_banner(tmp_path: Path) -> None:
     with served(tmp_path) as serve:
         lines = [first_line(serve) for _ in range(5)]
@@ -69,14 +74,16 @@ def test_people_get_a_banner(tmp_path: Path) -> None:
     assert serve.returncode == 0
 
 
-def test_programs_get_one_line(tmp_path: Path) -> None:
-    with served(tmp_path, "--json") as serve:
+def test_programs_get_one_line_and_may_have_json_logs(tmp_path: Path) -> None:
+    with served(tmp_path, "--json", "--log-format", "json") as serve:
         ready = json.loads(first_line(serve))
+        CommandLine(ready["kafka"])("topic", "create", "logged")
         serve.send_signal(signal.SIGTERM)
         rest, logged = serve.communicate(timeout=DEADLINE_S)
-    assert sorted(ready) == ["http", "kafka"]
-    assert rest == ""
-    assert "Traceback" not in logged
+    assert (sorted(ready), rest) == (["http", "kafka"], "")
+    lines = [json.loads(line) for line in logged.splitlines()]
+    created = next(line for line in lines if line["message"] == "topic created")
+    assert (created["topic"], created["level"]) == ("logged", "info")
     assert serve.returncode == 0
 
 
@@ -122,15 +129,20 @@ def test_a_folder_in_use_is_a_conflict(start_server: StartServer) -> None:
     [
         (("--node-id", "one"), "node-id must be a whole number, not 'one'"),
         (("--log-level", "loud"), "log-level must be one of debug, info, warning, error, not 'loud'"),
-        (("--kafka", "9092"), "kafka must be HOST:PORT"),
         (("--config", "missing.toml"), "config file missing.toml does not exist"),
         (("--no-such-flag",), "--no-such-flag"),
     ],
 )
 def test_a_wrong_setting_is_a_mistake_in_usage(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
-    refused = run_command(["serve", "--data", "data", *FREE, *arguments], cwd=tmp_path)
+    refused = call_command(["serve", "--data", str(tmp_path), *FREE, *arguments])
     assert (refused.code, refused.out) == (2, "")
     assert said in refused.err
+
+
+def test_an_address_that_is_none_is_a_mistake_in_usage(tmp_path: Path) -> None:
+    refused = run_command(["serve", "--data", "data", "--kafka", "9092"], cwd=tmp_path)
+    assert (refused.code, refused.out) == (2, "")
+    assert "kafka must be HOST:PORT" in refused.err
 
 
 def test_a_flag_wins_over_the_file(start_server: StartServer, tmp_path: Path) -> None:
@@ -139,23 +151,16 @@ def test_a_flag_wins_over_the_file(start_server: StartServer, tmp_path: Path) ->
     millstream = CommandLine(server.kafka)
     described = millstream("topic", "create", "made", "--json")
     assert described.document["partitions"] == 3
+    until_healthy(server)
     assert get(server, "/readyz").json()["node"] == 7
     assert millstream("publish", "not-made", "x").code == 3
 
 
-def test_log_lines_can_be_json(start_server: StartServer) -> None:
-    server = start_server(log_format="json")
-    CommandLine(server.kafka)("topic", "create", "logged")
-    server.stop()
-    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
-    created = next(line for line in lines if line["message"] == "topic created")
-    assert (created["topic"], created["level"]) == ("logged", "info")
-
-
-def test_health_readiness_and_metrics_are_served(start_server: StartServer) -> None:
+def test_health_and_metrics_are_served_by_a_process_that_ends_with_the_broker(start_server: StartServer) -> None:
     server = start_server()
     millstream = CommandLine(server.kafka)
     millstream("publish", "measured", "x")
+    until_healthy(server)
     assert get(server, "/healthz").json()["status"] == "ok"
     assert get(server, "/readyz").status_code == 200
     metrics = get(server, "/metrics").text
@@ -168,26 +173,21 @@ def test_health_readiness_and_metrics_are_served(start_server: StartServer) -> N
     assert documented == served
     missing = get(server, "/missing")
     assert (missing.status_code, missing.headers["content-type"]) == (404, "application/problem+json")
+    (gateway,) = gateways(server)
+    server.kill_main()
+    _, alive = psutil.wait_procs([gateway], timeout=DEADLINE_S)
+    assert alive == []
 
 
 def test_a_gateway_that_dies_is_started_again_and_stops_with_its_broker(start_server: StartServer) -> None:
     server = start_server()
-    assert get(server, "/healthz").status_code == 200
+    until_healthy(server)
     (first,) = gateways(server)
     first.kill()
-    assert get(server, "/healthz").status_code == 200
+    until_healthy(server)
     (second,) = gateways(server)
     assert second.pid != first.pid
     assert "the HTTP gateway ended; starting it again" in server.log_tail()
     assert server.stop() == 0
     assert not second.is_running()
     assert (server.data / "clean-stop").exists()
-
-
-def test_the_gateway_ends_with_a_broker_that_is_killed(start_server: StartServer) -> None:
-    server = start_server()
-    get(server, "/healthz")
-    (gateway,) = gateways(server)
-    server.kill_main()
-    _, alive = psutil.wait_procs([gateway], timeout=DEADLINE_S)
-    assert alive == []

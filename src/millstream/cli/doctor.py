@@ -34,9 +34,8 @@ def doctor(
         str | None,
         typer.Option(
             "--brokers",
-            envvar="MILLSTREAM_BROKERS",
             metavar="HOST:PORT[,...]",
-            help=f"Check this broker. Default: {DEFAULT_BROKERS}, unless --data is given.",
+            help=f"Check this broker. Default: MILLSTREAM_BROKERS, else {DEFAULT_BROKERS}; none if --data is given.",
             show_default=False,
         ),
     ] = None,
@@ -53,8 +52,7 @@ def doctor(
     answers.
     """
     findings: list[Finding] = []
-    default = Path(os.environ.get("MILLSTREAM_DATA", Config.declared()["data"][1].default))
-    folder = data if data is not None else default
+    folder = data if data is not None else Path(Config.load().data)
     if data is not None or folder.is_dir():
         from millstream.cli.folder_check import check_folder
 
@@ -62,7 +60,8 @@ def doctor(
     if brokers is not None or data is None:
         from millstream.cli.broker_check import check_broker
 
-        findings += asyncio.run(check_broker(brokers or DEFAULT_BROKERS, timeout))
+        wanted = brokers or os.environ.get("MILLSTREAM_BROKERS") or DEFAULT_BROKERS
+        findings += asyncio.run(check_broker(wanted, timeout))
     problems = sum(finding.severity.value == "problem" for finding in findings)
     if as_json:
         listed = [

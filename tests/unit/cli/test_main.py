@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -110,3 +111,10 @@ def test_every_error_has_its_exit_code(error: Exception, code: int) -> None:
 
 def test_completion_is_offered() -> None:
     assert "--install-completion" in call_command(["--help"]).out
+
+
+def test_completion_knows_the_commands() -> None:
+    asked = {"_MILLSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "millstream topic cr", "COMP_CWORD": "2"}
+    program = [sys.executable, "-m", "millstream.cli.main"]
+    told = subprocess.run(program, env={**os.environ, **asked}, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["create"]
