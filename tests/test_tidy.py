@@ -44,8 +44,8 @@ def tracked() -> tuple[Path, ...]:
     return tuple(path for path in (ROOT / name for name in sorted(set(listed))) if path.is_file())
 
 
-def python_files(*folders: str) -> list[Path]:
-    return [p for p in tracked() if p.suffix == ".py" and p.relative_to(ROOT).parts[0] in folders]
+def python_files(folder: Path = ROOT) -> list[Path]:
+    return [path for path in tracked() if path.suffix == ".py" and path.is_relative_to(folder)]
 
 
 def texts() -> Iterator[tuple[Path, str]]:
@@ -76,7 +76,7 @@ def short(path: Path) -> str:
 def test_functions_are_short() -> None:
     long = [
         f"{short(path)}:{function.lineno} {function.name} has {length(function)} lines"
-        for path in python_files("src", "tests", "benchmarks")
+        for path in python_files()
         for function in functions(path)
         if length(function) > FUNCTION_LINES_MAX
     ]
@@ -84,14 +84,14 @@ def test_functions_are_short() -> None:
 
 
 def test_most_functions_are_very_short() -> None:
-    lengths = [length(function) for path in python_files("src") for function in functions(path)]
+    lengths = [length(function) for path in python_files(SOURCE) for function in functions(path)]
     assert median(lengths) < FUNCTION_LINES_MEDIAN_MAX
 
 
 def test_files_are_short() -> None:
     long = [
         f"{short(path)} has {count} lines"
-        for path in python_files("src", "tests", "benchmarks")
+        for path in python_files()
         if (count := len(path.read_text(encoding="utf-8").splitlines())) > FILE_LINES_MAX
     ]
     assert long == []
@@ -111,7 +111,7 @@ def test_nothing_is_left_unfinished() -> None:
 def test_modules_are_named_after_nouns() -> None:
     bad = [
         short(path)
-        for path in python_files("src", "tests", "benchmarks")
+        for path in python_files()
         if FORBIDDEN_NAMES & {*path.relative_to(ROOT).with_suffix("").parts, *path.stem.split("_")}
     ]
     assert bad == []
@@ -120,7 +120,7 @@ def test_modules_are_named_after_nouns() -> None:
 def test_packages_hold_no_code() -> None:
     full = [
         short(path)
-        for path in python_files("src")
+        for path in python_files(SOURCE)
         if path.name == "__init__.py" and path.parent != SOURCE and path.read_text(encoding="utf-8").strip()
     ]
     assert full == []

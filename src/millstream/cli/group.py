@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.options import (
+    DEFAULT_BROKERS,
+    DEFAULT_TIMEOUT_S,
+    AsJson,
+    Brokers,
+    Partitions,
+    TimeoutSeconds,
+    Yes,
+    ask_person,
+)
 from millstream.cli.output import counted, print_json, print_line, print_table
 from millstream.cli.position import HELP, parse_position
 
@@ -89,17 +97,7 @@ def reset(
             show_default=False,
         ),
     ] = None,
-    partition: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--partition",
-            "-p",
-            metavar="NUMBER",
-            min=0,
-            help="Only this one; may be repeated. Default: all.",
-            show_default=False,
-        ),
-    ] = None,
+    partition: Partitions = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")] = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
@@ -136,14 +134,13 @@ def reset(
 @app.command("delete")
 def delete(
     name: Name,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to go on.")] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Delete a group and the offsets it committed. A person at a terminal is asked first, a script is not."""
-    if not yes and not as_json and sys.stdin.isatty():
-        typer.confirm(f"Delete group {name} and forget how far it has read?", abort=True, err=True)
+    ask_person(f"Delete group {name} and forget how far it has read?", unless=yes or as_json)
 
     async def question(client: Client) -> None:
         from millstream.cli.group_admin import delete_group, describe_group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -25,6 +26,22 @@ TimeoutSeconds = Annotated[
     typer.Option("--timeout", metavar="SECONDS", min=0.1, help="How long to wait for a broker before giving up."),
 ]
 DEFAULT_TIMEOUT_S = 10.0
+
+
+Partitions = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--partition", "-p", metavar="NUMBER", min=0, help="Only this partition; may be repeated. Default: all."
+    ),
+]
+
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to go on.")]
+
+
+def ask_person(question: str, *, unless: bool) -> None:
+    """Have a person at a terminal confirm what cannot be undone; a script has said what it wants."""
+    if not unless and sys.stdin.isatty():
+        typer.confirm(question, abort=True, err=True)
 
 
 def parse_assignments(given: list[str], *, flag: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.connection import ask
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, Partitions, TimeoutSeconds
 from millstream.cli.output import as_json_text, print_bytes, print_note
 from millstream.cli.position import HELP, Kind, Position, parse_position
 from millstream.model.errors import UnknownTopic
@@ -50,17 +50,7 @@ def tail(
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new messages as they come.")] = False,
-    partition: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--partition",
-            "-p",
-            metavar="NUMBER",
-            min=0,
-            help="Only this one; may be repeated. Default: all.",
-            show_default=False,
-        ),
-    ] = None,
+    partition: Partitions = None,
     raw: Annotated[bool, typer.Option("--raw", help="Print values alone, one per line, as they are.")] = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +14,8 @@ from millstream.cli.options import (
     AsJson,
     Brokers,
     TimeoutSeconds,
+    Yes,
+    ask_person,
     parse_assignments,
 )
 from millstream.cli.output import counted, print_json, print_line, print_table
@@ -188,14 +189,13 @@ def alter(
 @app.command("delete")
 def delete(
     name: Name,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to go on.")] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Delete a topic and every message in it. A person at a terminal is asked first, a script is not."""
-    if not yes and not as_json and sys.stdin.isatty():
-        typer.confirm(f"Delete topic {name} and every message in it?", abort=True, err=True)
+    ask_person(f"Delete topic {name} and every message in it?", unless=yes or as_json)
 
     async def question(client: Client) -> None:
         from millstream.cli.topic_admin import delete_topic, find_topic
