@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,14 +42,9 @@ def list_(
     """List all consumer groups with their lag."""
 
     async def question(client: Client) -> list[dict[str, Any]]:
-        from millstream.cli.group_admin import describe_group, list_groups, progress_of
+        from millstream.cli.group_admin import list_groups
 
-        listed = []
-        for name, state, kind in await list_groups(client):
-            group = await describe_group(client, name)
-            lag = _total_lag(await progress_of(client, group))
-            listed.append({"group": name, "state": state, "type": kind, "members": len(group.members), "lag": lag})
-        return listed
+        return list(await asyncio.gather(*(_summary(client, *listed) for listed in await list_groups(client))))
 
     groups = ask(brokers, timeout, question)
     if as_json:
@@ -153,6 +149,14 @@ def delete(
         print_json({"group": name, "deleted": True})
     else:
         print_line(f"Deleted group {name}.")
+
+
+async def _summary(client: Client, name: str, state: str, kind: str) -> dict[str, Any]:
+    from millstream.cli.group_admin import describe_group, progress_of
+
+    group = await describe_group(client, name)
+    lag = _total_lag(await progress_of(client, group))
+    return {"group": name, "state": state, "type": kind, "members": len(group.members), "lag": lag}
 
 
 async def _plan(
