@@ -1,0 +1,185 @@
+"""What must still be there after a stop and after a kill: topics, records, offsets, groups and producer state."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, Producer, TopicPartition
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    ConfigResource,
+    ResourceType,
+)
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.testing.kill_trial import KillTrial, Plan
+from millstream.testing.server import Server, ServerFailed
+
+WAIT_S = 40.0
+QUIET = {"log_level": 0, "reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 200}
+PARTITIONS = 3
+
+
+class Client:
+    """An idempotent producer and a group that outlive restarts of the server, as real programs do."""
+
+    def __init__(self, server: Server, topic: str) -> None:
+        self.topic = topic
+        self.failures: list[KafkaError] = []
+        self.offsets: list[tuple[int | None, int | None]] = []
+        address: dict[str, str | int | float | bool] = {"bootstrap.servers": server.kafka, **QUIET}
+        self.admin = AdminClient(address)
+        self.producer = Producer(address | {"enable.idempotence": True})
+        group = {"group.id": f"{topic}-group", "auto.offset.reset": "earliest", "enable.auto.commit": False}
+        self.consumer = Consumer(address | group | {"session.timeout.ms": 30_000, "heartbeat.interval.ms": 300})
+
+    def create(self) -> None:
+        topic = NewTopic(self.topic, PARTITIONS, 1, config={"retention.ms": "86400000"})
+        (created,) = self.admin.create_topics([topic]).values()
+        created.result(WAIT_S)
+
+    def send(self, values: range) -> None:
+        for value in values:
+            self.producer.produce(self.topic, b"%d" % value, partition=value % PARTITIONS, on_delivery=self._note)
+        assert self.producer.flush(WAIT_S) == 0
+        assert self.failures == []
+
+    def _note(self, error: KafkaError | None, message: Message) -> None:
+        if error is not None:
+            self.failures.append(error)
+        else:
+            self.offsets.append((message.partition(), message.offset()))
+
+    def read(self, count: int) -> list[bytes | None]:
+        got: list[bytes | None] = []
+        deadline = time.monotonic() + WAIT_S
+        while len(got) < count:
+            assert time.monotonic() < deadline, f"{len(got)} of {count} messages came"
+            got += [m.value() for m in self.consumer.consume(count - len(got), 0.2) if m.error() is None]
+        return got
+
+
+def all_values(server: Server, topic: str, count: int) -> list[list[int]]:
+    """What a stranger finds in each partition, read from the start."""
+    consumer = Consumer({"bootstrap.servers": server.kafka, "group.id": "stranger", **QUIET})
+    found: list[list[int]] = [[] for _ in range(PARTITIONS)]
+    try:
+        consumer.assign([TopicPartition(topic, index, OFFSET_BEGINNING) for index in range(PARTITIONS)])
+        deadline = time.monotonic() + WAIT_S
+        while sum(map(len, found)) < count:
+            assert time.monotonic() < deadline, found
+            for message in consumer.consume(count, 0.2):
+                if message.error() is None:
+                    found[message.partition() or 0].append(int(message.value() or b""))
+    finally:
+        consumer.close()
+    return found
+
+
+def expected_values(count: int) -> list[list[int]]:
+    return [list(range(index, count, PARTITIONS)) for index in range(PARTITIONS)]
+
+
+@pytest.mark.parametrize("clean", [True, False], ids=["stopped", "killed"])
+def test_everything_is_there_after_a_restart(start_server: Any, topic: str, clean: bool) -> None:
+    server: Server = start_server()
+    client = Client(server, topic)
+    client.create()
+    client.send(range(300))
+    client.consumer.subscribe([topic])
+    assert len(client.read(150)) == 150
+    client.consumer.commit(asynchronous=False)
+
+    server.restart(clean=clean)
+
+    described = client.admin.list_topics(topic, timeout=WAIT_S).topics[topic]
+    assert len(described.partitions) == PARTITIONS
+    resource = ConfigResource(ResourceType.TOPIC, topic)
+    (settings,) = client.admin.describe_configs([resource]).values()
+    assert settings.result(WAIT_S)["retention.ms"].value == "86400000"
+    # The producer goes on with its id and sequence: no gap, no second copy, dense offsets.
+    client.send(range(300, 600))
+    assert sorted(client.offsets) == [(index, offset) for index in range(PARTITIONS) for offset in range(200)]
+    # The group goes on where it committed, with the member that it knows.
+    assert len({*client.read(450)}) == 450
+    client.consumer.close()
+    assert all_values(server, topic, 600) == expected_values(600)
+    assert server.stop() == 0
+
+
+def test_restarts_in_a_row_lose_nothing(start_server: Any, topic: str) -> None:
+    server: Server = start_server()
+    client = Client(server, topic)
+    client.create()
+    for number in range(4):
+        client.send(range(number * 90, number * 90 + 90))
+        server.restart(clean=number % 2 == 0)
+    assert all_values(server, topic, 360) == expected_values(360)
+
+
+def test_a_second_server_on_the_same_folder_is_refused(start_server: Any, tmp_path: Path) -> None:
+    server: Server = start_server()
+    other = Server(server.data, log=tmp_path / "other.log")
+    with pytest.raises(ServerFailed) as refused:
+        other.start()
+    assert str(server.data) in str(refused.value)
+    assert server.is_running()
+
+
+def test_a_taken_port_is_told_with_its_flag(start_server: Any, tmp_path: Path) -> None:
+    server: Server = start_server()
+    other = Server(tmp_path / "other")
+    other.kafka = server.kafka
+    with pytest.raises(ServerFailed, match="--kafka"):
+        other.start()
+
+
+def test_a_stop_leaves_no_process(start_server: Any) -> None:
+    server: Server = start_server()
+    children = children_of(server)
+    server.stop()
+    assert all(_is_gone(child) for child in children)
+
+
+def test_the_children_notice_that_the_main_process_was_killed(start_server: Any) -> None:
+    server: Server = start_server()
+    children = children_of(server)
+    server.kill_main()
+    assert all(_is_gone(child) for child in children)
+    server.kill()
+    server.start()
+
+
+def children_of(server: Server) -> list[psutil.Process]:
+    """The processes that the server started; the gateway answers once its process is there."""
+    httpx.get(f"http://{server.http}/healthz", timeout=WAIT_S)
+    children: list[psutil.Process] = psutil.Process(server.pid).children(recursive=True)
+    assert children
+    return children
+
+
+def _is_gone(process: psutil.Process) -> bool:
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_nothing_acknowledged_is_lost_when_a_loaded_broker_is_killed(tmp_path: Path) -> None:
+    """The short form of `make kill-trial`."""
+    with KillTrial(Server(tmp_path / "data"), Plan(kills=3, load_s=(0.2, 0.6))) as trial:
+        outcome = trial.run()
+        if not outcome.report.ok:
+            trial.save_history(tmp_path / "history.jsonl")
+    assert outcome.report.ok, str(outcome.report)
+    assert outcome.report.acknowledged > 0
