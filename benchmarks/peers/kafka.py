@@ -1,0 +1,275 @@
+"""Apache Kafka as a peer: one KRaft node on loopback, fetched by Maven, started and stopped like our own server.
+
+    with kafka(folder / "data", "always") as server:       # or "os"
+        Producer({"bootstrap.servers": server.kafka})
+
+    python -m benchmarks.peers.kafka --check                # start it, 1,000 messages in and out, stop it
+
+`always` makes Kafka sync each append before it answers (`log.flush.interval.messages=1`), as `flush=always` does;
+`os` is Kafka's default, which leaves it to the system. The rest is what Kafka's own start script and sample
+configuration set. The jars are kept in a cache folder of the user; with KAFKA_HOME set, that installation is used.
+
+The process that `Server` starts is this module; Java is its child, in the same process group, so that neither can
+outlive the benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+import zlib
+from base64 import urlsafe_b64encode
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+from benchmarks.peers.unavailable import PeerUnavailable
+
+from millstream.testing.server import Server
+
+PARTITIONS = 4
+READY_S_MAX = 50.0
+FETCH_S_MAX = 600.0
+CHECK_MESSAGES = 1000
+_POM = Path(__file__).with_name("kafka.pom.xml")
+_JAR = re.compile(r"kafka_2\.13-([\d.]+)\.jar")
+_COPY = "org.apache.maven.plugins:maven-dependency-plugin:3.7.1:copy-dependencies"
+_FLUSH = {"always": "log.flush.interval.messages=1\n", "os": ""}
+_JVM = (
+    *("-Xmx1g", "-Xms1g", "-server", "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20"),
+    *("-XX:InitiatingHeapOccupancyPercent=35", "-XX:+ExplicitGCInvokesConcurrent", "-Djava.awt.headless=true"),
+    "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
+)
+_PROPERTIES = """\
+process.roles=broker,controller
+node.id=1
+listeners=PLAINTEXT://{address},CONTROLLER://{controller}
+advertised.listeners=PLAINTEXT://{address}
+controller.listener.names=CONTROLLER
+controller.quorum.bootstrap.servers={controller}
+log.dirs={logs}
+num.partitions={partitions}
+num.network.threads=3
+num.io.threads=8
+offsets.topic.replication.factor=1
+transaction.state.log.replication.factor=1
+transaction.state.log.min.isr=1
+share.coordinator.state.topic.replication.factor=1
+share.coordinator.state.topic.min.isr=1
+group.initial.rebalance.delay.ms=0
+{flush}"""
+
+
+class KafkaServer(Server):
+    """Apache Kafka as a process, with the addresses, the process id and the end of a `Server`."""
+
+    def command(self) -> Sequence[str]:
+        """This module, which starts Java and tells the address when Kafka answers."""
+        flags = [part for name, value in self.settings.items() for part in (f"--{name}", str(value))]
+        serve = [sys.executable, "-m", "benchmarks.peers.kafka", "--data", str(self.data), "--kafka", self.kafka]
+        return [*serve, *flags]
+
+    @property
+    def pid(self) -> int:
+        """The process id of Kafka itself, for its CPU seconds and memory."""
+        java: int = psutil.Process(self._running().pid).children()[0].pid
+        return java
+
+    def _folder(self) -> Path:
+        return Path(__file__).resolve().parent.parent.parent
+
+
+def kafka(data: Path, flush: str, *, partitions: int = PARTITIONS) -> KafkaServer:
+    """A server that is ready to be started on this folder; its jars are fetched if they are not here yet."""
+    fetch()
+    return KafkaServer(data, settings={"flush": flush, "partitions": partitions})
+
+
+# -- the jars -----------------------------------------------------------------------------------------------------
+
+
+def fetch() -> Path:
+    """The folder with Kafka's jars: that of KAFKA_HOME, the one fetched before, or a new one."""
+    if shutil.which("java") is None:
+        raise PeerUnavailable("Java is not on the PATH")
+    if home := os.environ.get("KAFKA_HOME"):
+        return Path(home) / "libs"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millstream-bench"
+    # Named after what the file asks for, so that another version of it is fetched anew.
+    jars = cache / f"kafka-{zlib.crc32(_POM.read_bytes()):08x}"
+    if not jars.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            _copy_jars(Path(folder) / "jars")
+            # Another benchmark may have been quicker, which is just as good.
+            if not jars.exists():
+                (Path(folder) / "jars").rename(jars)
+    return jars
+
+
+def version_of(jars: Path) -> str:
+    """The version of Kafka in a folder of jars."""
+    return next((found[1] for jar in jars.iterdir() if (found := _JAR.fullmatch(jar.name))), "of unknown version")
+
+
+def _copy_jars(into: Path) -> None:
+    if shutil.which("mvn") is None:
+        raise PeerUnavailable("Maven (mvn) is not on the PATH, and KAFKA_HOME is not set")
+    command = ["mvn", "-q", "-B", "-f", str(_POM), _COPY, "-DincludeScope=runtime", f"-DoutputDirectory={into}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=FETCH_S_MAX)
+    except subprocess.TimeoutExpired:
+        raise PeerUnavailable(f"Maven did not fetch Apache Kafka within {FETCH_S_MAX:g} s") from None
+    if done.returncode != 0 or not into.exists():
+        errors = [line for line in (done.stdout + done.stderr).splitlines() if "ERROR" in line]
+        raise PeerUnavailable(f"Maven could not fetch Apache Kafka: {' '.join(errors[:1])[:300]}")
+
+
+# -- the node -----------------------------------------------------------------------------------------------------
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Format the storage, start Kafka, tell the address once it answers, and stop it when asked to."""
+    java = ["java", *_JVM, "-cp", f"{fetch()}/*"]
+    address, properties = _write_properties(arguments)
+    _format(java, properties)
+    # Asked to stop before there is anything to stop, the process simply ends, and takes its group along.
+    node = subprocess.Popen([*java, "kafka.Kafka", str(properties)], stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: node.terminate())
+    _wait_until_ready(address, node)
+    print(json.dumps({"kafka": address}), flush=True)
+    code = node.wait()
+    # Java tells by this code that it ended because of the signal.
+    return 0 if code == 128 + signal.SIGTERM else code
+
+
+def _write_properties(arguments: argparse.Namespace) -> tuple[str, Path]:
+    arguments.data.mkdir(parents=True, exist_ok=True)
+    address = arguments.kafka if not arguments.kafka.endswith(":0") else _free_address()
+    properties: Path = arguments.data / "server.properties"
+    text = _PROPERTIES.format(
+        address=address,
+        controller=_free_address(),
+        logs=arguments.data / "logs",
+        partitions=arguments.partitions,
+        flush=_FLUSH[arguments.flush],
+    )
+    properties.write_text(text, encoding="utf-8")
+    return address, properties
+
+
+def _free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def _format(java: Sequence[str], properties: Path) -> None:
+    cluster = urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
+    tool = ["kafka.tools.StorageTool", "format", f"--cluster-id={cluster}", f"--config={properties}"]
+    flags = ["--standalone", "--ignore-formatted"]
+    subprocess.run([*java, *tool, *flags], check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+
+
+def _wait_until_ready(address: str, node: subprocess.Popen[bytes]) -> None:
+    """Ask for a producer id until one is given: by then the node is in the cluster and its coordinators work."""
+    deadline = time.monotonic() + READY_S_MAX
+    while time.monotonic() < deadline and node.poll() is None:
+        if _gives_producer_ids(address):
+            return
+        time.sleep(0.1)
+    node.kill()
+    raise SystemExit(f"Apache Kafka was not ready within {READY_S_MAX:g} s (exit code {node.wait()})")
+
+
+def _gives_producer_ids(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    # InitProducerId (key 22) in version 0: no client id, no transactional id, its timeout.
+    request = struct.pack(">hhihhi", 22, 0, 1, -1, -1, 60_000)
+    try:
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(struct.pack(">i", len(request)) + request)
+            answer = connection.recv(1024)
+    except OSError:
+        return False
+    _size, _correlation, _throttle, error = struct.unpack_from(">iiih", answer.ljust(14, b"\xff"))
+    return bool(error == 0)
+
+
+# -- the check ----------------------------------------------------------------------------------------------------
+
+
+def check() -> int:
+    """Start it with each flush policy, send messages through it, stop it, and say so."""
+    try:
+        print(f"Apache Kafka {version_of(fetch())}", flush=True)
+    except PeerUnavailable as reason:
+        print(f"skipped: {reason}")
+        return 0
+    for flush in _FLUSH:
+        with (
+            tempfile.TemporaryDirectory(prefix="millstream-peer-") as folder,
+            kafka(Path(folder) / "d", flush) as server,
+        ):
+            print(f"flush={flush}: ready at {server.kafka} after {server.start_s:.1f} s", flush=True)
+            _produce(server.kafka)
+            count = _consume(server.kafka)
+            code = server.stop()
+            print(f"flush={flush}: {count:,} messages came back; stopped with exit code {code}", flush=True)
+            if count != CHECK_MESSAGES or code != 0:
+                return 1
+    return 0
+
+
+def _produce(address: str) -> None:
+    from confluent_kafka import Producer
+
+    producer = Producer({"bootstrap.servers": address, "enable.idempotence": True})
+    for number in range(CHECK_MESSAGES):
+        producer.produce("check", str(number).encode(), partition=0)
+    left = producer.flush(30)
+    if left:
+        raise SystemExit(f"{left} messages were not acknowledged")
+
+
+def _consume(address: str) -> int:
+    from confluent_kafka import Consumer, TopicPartition
+
+    consumer = Consumer({"bootstrap.servers": address, "group.id": "check", "auto.offset.reset": "earliest"})
+    consumer.assign([TopicPartition("check", 0, 0)])
+    values = [message.value() for message in consumer.consume(CHECK_MESSAGES, timeout=30)]
+    consumer.close()
+    return len(set(values)) if values == [str(number).encode() for number in range(CHECK_MESSAGES)] else -1
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers.kafka", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--check", action="store_true", help="start it, send messages through it, stop it")
+    parser.add_argument("--data", type=Path, help="the folder of a node to start")
+    parser.add_argument("--kafka", default="127.0.0.1:0", help="HOST:PORT to listen on; port 0 picks a free one")
+    parser.add_argument("--flush", choices=tuple(_FLUSH), default="os")
+    parser.add_argument("--partitions", type=int, default=PARTITIONS, help="partitions of a topic created by its use")
+    arguments = parser.parse_args()
+    if arguments.check:
+        return check()
+    if arguments.data is None:
+        parser.error("say --check, or give a folder with --data")
+    return serve(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
