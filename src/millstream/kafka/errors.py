@@ -69,6 +69,9 @@ _CODES: Final[dict[type[errors.MillstreamError], ErrorCode]] = {
     errors.ProtocolViolation: ErrorCode.invalid_request,
 }
 
+_MESSAGE_LENGTH_MAX: Final = 2000
+"""A message may quote what the client sent; cut to this, it fits into every version's answer."""
+
 
 def error_code(error: BaseException) -> ErrorCode:
     """Find the Kafka code for an error."""
@@ -81,5 +84,5 @@ def error_code(error: BaseException) -> ErrorCode:
 def error_message(error: BaseException) -> str:
     """Say what went wrong; what lies outside the tree is not told to clients, since it may name the inside."""
     if isinstance(error, errors.MillstreamError):
-        return str(error)
+        return str(error)[:_MESSAGE_LENGTH_MAX]
     return "the broker failed to carry out the request; its log says why"

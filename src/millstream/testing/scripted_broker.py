@@ -54,7 +54,9 @@ class ScriptedBroker:
             self.hang_up()
             await self._server.wait_closed()
             self._server = None
-        await asyncio.gather(*self._tasks)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def hang_up(self) -> None:
         """Break every connection, as a crash does."""

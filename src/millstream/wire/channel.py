@@ -8,6 +8,7 @@ answered in time closes the connection, since everything behind it would wait as
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
 from typing import Any, Final, Self
 
@@ -61,7 +62,7 @@ class Channel(asyncio.BufferedProtocol):
         except TimeoutError:
             raise BrokerUnreachable(f"{address} did not accept a connection within {timeout_s:g} s") from None
         except OSError as error:
-            raise BrokerUnreachable(f"{address}: {error.strerror or error}") from error
+            raise BrokerUnreachable(f"{address}: {_reason(error)}") from error
         try:
             await channel._negotiate(timeout_s)
         except BaseException:
@@ -248,3 +249,10 @@ class Channel(asyncio.BufferedProtocol):
             raise ProtocolViolation(f"an answer to request {correlation_id} came, which was not sent")
         if not answer.done():
             answer.set_result(frame)
+
+
+def _reason(error: OSError) -> str:
+    """Say why a connection could not be opened; asyncio's own words name its inside."""
+    if error.errno is None:
+        return "nothing accepts connections there"
+    return (os.strerror(error.errno) if error.errno > 0 else error.strerror or str(error)).lower()

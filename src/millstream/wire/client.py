@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 from millstream.config import parse_address
 from millstream.model.errors import (
     BrokerUnreachable,
+    InvalidRequest,
     MillstreamError,
     NotLeader,
     RequestTimedOut,
@@ -63,6 +64,7 @@ class Client:
         self._pools: dict[tuple[str, int], Pool] = {}
         self._nodes: dict[NodeId, NodeMetadata] = {}
         self._leaders: dict[TopicPartition, NodeId] = {}
+        self._closed = False
 
     @classmethod
     def connect(cls, addresses: str, *, client_id: str = "millstream", timeout_s: float = 30.0) -> Self:
@@ -83,7 +85,8 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Close every connection; requests that wait fail."""
+        """Close every connection; requests that wait fail, and so do later ones."""
+        self._closed = True
         pools, self._pools = list(self._pools.values()), {}
         for pool in pools:
             await pool.close()
@@ -326,6 +329,8 @@ class Client:
         )
 
     def _pool(self, host: str, port: int) -> Pool:
+        if self._closed:
+            raise InvalidRequest("the client is closed; open another one")
         pool = self._pools.get((host, port))
         if pool is None:
             connect_s = min(self._timeout_s, CONNECT_S_MAX)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
+from millstream.model.errors import BrokerUnreachable
 from millstream.wire.channel import Channel
 
 BORROWED_MAX: Final = 16
@@ -28,7 +29,9 @@ class Pool:
         self._shared: Channel | None = None
         self._opening = asyncio.Lock()
         self._free: list[Channel] = []
+        self._lent: set[Channel] = set()
         self._slots = asyncio.Semaphore(BORROWED_MAX)
+        self._closed = False
 
     @property
     def is_open(self) -> bool:
@@ -47,17 +50,20 @@ class Pool:
         """A connection for one request whose answer may take its time."""
         async with self._slots:
             channel = self._take_free() or await self._open()
+            self._lent.add(channel)
             try:
                 yield channel
             finally:
-                if channel.is_open and channel.is_idle:
+                self._lent.discard(channel)
+                if channel.is_open and channel.is_idle and not self._closed:
                     self._free.append(channel)
                 else:
                     await channel.close()
 
     async def close(self) -> None:
-        """Close every connection."""
-        channels, self._free = self._free, []
+        """Close every connection, also those that are lent or being opened."""
+        self._closed = True
+        channels, self._free = [*self._free, *self._lent], []
         if self._shared is not None:
             channels.append(self._shared)
             self._shared = None
@@ -72,4 +78,8 @@ class Pool:
         return None
 
     async def _open(self) -> Channel:
-        return await Channel.open(self._host, self._port, client_id=self._client_id, timeout_s=self._connect_s)
+        channel = await Channel.open(self._host, self._port, client_id=self._client_id, timeout_s=self._connect_s)
+        if self._closed:
+            await channel.close()
+            raise BrokerUnreachable("the client was closed while it connected")
+        return channel

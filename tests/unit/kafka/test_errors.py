@@ -41,6 +41,10 @@ def test_every_error_that_clients_can_cause_has_a_code(kind: type[errors.Millstr
     assert error_message(blank(kind)) == "said"
 
 
+def test_long_messages_are_cut() -> None:
+    assert len(error_message(errors.InvalidSetting("x" * 100_000))) == 2000
+
+
 def test_what_lies_outside_the_tree_is_not_told() -> None:
     assert error_code(ZeroDivisionError("secret")) is ErrorCode.unknown_server_error
     assert "secret" not in error_message(ZeroDivisionError("secret"))

@@ -116,6 +116,7 @@ async def test_nobody_there_is_told_with_what_to_do() -> None:
                 pass
     said = str(caught.value)
     assert f"127.0.0.1:{port}, localhost:{port}" in said
+    assert f"127.0.0.1:{port}: connection refused" in said
     assert "millstream serve" in said
     assert "--brokers" in said
 
@@ -214,6 +215,45 @@ async def test_closing_fails_what_waits(broker: ScriptedBroker) -> None:
     with pytest.raises(BrokerUnreachable, match="connection"):
         await waiting
     never.set()
+
+
+async def test_a_closed_client_stays_closed(broker: ScriptedBroker) -> None:
+    release = asyncio.Event()
+
+    async def wait(header: codec.RequestHeader, frame: memoryview) -> Any:
+        await release.wait()
+        return await fetched(b"late")(header, frame)
+
+    broker.handlers[FETCH] = wait
+    async with connect(broker) as client:
+        polling = asyncio.create_task(client.fetch("orders", 0, 0))
+        while not broker.asked(FETCH):
+            await asyncio.sleep(0)
+    # What waited is not tried again on a connection of its own.
+    with pytest.raises(InvalidRequest, match="the client is closed"):
+        await polling
+    with pytest.raises(InvalidRequest, match="the client is closed"):
+        await client.metadata()
+    release.set()
+
+
+async def test_closing_while_connecting_leaves_nothing_open(broker: ScriptedBroker) -> None:
+    connecting, release = asyncio.Event(), asyncio.Event()
+
+    async def slow(header: codec.RequestHeader, frame: memoryview) -> Any:
+        connecting.set()
+        await release.wait()
+        return await broker.tell_versions(header, frame)
+
+    broker.handlers[18] = slow
+    client = connect(broker)
+    opening = asyncio.create_task(client.__aenter__())
+    await connecting.wait()
+    closing = asyncio.create_task(client.close())
+    release.set()
+    with pytest.raises(BrokerUnreachable, match="closed while it connected"):
+        await opening
+    await closing
 
 
 # -- requests -------------------------------------------------------------------------------------------------

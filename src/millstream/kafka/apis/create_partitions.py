@@ -17,7 +17,7 @@ from millstream.cluster.membership import Membership
 from millstream.cluster.topics import Topics
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.assignment import check_replicas
-from millstream.kafka.errors import error_code
+from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.kafka.topic_lookup import topic_named
 from millstream.model.errors import (
@@ -51,7 +51,7 @@ class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
                 self._check(wanted)
                 await self._topics.add_partitions(wanted.name, wanted.count, validate_only=request.validate_only)
             except MillstreamError as error:
-                code, message = error_code(error), str(error)
+                code, message = error_code(error), error_message(error)
             results[wanted.name] = CreatePartitionsTopicResult(name=wanted.name, error_code=code, error_message=message)
         return CreatePartitionsResponse(throttle_time=NO_THROTTLE, results=tuple(results.values()))
 

@@ -23,7 +23,7 @@ from millstream.cluster.membership import Membership
 from millstream.cluster.topics import Topics
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.assignment import check_assignments
-from millstream.kafka.errors import error_code
+from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.setting_view import topic_settings
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.model.errors import (
@@ -122,5 +122,5 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
 
 def _refused(wanted: CreatableTopic, error: MillstreamError) -> CreatableTopicResult:
     return CreatableTopicResult(
-        name=wanted.name, topic_id=None, error_code=error_code(error), error_message=str(error), configs=()
+        name=wanted.name, topic_id=None, error_code=error_code(error), error_message=error_message(error), configs=()
     )

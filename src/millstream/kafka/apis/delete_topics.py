@@ -17,7 +17,7 @@ from kio.schema.types import TopicName
 
 from millstream.cluster.topics import Topics
 from millstream.kafka.api import Api, ClientInfo
-from millstream.kafka.errors import error_code
+from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.kafka.topic_lookup import topic_named, topic_with_id
 from millstream.model.errors import InvalidRequest, MillstreamError
@@ -55,7 +55,7 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
                     name=wanted.name,
                     topic_id=wanted.topic_id,
                     error_code=error_code(error),
-                    error_message=str(error),
+                    error_message=error_message(error),
                 )
         return DeleteTopicsResponse(throttle_time=NO_THROTTLE, responses=tuple(results.values()))
 

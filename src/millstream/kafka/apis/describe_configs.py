@@ -26,7 +26,7 @@ from millstream.cluster.membership import Membership
 from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.kafka.api import Api, ClientInfo
-from millstream.kafka.errors import error_code
+from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.setting_view import SettingView, node_settings, topic_settings
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.kafka.topic_lookup import topic_named
@@ -59,7 +59,7 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
         try:
             views = self._settings(resource)
         except MillstreamError as error:
-            code, message = error_code(error), str(error)
+            code, message = error_code(error), error_message(error)
         # An empty list of names asks for all settings too, as in Kafka.
         wanted = set(resource.configuration_keys or ())
         return DescribeConfigsResult(

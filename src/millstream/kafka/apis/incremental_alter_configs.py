@@ -26,7 +26,7 @@ from kio.schema.incremental_alter_configs.v1.response import (
 from millstream.cluster.topics import Topics
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.apis.describe_configs import NODE_RESOURCE, TOPIC_RESOURCE
-from millstream.kafka.errors import error_code
+from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.setting_view import is_list
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.kafka.topic_lookup import topic_named
@@ -61,7 +61,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
                 await self._alter(resource, validate_only=request.validate_only)
                 responses.append(_response(resource, ErrorCode.none, None))
             except MillstreamError as error:
-                responses.append(_response(resource, error_code(error), str(error)))
+                responses.append(_response(resource, error_code(error), error_message(error)))
         return IncrementalAlterConfigsResponse(throttle_time=NO_THROTTLE, responses=tuple(responses))
 
     async def _alter(self, resource: AlterConfigsResource, *, validate_only: bool) -> None:
