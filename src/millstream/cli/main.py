@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from millstream import __version__
-from millstream.cli import config_reference, doctor, group, publish, serve, tail, topic
+from millstream.cli import config_reference, demo, doctor, group, publish, serve, tail, topic
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.output import OutputClosed
 from millstream.model.errors import MillstreamError
@@ -44,6 +44,7 @@ app.command("publish")(publish.publish)
 app.command("tail")(tail.tail)
 app.add_typer(group.app, name="group")
 app.command("doctor")(doctor.doctor)
+app.command("demo")(demo.demo)
 app.command("config-reference", hidden=True)(config_reference.config_reference)
 
 
