@@ -138,7 +138,6 @@ class TestIncrementalAlterConfigs:
             (("retention.ms", SET, "soon"), ErrorCode.invalid_config, "whole number"),
             (("retention.ms", SET, None), ErrorCode.invalid_request, "no value"),
             (("no.such", SET, "1"), ErrorCode.invalid_config, "known are"),
-            (("no.such", DELETE, None), ErrorCode.invalid_config, "known are"),
             (("retention.ms", APPEND, "1"), ErrorCode.invalid_config, "cannot be appended to"),
             (("retention.ms", SUBTRACT, "1"), ErrorCode.invalid_config, "cannot be subtracted from"),
             (("retention.ms", 9, "1"), ErrorCode.invalid_request, "operation 9"),
@@ -158,6 +157,11 @@ class TestIncrementalAlterConfigs:
         assert result.error_code is code
         assert says in result.error_message
         # All changes of a topic are made or none.
+        assert self.overrides(topics) == {"segment.ms": "1000"}
+
+    async def test_deleting_what_is_not_set_is_no_error(self, api: IncrementalAlterConfigs, topics: Topics) -> None:
+        (result,) = (await ask(api, self.alter(("no.such", DELETE, None), ("flush", DELETE, None)))).responses
+        assert result.error_code is ErrorCode.none
         assert self.overrides(topics) == {"segment.ms": "1000"}
 
     async def test_lists_take_what_they_have_already(self, api: IncrementalAlterConfigs, topics: Topics) -> None:

@@ -126,6 +126,13 @@ async def test_ids_before_their_time_are_refused(api: Metadata, topics: Topics, 
     assert refused.error_code is ErrorCode.invalid_request
 
 
+async def test_a_topic_without_name_and_id_is_passed_over(api: Metadata) -> None:
+    messages: Any = importlib.import_module("kio.schema.metadata.v12.request")
+    nameless = messages.MetadataRequestTopic(name=None, topic_id=None)
+    asked = messages.MetadataRequest(topics=(nameless,), include_topic_authorized_operations=False)
+    assert (await ask(api, asked)).topics == ()
+
+
 async def test_a_topic_named_twice_is_told_once(api: Metadata, topics: Topics) -> None:
     await topics.create("orders")
     assert len((await ask(api, request(5, "orders", "orders"))).topics) == 1
@@ -135,10 +142,14 @@ async def test_a_topic_named_twice_is_told_once(api: Metadata, topics: Topics) -
 async def test_operations_are_told_when_asked(api: Metadata, topics: Topics, version: int) -> None:
     await topics.create("orders")
     asked = request(
-        version, "orders", include_cluster_authorized_operations=True, include_topic_authorized_operations=True
+        version,
+        "orders",
+        "missing",
+        include_cluster_authorized_operations=True,
+        include_topic_authorized_operations=True,
     )
     answer = await ask(api, asked)
     assert answer.cluster_authorized_operations == CLUSTER_OPERATIONS
-    assert answer.topics[0].topic_authorized_operations == TOPIC_OPERATIONS
+    assert [topic.topic_authorized_operations for topic in answer.topics] == [TOPIC_OPERATIONS] * 2
     answer = await ask(api, request(version, "orders"))
     assert answer.cluster_authorized_operations == answer.topics[0].topic_authorized_operations == NOT_ASKED

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Final
-from uuid import UUID
 
 from kio.schema.create_topics.v7.request import CreatableTopic, CreateTopicsRequest
 from kio.schema.create_topics.v7.response import CreatableTopicConfigs, CreatableTopicResult, CreateTopicsResponse
@@ -58,7 +57,7 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
                 if named[wanted.name] > 1:
                     raise InvalidRequest(f"topic {wanted.name!r} is named more than once in the request")
                 topic = await self._create(wanted, validate_only=request.validate_only)
-                results[wanted.name] = self._created(wanted, topic, validate_only=request.validate_only)
+                results[wanted.name] = self._created(wanted, topic)
             except MillstreamError as error:
                 results[wanted.name] = _refused(wanted, error)
         return CreateTopicsResponse(throttle_time=NO_THROTTLE, topics=tuple(results.values()))
@@ -98,11 +97,10 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
         replication = check_assignments([assigned.broker_ids for assigned in wanted.assignments], self._membership)
         return len(indexes), replication
 
-    def _created(self, wanted: CreatableTopic, topic: Topic, *, validate_only: bool) -> CreatableTopicResult:
-        topic_id: UUID | None = None if validate_only else topic.topic_id
+    def _created(self, wanted: CreatableTopic, topic: Topic) -> CreatableTopicResult:
         return CreatableTopicResult(
             name=wanted.name,
-            topic_id=topic_id,
+            topic_id=topic.topic_id,
             error_code=ErrorCode.none,
             error_message=None,
             num_partitions=i32(topic.partitions),

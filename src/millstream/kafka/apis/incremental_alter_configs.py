@@ -80,7 +80,8 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         for config in configs:
             if config.name in changes:
                 raise InvalidRequest(f"{config.name} is named more than once for topic {topic.name!r}")
-            if config.name not in TopicSettings.declared():
+            # Deleting what is not there is no error, as in Kafka: tools clean up settings of other versions so.
+            if config.config_operation != DELETE and config.name not in TopicSettings.declared():
                 known = ", ".join(sorted(TopicSettings.declared()))
                 raise InvalidSetting(f"unknown topic setting {config.name!r}; known are: {known}")
             changes[config.name] = self._changed(topic, config)

@@ -7,7 +7,7 @@ Beside a time in milliseconds (the first record that is not older), a partition 
     -5  latest in tiered storage (9 and later): none        -6  earliest to be uploaded there (11 and later): none
 
 "None", and a time after the last record, is offset -1 without an error, as in Kafka. A negative time that the version
-does not know is UNSUPPORTED_VERSION. A partition named twice is INVALID_REQUEST.
+does not know is UNSUPPORTED_VERSION. A partition named twice is answered once, with INVALID_REQUEST.
 
 Version notes: 2 adds the isolation level, 4 the leader epochs, 6 is flexible, 10 adds a timeout that only tiered
 storage needs.
@@ -16,6 +16,7 @@ storage needs.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections import Counter
 from typing import Any, Final, NamedTuple
 
@@ -26,6 +27,7 @@ from kio.schema.list_offsets.v11.response import (
     ListOffsetsResponse,
     ListOffsetsTopicResponse,
 )
+from kio.schema.types import TopicName
 from kio.static.primitive import i32, i64
 
 from millstream.cluster.topics import Topics
@@ -78,17 +80,17 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
     async def handle(self, request: ListOffsetsRequest, client: ClientInfo) -> ListOffsetsResponse:
         """Answer each partition on its own."""
         named = Counter((topic.name, one.partition_index) for topic in request.topics for one in topic.partitions)
+        answers: dict[TopicName, dict[int, ListOffsetsPartitionResponse]] = {}
+        for topic in request.topics:
+            of_topic = answers.setdefault(topic.name, {})
+            for one in topic.partitions:
+                if named[topic.name, one.partition_index] > 1:
+                    of_topic[one.partition_index] = _refused(one, ErrorCode.invalid_request)
+                else:
+                    of_topic[one.partition_index] = self._answer(topic.name, one, request)
         topics = tuple(
-            ListOffsetsTopicResponse(
-                name=topic.name,
-                partitions=tuple(
-                    _refused(one, ErrorCode.invalid_request)
-                    if named[topic.name, one.partition_index] > 1
-                    else self._answer(topic.name, one, request)
-                    for one in topic.partitions
-                ),
-            )
-            for topic in request.topics
+            ListOffsetsTopicResponse(name=name, partitions=tuple(of_topic.values()))
+            for name, of_topic in answers.items()
         )
         return ListOffsetsResponse(throttle_time=NO_THROTTLE, topics=topics)
 
@@ -140,7 +142,7 @@ def _look_up(partition: Partition, timestamp_ms: int, end: Offset) -> _Found:
     if timestamp_ms == LATEST:
         return _Found(end, NO_TIMESTAMP_MS, partition.leader_epoch)
     if timestamp_ms in (EARLIEST, EARLIEST_LOCAL):
-        return _Found(partition.log_start, NO_TIMESTAMP_MS, NO_EPOCH)
+        return _Found(partition.log_start, NO_TIMESTAMP_MS, _epoch_at_start(partition))
     if timestamp_ms in (LATEST_TIERED, EARLIEST_PENDING_UPLOAD):
         return _NONE
     if timestamp_ms == MAX_TIMESTAMP:
@@ -148,6 +150,13 @@ def _look_up(partition: Partition, timestamp_ms: int, end: Offset) -> _Found:
     else:
         found = partition.log.offset_for_time(timestamp_ms, up_to=end)
     return _NONE if found is None else _Found(*found)
+
+
+def _epoch_at_start(partition: Partition) -> Epoch:
+    """The epoch of the first record, or the current one when there is none: the first whose end is beyond the start."""
+    log = partition.log
+    first = bisect_right(range(log.latest_epoch + 1), log.start_offset, key=lambda epoch: log.end_of_epoch(epoch)[1])
+    return Epoch(first) if first <= log.latest_epoch else partition.leader_epoch
 
 
 def _refused(wanted: ListOffsetsPartition, code: ErrorCode) -> ListOffsetsPartitionResponse:

@@ -1,6 +1,7 @@
 """Metadata (key 3), versions 0 to 13: the nodes of the cluster, and topics with the leaders of their partitions.
 
 No list of topics means all of them; an empty list means none, but all in version 0, which has no other way to say it.
+A topic that is named neither by name nor by id is passed over.
 A topic that is missing is created when both the request and the node's `auto-create-topics` allow it, and is then
 answered like any other, since on one node it is ready at once.
 
@@ -58,6 +59,7 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
             described = [
                 await self._look_up(wanted, create=request.allow_auto_topic_creation, operations=operations)
                 for wanted in dict.fromkeys(request.topics)
+                if wanted.name is not None or wanted.topic_id is not None
             ]
         return self._response(tuple(described))
 
@@ -106,18 +108,17 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
         try:
             topic = await self._find(wanted, create=create)
         except MillstreamError as error:
-            return _refused(error_code(error), wanted)
+            return _refused(error_code(error), wanted, operations)
         return self._describe(topic, operations)
 
     async def _find(self, wanted: MetadataRequestTopic, *, create: bool) -> Topic:
         if wanted.topic_id is not None:
             return topic_with_id(self._topics, wanted.topic_id)
-        if wanted.name is None:
-            raise InvalidRequest("a topic was asked for without a name and without an id")
+        name = wanted.name or ""
         if create:
-            return await self._topics.ensure(wanted.name)
-        check_topic_name(wanted.name)
-        return topic_named(self._topics, wanted.name)
+            return await self._topics.ensure(name)
+        check_topic_name(name)
+        return topic_named(self._topics, name)
 
     def _describe(self, topic: Topic, operations: i32) -> MetadataResponseTopic:
         # Plain casts: the checked conversions of kio's types would double the cost of a long list.
@@ -149,11 +150,12 @@ def _names_ids(request: Any) -> bool:
     return any(topic.name is None or getattr(topic, "topic_id", None) is not None for topic in request.topics or ())
 
 
-def _refused(code: ErrorCode, wanted: MetadataRequestTopic) -> MetadataResponseTopic:
+def _refused(code: ErrorCode, wanted: MetadataRequestTopic, operations: i32 = NOT_ASKED) -> MetadataResponseTopic:
     return MetadataResponseTopic(
         error_code=code,
         name=wanted.name,
         topic_id=wanted.topic_id,
         is_internal=wanted.name in INTERNAL_TOPICS,
         partitions=(),
+        topic_authorized_operations=operations,
     )
