@@ -1,0 +1,82 @@
+"""`millstream demo`: it must hold, and it must leave nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import psutil
+import pytest
+from confluent_kafka.admin import AdminClient
+
+
+class RunningDemo:
+    """The command as a process; `folder` is where it makes its temporary files."""
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        self.folder = folder
+        self.text = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "millstream.cli.main", "demo"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"TMPDIR": str(folder)} | environment,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self.process:
+            self.process.kill()
+
+    def read_until(self, words: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.text += line
+            if words in line:
+                return line
+        raise AssertionError(f"{words!r} did not come: {self.text}")
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        assert self.process.stdout is not None
+        self.text += self.process.stdout.read()
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def demo_folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    assert list(tmp_path.iterdir()) == []
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+    for process in left:
+        process.kill()
+    assert left == []
+
+
+def test_the_whole_story_holds_and_can_be_kept(demo_folder: Path) -> None:
+    with RunningDemo(demo_folder, DEMO_KEEP="1") as demo:
+        demo.read_until("keeps running")
+        address = re.search(r"127\.0\.0\.1:\d+", demo.read_until("Kafka clients:"))
+        assert address is not None
+        admin = AdminClient({"bootstrap.servers": address.group(), "log_level": 0})
+        assert "orders" in admin.list_topics(timeout=30).topics
+        demo.read_until("Ctrl-C")
+        assert demo.end(signal.SIGINT) == 0, demo.text
+    assert "Everything held" in demo.text
+
+
+def test_nothing_is_left_when_it_is_interrupted(demo_folder: Path) -> None:
+    with RunningDemo(demo_folder) as demo:
+        demo.read_until("A topic with")
+        assert demo.end(signal.SIGTERM) == 130
+    assert "interrupted" in demo.text
+    assert "Traceback" not in demo.text
