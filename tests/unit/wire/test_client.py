@@ -36,6 +36,7 @@ from millstream.testing.scripted_broker import (
 from millstream.wire import codec
 from millstream.wire.client import Client
 from millstream.wire.fetching import FetchLimits
+from millstream.wire.pool import BORROWED_MAX
 
 NODE = NodeId(1)
 PRIVATE = codec.PRIVATE_KEY_MIN
@@ -322,6 +323,34 @@ async def test_a_cancelled_request_does_not_disturb_others(broker: ScriptedBroke
         release.set()
         assert (await client.metadata()).cluster_id == "test-cluster"
     assert broker.connections == 1
+
+
+async def test_a_broker_that_answers_nothing_does_not_pile_requests_up(broker: ScriptedBroker) -> None:
+    async def swallow(header: codec.RequestHeader, frame: memoryview) -> Any:
+        return None
+
+    async def ask_and_give_up(client: Client) -> None:
+        for number in range(1, 1000):
+            asking = asyncio.create_task(client.private(None, PRIVATE, b""))
+            while broker.asked(PRIVATE) < number and not asking.done():
+                await asyncio.sleep(0)
+            if asking.done():
+                await asking
+            asking.cancel()
+
+    broker.handlers[PRIVATE] = swallow
+    async with connect(broker) as client:
+        with pytest.raises(BrokerUnreachable, match="given up"):
+            await ask_and_give_up(client)
+    assert broker.asked(PRIVATE) < 200
+
+
+async def test_more_fetches_than_connections_wait_their_turn(broker: ScriptedBroker) -> None:
+    broker.handlers[FETCH] = fetched(b"batches")
+    async with connect(broker) as client:
+        answers = await asyncio.gather(*(client.fetch("orders", 0, 0, max_wait_ms=0) for _ in range(50)))
+    assert len(answers) == 50
+    assert broker.connections <= 1 + BORROWED_MAX
 
 
 # -- the cluster ----------------------------------------------------------------------------------------------
