@@ -55,6 +55,9 @@ class Join:
             return False
         if not request.member_id and len(group.pending_members) >= self._limits.members_max:
             return False
+        if member is None and len(group.members) >= 2 * self._limits.members_max:
+            # Static members that do not come back keep their places for a while, but not without end.
+            return False
         if group.is_in(GroupState.PREPARING):
             # Those who wait are counted, not the members: the last to come back are left out if the limit shrank.
             waits = member is not None and member.awaits_join

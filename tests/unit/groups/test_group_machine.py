@@ -1,0 +1,423 @@
+"""Random histories of one group on the real runtime: joins, syncs, leaves, time-outs, commits, failed disks, crashes.
+
+The log is in memory and the test decides when an append is acknowledged and what a crash leaves of the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from millstream.coordination.later import Later
+from millstream.coordination.shard import Shard
+from millstream.coordination.timers import Timers
+from millstream.groups.group import Group, GroupState
+from millstream.groups.requests import (
+    CommitAnswer,
+    CommitRequest,
+    GroupLimits,
+    Joined,
+    JoinRequest,
+    Leaver,
+    MemberRef,
+    PartitionCommit,
+    Synced,
+    SyncRequest,
+)
+from millstream.groups.shard import GroupShard
+from millstream.model.errors import (
+    BatchTooLarge,
+    CoordinatorUnavailable,
+    GroupRejected,
+    MemberIdRequired,
+    MillstreamError,
+    StorageFailure,
+    UnknownGroup,
+    UnknownMember,
+)
+from millstream.testing.clock import ManualClock
+from millstream.testing.state_log import MemoryPartition
+
+T = TypeVar("T")
+
+GROUP = "group"
+TOPIC_ID = uuid4()
+EXPECTED = (GroupRejected, CoordinatorUnavailable, UnknownMember, UnknownGroup)
+LIMITS = GroupLimits(
+    session_min_ms=1,
+    session_max_ms=1_000_000,
+    initial_delay_ms=300,
+    members_max=4,
+    offsets_retention_ms=10**12,
+    new_member_ms=30_000,
+    sweep_ms=10**12,
+)
+
+clients = st.integers(0, 5)
+instances = st.sampled_from([None, None, "a", "b"])
+
+
+class Client:
+    """What one consumer knows from the answers it got."""
+
+    def __init__(self) -> None:
+        self.member_id = ""
+        self.instance_id: str | None = None
+        self.generation = -1
+
+
+class GroupHistory(RuleBasedStateMachine):
+    """Consumers that do as they like, on a broker that fails now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        logging.disable(logging.CRITICAL)
+        self.loop = asyncio.new_event_loop()
+        # What fails in a callback is not raised by the loop, so it is kept for the next check.
+        self.defects: list[dict[str, Any]] = []
+        self.loop.set_exception_handler(lambda _, context: self.defects.append(context))
+        self.clock = ManualClock()
+        self.partition = MemoryPartition(acknowledges=False)
+        self.clients = [Client() for _ in range(6)]
+        self.open_requests: set[asyncio.Future[Any]] = set()
+        self.crashes = 0
+        self.last_seen = ((0, 0), 0)
+        self.durable_generation = 0
+        self.leaders: dict[tuple[tuple[int, int], int], str] = {}
+        self.last_submitted = 0
+        self.last_acknowledged = -1
+
+    @initialize()
+    def start(self) -> None:
+        self.shard = self._open()
+
+    def teardown(self) -> None:
+        try:
+            self._everyone_is_answered()
+            self.nothing_failed_on_the_side()
+        finally:
+            self._run(self.shard.close())
+            self.loop.close()
+            logging.disable(logging.NOTSET)
+
+    # What clients do
+
+    @rule(who=clients, instance_id=instances, version=st.sampled_from([3, 8, 9]), sticky=st.booleans())
+    def join_anew(self, who: int, instance_id: str | None, version: int, sticky: bool) -> None:
+        client = self.clients[who]
+        client.member_id, client.instance_id = "", instance_id
+        self._join(client, version=version, sticky=sticky)
+
+    @rule(who=clients, sticky=st.booleans())
+    def join_again(self, who: int, sticky: bool) -> None:
+        self._join(self.clients[who], version=9, sticky=sticky)
+
+    @rule(who=clients)
+    def sync(self, who: int) -> None:
+        client = self.clients[who]
+        group = self._group()
+        assignments = {} if group is None else {member: f"{group.generation}".encode() for member in group.members}
+        request = SyncRequest(member=self._ref(client), assignments=assignments)
+        generation = client.generation
+
+        def synced(answer: Synced) -> None:
+            # Only what the log has is told, so no crash may take this generation back.
+            self.durable_generation = max(self.durable_generation, generation)
+            assert answer.assignment in (b"", f"{generation}".encode())
+
+        self._ask(lambda shard: shard.sync(request), synced)
+
+    @rule(who=clients)
+    def heartbeat(self, who: int) -> None:
+        reference = self._ref(self.clients[who])
+        self._ask(lambda shard: shard.heartbeat(reference))
+
+    @rule(who=clients)
+    def leave(self, who: int) -> None:
+        client = self.clients[who]
+        self._ask(lambda shard: shard.leave(GROUP, [Leaver(client.member_id, client.instance_id)]))
+
+    @rule(who=clients, outsider=st.booleans())
+    def commit(self, who: int, outsider: bool) -> None:
+        self.last_submitted += 1
+        offset = self.last_submitted
+        member = MemberRef(group_id=GROUP, member_id="") if outsider else self._ref(self.clients[who])
+        request = CommitRequest(member=member, topics={"orders": (PartitionCommit(partition=0, offset=offset),)})
+
+        def committed(answer: CommitAnswer) -> None:
+            assert answer == {"orders": {0: None}}
+            self.last_acknowledged = max(self.last_acknowledged, offset)
+
+        self._ask(lambda shard: shard.commit(request), committed, pure=True)
+
+    @rule(several=st.sets(clients, min_size=1, max_size=3), acknowledged=st.booleans())
+    def settle_down(self, several: set[int], acknowledged: bool) -> None:
+        """Some consumers do as they should, so that groups get stable often."""
+        for who in sorted(several):
+            self._join(self.clients[who], version=9, sticky=False)
+            if acknowledged:
+                self.acknowledge(None)
+            self._join(self.clients[who], version=9, sticky=False)
+        for milliseconds in (300, 300, 300, 4000):
+            self._pass_ms(milliseconds)
+            for who in sorted(several):
+                self.sync(who)
+            if acknowledged:
+                self.acknowledge(None)
+        for who in sorted(several):
+            self.commit(who, False)
+
+    # What happens to them
+
+    @rule(milliseconds=st.sampled_from([1, 200, 300, 1000, 5000, 10_000, 40_000]))
+    def time_passes(self, milliseconds: int) -> None:
+        self._pass_ms(milliseconds)
+
+    @rule(batches=st.sampled_from([1, 2, None]))
+    def acknowledge(self, batches: int | None) -> None:
+        self.partition.acknowledge(batches)
+        self._settle()
+
+    @rule()
+    def a_sync_fails(self) -> None:
+        self.partition.fail(StorageFailure("the disk failed"))
+        self._reloaded()
+
+    @rule(error=st.sampled_from([StorageFailure("the disk is full"), BatchTooLarge("too large")]))
+    def appends_are_refused_for_a_moment(self, error: MillstreamError) -> None:
+        self.partition.refusal = error
+        self._pass_ms(300)
+        self.partition.refusal = None
+        if self.shard.state is None:
+            self.partition.acknowledge()
+            self._reloaded()
+
+    @rule(kept=st.integers(0, 3))
+    def crash(self, kept: int) -> None:
+        self.crashes += 1
+        for request in self.open_requests:
+            request.cancel()
+        self._settle()
+        self.open_requests.clear()
+        old, self.partition = self.shard, self.partition.after_crash(kept=kept)
+        self.shard = self._open()
+        self._run(self._abandon(old))
+        self._check_what_survived()
+
+    # What must hold
+
+    @invariant()
+    def nothing_failed_on_the_side(self) -> None:
+        for defect in self.defects:
+            raise defect.get("exception") or AssertionError(defect["message"])
+
+    @invariant()
+    def there_is_one_leader(self) -> None:
+        group = self._group()
+        if group is not None and group.members:
+            assert group.leader_id in group.members
+
+    @invariant()
+    def generations_only_go_up(self) -> None:
+        group = self._group()
+        if group is not None:
+            assert group.generation >= self.durable_generation
+            incarnation, generation = self.last_seen
+            assert incarnation != self._incarnation() or group.generation >= generation
+            self.last_seen = (self._incarnation(), group.generation)
+
+    @invariant()
+    def the_books_are_in_order(self) -> None:
+        group = self._group()
+        if group is None:
+            return
+        members = group.members
+        assert group.awaiting_join == sum(member.awaits_join for member in members.values())
+        assert group.static_members == {m.instance_id: m.member_id for m in members.values() if m.instance_id}
+        assert group.pending_sync <= set(members)
+        assert not group.pending_members & set(members)
+        assert group.members_bytes == sum(member.size_bytes for member in members.values())
+        assert len(members) <= 2 * LIMITS.members_max
+        if group.state is not GroupState.PREPARING:
+            assert group.awaiting_join == 0
+        if group.state is not GroupState.COMPLETING:
+            assert not any(member.sync_reply for member in members.values())
+        if group.state is GroupState.EMPTY:
+            assert not members
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "shard"))
+    def somebody_will_see_to_it(self) -> None:
+        """Whoever waits is waited for by a timer, so no request can be forgotten."""
+        group = self._group()
+        timers = self.shard._timers
+        if group is not None and group.state is GroupState.PREPARING:
+            assert ("join", GROUP) in timers
+        if group is not None and group.state is GroupState.COMPLETING:
+            assert ("sync", GROUP) in timers
+
+    # How
+
+    def _incarnation(self) -> tuple[int, int]:
+        """Which copy of the state this is; joins that were not written down begin again in the next."""
+        return (self.crashes, self.shard._incarnation)
+
+    def _group(self) -> Group | None:
+        state = self.shard.state if hasattr(self, "shard") else None
+        return None if state is None else state.groups.get(GROUP)
+
+    def _open(self) -> Shard[GroupShard]:
+        return self._run(self._opened())
+
+    async def _opened(self) -> Shard[GroupShard]:
+        shard = Shard(
+            "groups-0",
+            self.partition,
+            self._new_state,
+            clock=self.clock,
+            gate=asyncio.Semaphore(1),
+            retry_first_s=0.0,
+            rewrite_records_min=12,
+        )
+        shard.open()
+        await shard.wait_loaded()
+        return shard
+
+    async def _abandon(self, shard: Shard[GroupShard]) -> None:
+        abandoned = shard.partition
+        assert isinstance(abandoned, MemoryPartition)
+        abandoned.acknowledge()
+        await shard.close()
+
+    def _new_state(self, timers: Timers) -> GroupShard:
+        return GroupShard(timers, limits=LIMITS, clock=self.clock, topic_id_of=lambda _: TOPIC_ID)
+
+    def _join(self, client: Client, *, version: int, sticky: bool) -> None:
+        protocols = (("sticky", b"s"), ("range", b"r")) if sticky else (("range", b"r"),)
+        request = JoinRequest(
+            group_id=GROUP,
+            member_id=client.member_id,
+            instance_id=client.instance_id,
+            client_id="client",
+            client_host="/127.0.0.1",
+            session_timeout_ms=5000,
+            rebalance_timeout_ms=8000,
+            protocol_type="consumer",
+            protocols=protocols,
+            knows_member_id_required=version >= 4,
+            knows_skip_assignment=version >= 9,
+        )
+        incarnation = self._incarnation()
+
+        def joined(answer: Joined) -> None:
+            client.member_id, client.generation = answer.member_id, answer.generation
+            if answer.leader_id == answer.member_id and not answer.skip_assignment:
+                assert answer.member_id in {member.member_id for member in answer.members}
+                leader = self.leaders.setdefault((incarnation, answer.generation), answer.member_id)
+                assert leader == answer.member_id
+
+        def refused(error: MillstreamError) -> None:
+            if isinstance(error, MemberIdRequired):
+                client.member_id = error.member_id
+
+        self._ask(lambda shard: shard.join(request), joined, refused)
+
+    def _ref(self, client: Client) -> MemberRef:
+        return MemberRef(
+            group_id=GROUP,
+            member_id=client.member_id,
+            instance_id=client.instance_id,
+            generation=client.generation,
+        )
+
+    def _ask(
+        self,
+        operation: Callable[[GroupShard], Any],
+        on_answer: Callable[[Any], None] = lambda _: None,
+        on_error: Callable[[MillstreamError], None] = lambda _: None,
+        *,
+        pure: bool = False,
+    ) -> None:
+        async def submit() -> None:
+            try:
+                request = self.shard.submit(operation, pure=pure)
+            except CoordinatorUnavailable:
+                return
+            self.open_requests.add(request)
+            request.add_done_callback(done)
+
+        def done(request: asyncio.Future[Any]) -> None:
+            self.open_requests.discard(request)
+            if request.cancelled():
+                return
+            error = request.exception()
+            if error is None:
+                on_answer(request.result())
+            else:
+                assert isinstance(error, EXPECTED), repr(error)
+                on_error(error)
+
+        self._run(submit())
+        self._settle()
+
+    def _pass_ms(self, milliseconds: int) -> None:
+        async def fire() -> None:
+            if self.shard.state is not None:
+                self.shard.fire_timers()
+
+        for _ in range(20):
+            self.clock.advance_ms(milliseconds // 20)
+            self._run(fire())
+        self.clock.advance_ms(milliseconds % 20)
+        self._run(fire())
+        self._settle()
+
+    def _reloaded(self) -> None:
+        async def reload() -> None:
+            await asyncio.sleep(0)
+            await self.shard.wait_loaded()
+
+        self._run(reload())
+        self._check_what_survived()
+
+    def _check_what_survived(self) -> None:
+        state = self.shard.state
+        assert state is not None
+        fetched = state.fetch(GROUP, {"orders": [0]})[1]
+        assert not isinstance(fetched, Later)
+        offset = fetched["orders"][0].offset
+        assert self.last_acknowledged <= offset <= self.last_submitted
+
+    def _everyone_is_answered(self) -> None:
+        if not hasattr(self, "shard"):
+            return
+        for _ in range(60):
+            self.partition.acknowledge()
+            self._settle()
+            if not self.open_requests:
+                break
+            self._pass_ms(2000)
+        assert not self.open_requests, self._group()
+
+    def _settle(self) -> None:
+        async def settle() -> None:
+            for _ in range(4):
+                await asyncio.sleep(0)
+
+        self._run(settle())
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+
+GroupHistory.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestGroupHistory = GroupHistory.TestCase

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import contextlib
+import struct
+from uuid import UUID, uuid4
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.coordination.state import StateRecord
+from millstream.groups.records import (
+    CommittedOffset,
+    GroupKey,
+    OffsetKey,
+    StoredGroup,
+    StoredMember,
+    group_record,
+    group_tombstone,
+    offset_record,
+    offset_tombstone,
+    read_group,
+    read_key,
+    read_offset,
+)
+from millstream.groups.subscription import subscribed_topics
+from millstream.model.errors import ProtocolViolation
+
+KEY = OffsetKey("g", "orders", 3)
+MEMBER = StoredMember(
+    member_id="m-1",
+    instance_id=None,
+    client_id="c",
+    client_host="/h",
+    rebalance_timeout_ms=60_000,
+    session_timeout_ms=10_000,
+    subscription=b"sub",
+    assignment=b"as",
+)
+GROUP = StoredGroup(
+    protocol_type="consumer",
+    generation=7,
+    protocol_name="range",
+    leader_id="m-1",
+    state_since_ms=1234,
+    members=(MEMBER,),
+)
+
+texts = st.text(max_size=20)
+int32s = st.integers(-(2**31), 2**31 - 1)
+int64s = st.integers(-(2**63), 2**63 - 1)
+members = st.builds(
+    StoredMember,
+    member_id=texts,
+    instance_id=st.none() | texts,
+    client_id=texts,
+    client_host=texts,
+    rebalance_timeout_ms=st.integers(0, 2**31 - 1),
+    session_timeout_ms=st.integers(0, 2**31 - 1),
+    subscription=st.binary(max_size=20),
+    assignment=st.binary(max_size=20),
+)
+
+
+def string(text: str) -> bytes:
+    return struct.pack(">h", len(text)) + text.encode()
+
+
+def compact(text: str) -> bytes:
+    return bytes([len(text) + 1]) + text.encode()
+
+
+def test_a_commit_has_the_bytes_that_kafka_writes() -> None:
+    record = offset_record(KEY, CommittedOffset(offset=42, leader_epoch=5, metadata="note", commit_ms=1000))
+
+    assert record.key == struct.pack(">h", 1) + string("g") + string("orders") + struct.pack(">i", 3)
+    assert record.value == struct.pack(">hqi", 3, 42, 5) + string("note") + struct.pack(">q", 1000)
+    assert record.headers == ()
+
+
+def test_a_commit_with_a_retention_of_its_own_is_of_version_1() -> None:
+    record = offset_record(KEY, CommittedOffset(offset=42, leader_epoch=5, commit_ms=1000, expire_ms=2000))
+
+    assert record.value == struct.pack(">hq", 1, 42) + string("") + struct.pack(">qq", 1000, 2000)
+    assert read_offset(record) == CommittedOffset(offset=42, commit_ms=1000, expire_ms=2000)
+
+
+def test_a_generation_has_the_bytes_that_kafka_writes() -> None:
+    record = group_record("g", GROUP)
+
+    assert record.key == struct.pack(">h", 2) + string("g")
+    assert record.value == (
+        struct.pack(">h", 3)
+        + string("consumer")
+        + struct.pack(">i", 7)
+        + string("range")
+        + string("m-1")
+        + struct.pack(">qi", 1234, 1)
+        + string("m-1")
+        + struct.pack(">h", -1)
+        + string("c")
+        + string("/h")
+        + struct.pack(">iii", 60_000, 10_000, 3)
+        + b"sub"
+        + struct.pack(">i", 2)
+        + b"as"
+    )
+
+
+def test_tombstones() -> None:
+    assert offset_tombstone(KEY) == StateRecord(offset_record(KEY, CommittedOffset(offset=1, commit_ms=1)).key, None)
+    assert group_tombstone("g") == StateRecord(group_record("g", GROUP).key, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (struct.pack(">hq", 0, 9) + string("n") + struct.pack(">q", 7), {}),
+        (struct.pack(">hq", 2, 9) + string("n") + struct.pack(">q", 7), {}),
+        (struct.pack(">hqi", 3, 9, 4) + string("n") + struct.pack(">q", 7), {"leader_epoch": 4}),
+        (struct.pack(">hqi", 4, 9, 4) + compact("n") + struct.pack(">qB", 7, 0), {"leader_epoch": 4}),
+        (
+            struct.pack(">hqi", 4, 9, 4) + compact("n") + struct.pack(">q", 7) + b"\x01\x00\x10" + b"\x07" * 16,
+            {"leader_epoch": 4, "topic_id": UUID(bytes=b"\x07" * 16)},
+        ),
+    ],
+    ids=["v0", "v2", "v3", "v4", "v4 with topic id"],
+)
+def test_every_version_of_a_commit_is_read(value: bytes, expected: dict[str, object]) -> None:
+    read = read_offset(StateRecord(b"", value))
+
+    assert read == CommittedOffset(offset=9, metadata="n", commit_ms=7, **expected)  # type: ignore[arg-type]
+
+
+def test_every_version_of_a_generation_is_read() -> None:
+    head = string("consumer") + struct.pack(">i", 7) + string("range") + string("m-1")
+    client = string("c") + string("/h")
+    blobs = struct.pack(">i", 3) + b"sub" + struct.pack(">i", 2) + b"as"
+    count = struct.pack(">i", 1)
+    since, both, session = struct.pack(">q", 1234), struct.pack(">ii", 60_000, 10_000), struct.pack(">i", 10_000)
+    values = [
+        head + count + string("m-1") + client + session + blobs,
+        head + count + string("m-1") + client + both + blobs,
+        head + since + count + string("m-1") + client + both + blobs,
+        head + since + count + string("m-1") + struct.pack(">h", -1) + client + both + blobs,
+        compact("consumer")
+        + struct.pack(">i", 7)
+        + compact("range")
+        + compact("m-1")
+        + since
+        + b"\x02"
+        + compact("m-1")
+        + b"\x00"
+        + compact("c")
+        + compact("/h")
+        + both
+        + b"\x04sub\x03as\x00"
+        + b"\x00",
+    ]
+    for version, value in enumerate(values):
+        read = read_group(StateRecord(b"", struct.pack(">h", version) + value))
+        assert read.members[0].rebalance_timeout_ms == (10_000 if version == 0 else 60_000)
+        assert read.state_since_ms == (-1 if version < 2 else 1234)
+        assert (read.generation, read.leader_id, read.protocol_name) == (7, "m-1", "range")
+        assert read.members[0].subscription == b"sub"
+        assert read.members[0].assignment == b"as"
+
+
+@given(
+    st.builds(
+        CommittedOffset,
+        offset=int64s,
+        leader_epoch=int32s,
+        metadata=texts,
+        commit_ms=int64s,
+        topic_id=st.none() | st.uuids(),
+    ),
+    texts,
+    texts,
+    int32s,
+)
+def test_commits_come_back_as_they_were(committed: CommittedOffset, group: str, topic: str, partition: int) -> None:
+    record = offset_record(OffsetKey(group, topic, partition), committed)
+
+    assert read_key(record.key) == OffsetKey(group, topic, partition)
+    assert read_offset(record) == committed
+
+
+@given(
+    st.builds(
+        StoredGroup,
+        protocol_type=texts,
+        generation=int32s,
+        protocol_name=st.none() | texts,
+        leader_id=st.none() | texts,
+        state_since_ms=int64s,
+        members=st.lists(members, max_size=3).map(tuple),
+    )
+)
+def test_generations_come_back_as_they_were(group: StoredGroup) -> None:
+    record = group_record("g", group)
+
+    assert read_key(record.key) == GroupKey("g")
+    assert read_group(record) == group
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_read_or_refused(value: bytes) -> None:
+    for read in (read_offset, read_group):
+        with contextlib.suppress(ProtocolViolation):
+            read(StateRecord(b"", value))
+    with contextlib.suppress(ProtocolViolation):
+        read_key(value)
+
+
+def test_kinds_of_record_that_are_not_kept_are_passed_over() -> None:
+    assert read_key(struct.pack(">h", 3) + string("g")) is None
+
+
+def test_a_header_that_is_no_id_is_ignored() -> None:
+    record = offset_record(KEY, CommittedOffset(offset=1, commit_ms=1, topic_id=uuid4()))
+
+    assert read_offset(record._replace(headers=(("topic-id", b"short"),))).topic_id is None
+
+
+def test_the_topics_of_a_subscription() -> None:
+    topics = struct.pack(">i", 2) + string("orders") + string("bills")
+
+    assert subscribed_topics(struct.pack(">h", 0) + topics + struct.pack(">i", 0)) == frozenset({"orders", "bills"})
+    assert subscribed_topics(struct.pack(">h", 3) + topics + b"whatever later versions add") == frozenset(
+        {"orders", "bills"}
+    )
+    assert subscribed_topics(b"") is None
+    assert subscribed_topics(struct.pack(">hi", 0, 2) + b"xx") is None
