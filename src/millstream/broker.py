@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextlib import AsyncExitStack
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from millstream.kafka.served import Served
 
 _logger = logging.getLogger(__name__)
+
+_TROUBLES_MAX = 10
+"""So many failed partitions are named; more would help nobody."""
 
 
 class Broker:
@@ -81,6 +85,7 @@ class Broker:
             clock=self._clock,
             journal_bytes=config.journal_bytes,
             producer_expiry_ms=config.producer_expiry_ms,
+            retention_check_ms=config.retention_check_ms,
         )
         undo.push_async_callback(store.close)
         self._supervise("log store", store.run())
@@ -139,8 +144,8 @@ class Broker:
             membership=Membership(catalog.cluster_id, self._advertised()),
             producer_ids=ProducerIds(catalog),
             budget=budget,
-            sources=[listener, dispatch, topics],
-            troubles=tuple,
+            sources=[listener, dispatch, topics, store],
+            troubles=lambda: _troubles(store),
             node=node,
         )
         self._served = module.Served(parts)
@@ -193,6 +198,12 @@ def _import_served() -> Any:
     from millstream.kafka import served
 
     return served
+
+
+def _troubles(store: LogStore) -> Iterable[str]:
+    """Why the node should get no traffic although it runs."""
+    for partition, reason in islice(store.failures.items(), _TROUBLES_MAX):
+        yield f"{partition}: {reason}"
 
 
 def _address_of(bound: socket.socket | None) -> str:
