@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from millstream.cli.output import print_bytes
 from millstream.config import ENVIRONMENT_PREFIX, FILE_NAME, Config
+from millstream.model.missing_setting import MISSING
 from millstream.model.setting import Setting
 from millstream.model.topic import TopicSettings
 
@@ -31,6 +32,13 @@ any Kafka tool: the names are Kafka's where Kafka has them. A change takes effec
 
 """
 
+_MISSING = """
+Settings of Kafka that Millstream does not have are refused, with the reason:
+
+| setting | why it is refused |
+|---|---|
+"""
+
 
 def config_reference() -> None:
     """Print the reference of all settings in Markdown."""
@@ -40,7 +48,8 @@ def config_reference() -> None:
 def reference() -> str:
     """The whole page."""
     node = _table(declared for _, declared in Config.declared().values())
-    return _HEAD + node + _TOPICS + _table(TopicSettings.declared().values())
+    missing = "".join(f"| `{name}` | {reason} |\n" for name, reason in sorted(MISSING.items()))
+    return _HEAD + node + _TOPICS + _table(TopicSettings.declared().values()) + _MISSING + missing
 
 
 def _table(settings: Iterable[Setting]) -> str:
@@ -58,8 +67,12 @@ def _default(declared: Setting) -> str:
 
 
 def _allowed(declared: Setting) -> str:
+    if declared.is_fixed:
+        return f"only {_default(declared)}"
     if declared.kind is bool:
         return "`true`, `false`"
+    if declared.length_max is not None:
+        return f"text of up to {declared.length_max} characters"
     if declared.choices:
         return ", ".join(f"`{choice}`" for choice in declared.choices)
     least, most = declared.minimum, declared.maximum

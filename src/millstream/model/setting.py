@@ -6,6 +6,7 @@ Flags, environment, file and documentation all derive from these declarations, s
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,10 @@ class Setting:
     minimum: float | None = None
     maximum: float | None = None
     choices: tuple[str, ...] = ()
+    length_max: int | None = None
+    """For free text: one line of at most this many characters."""
+    is_fixed: bool = False
+    """Whether the default is the only value: it is there because tools send or show it."""
     needs_restart: bool = True
 
     def parse(self, text: str) -> Any:
@@ -45,12 +50,26 @@ class Setting:
 
     def check(self, value: Any) -> None:
         """Raise `InvalidSetting` when a value is out of bounds."""
+        if self.is_fixed and value != self.default:
+            raise InvalidSetting(
+                f"{self.name} is always {str(self.default).lower()}, not {value!r}; {self.description}"
+            )
         if self.choices and value not in self.choices:
             raise InvalidSetting(f"{self.name} must be one of {', '.join(self.choices)}, not {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidSetting(f"{self.name} must be a number, not {value}")
         if self.minimum is not None and value < self.minimum:
             raise InvalidSetting(f"{self.name} must be at least {self.minimum:g}, not {value}")
         if self.maximum is not None and value > self.maximum:
             raise InvalidSetting(f"{self.name} must be at most {self.maximum:g}, not {value}")
+        if self.length_max is not None:
+            self._check_text(value, self.length_max)
+
+    def _check_text(self, text: str, length_max: int) -> None:
+        if len(text) > length_max:
+            raise InvalidSetting(f"{self.name} has at most {length_max} characters, not {len(text)}")
+        if not text.isprintable():
+            raise InvalidSetting(f"{self.name} is one line of printable text; this one has line breaks or controls")
 
     def _parse_bool(self, text: str) -> bool:
         lowered = text.strip().lower()
@@ -69,6 +88,8 @@ def setting(
     minimum: float | None = None,
     maximum: float | None = None,
     choices: tuple[str, ...] = (),
+    length_max: int | None = None,
+    is_fixed: bool = False,
     needs_restart: bool = True,
 ) -> Any:
     """Declare a dataclass field as a setting."""
@@ -80,6 +101,8 @@ def setting(
         minimum=minimum,
         maximum=maximum,
         choices=choices,
+        length_max=length_max,
+        is_fixed=is_fixed,
         needs_restart=needs_restart,
     )
     return dataclasses.field(default=default, metadata={_KEY: declared})

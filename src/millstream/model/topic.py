@@ -11,6 +11,7 @@ from uuid import UUID
 
 from millstream.model.errors import InvalidSetting, InvalidTopicName
 from millstream.model.ids import PartitionIndex
+from millstream.model.missing_setting import unknown_setting
 from millstream.model.setting import Setting, setting, settings_of
 
 NAME_LENGTH_MAX = 249
@@ -18,6 +19,14 @@ _NAME = re.compile(r"[a-zA-Z0-9._-]+\Z")
 
 CONSUMER_OFFSETS = "__consumer_offsets"
 INTERNAL_TOPICS = frozenset({CONSUMER_OFFSETS, "__transaction_state", "__subscriptions", "__deliveries"})
+
+OWNER = "millstream.owner"
+DESCRIPTION = "millstream.description"
+CONTRACT = "millstream.contract"
+OWNER_LENGTH_MAX = 200
+DESCRIPTION_LENGTH_MAX = 2000
+CONTRACT_LENGTH_MAX = 2000
+INT64_MAX = 2**63 - 1
 
 FLUSH_ALWAYS = "always"
 FLUSH_INTERVAL = "interval"
@@ -101,6 +110,49 @@ class TopicSettings:
         choices=("CreateTime", "LogAppendTime"),
         needs_restart=False,
     )
+    message_timestamp_before_max_ms: int = setting(
+        "message.timestamp.before.max.ms",
+        INT64_MAX,
+        "With `CreateTime`: how far a batch's time may lie before the broker's; a batch that is older is refused.",
+        minimum=0,
+        needs_restart=False,
+    )
+    message_timestamp_after_max_ms: int = setting(
+        "message.timestamp.after.max.ms",
+        3600 * 1000,
+        "With `CreateTime`: how far a batch's time may lie after the broker's; a batch beyond it is refused.",
+        minimum=0,
+        needs_restart=False,
+    )
+    min_compaction_lag_ms: int = setting(
+        "min.compaction.lag.ms",
+        0,
+        "With `cleanup.policy=compact`: how long a record is left alone before compaction may take it away.",
+        minimum=0,
+        needs_restart=False,
+    )
+    max_compaction_lag_ms: int = setting(
+        "max.compaction.lag.ms",
+        INT64_MAX,
+        "With `cleanup.policy=compact`: how long a record may wait for compaction, however few others do.",
+        minimum=1,
+        needs_restart=False,
+    )
+    min_cleanable_dirty_ratio: float = setting(
+        "min.cleanable.dirty.ratio",
+        0.5,
+        "With `cleanup.policy=compact`: which part of the log must be new before it is compacted again.",
+        minimum=0,
+        maximum=1,
+        needs_restart=False,
+    )
+    delete_retention_ms: int = setting(
+        "delete.retention.ms",
+        24 * 3600 * 1000,
+        "With `cleanup.policy=compact`: how long a deletion (a record without a value) is kept for consumers to see.",
+        minimum=0,
+        needs_restart=False,
+    )
     min_insync_replicas: int = setting(
         "min.insync.replicas",
         1,
@@ -115,6 +167,70 @@ class TopicSettings:
         choices=("producer",),
         needs_restart=False,
     )
+    unclean_leader_election_enable: bool = setting(
+        "unclean.leader.election.enable",
+        False,
+        "Kept for Kafka tools: a node that is not in sync never leads.",
+        is_fixed=True,
+        needs_restart=False,
+    )
+    preallocate: bool = setting(
+        "preallocate",
+        False,
+        "Kept for Kafka tools: segments grow as they are written.",
+        is_fixed=True,
+        needs_restart=False,
+    )
+    remote_storage_enable: bool = setting(
+        "remote.storage.enable",
+        False,
+        "Kept for Kafka tools: retention through remote storage is not available.",
+        is_fixed=True,
+        needs_restart=False,
+    )
+    segment_index_bytes: int = setting(
+        "segment.index.bytes",
+        10 * 1024 * 1024,
+        "Has no effect, and is taken because Kafka tools send it: an index is as large as its segment needs.",
+        minimum=4,
+        maximum=2**31 - 1,
+        needs_restart=False,
+    )
+    segment_jitter_ms: int = setting(
+        "segment.jitter.ms",
+        0,
+        "Has no effect, and is taken because Kafka tools send it: segments are closed when `segment.ms` says.",
+        minimum=0,
+        needs_restart=False,
+    )
+    file_delete_delay_ms: int = setting(
+        "file.delete.delay.ms",
+        60_000,
+        "Has no effect, and is taken because Kafka tools send it: files of old segments are removed at once.",
+        minimum=0,
+        needs_restart=False,
+    )
+    owner: str = setting(
+        OWNER,
+        "",
+        "Who answers for the topic: a person, a team or an address.",
+        length_max=OWNER_LENGTH_MAX,
+        needs_restart=False,
+    )
+    description: str = setting(
+        DESCRIPTION,
+        "",
+        "What the topic is about, in a sentence or two.",
+        length_max=DESCRIPTION_LENGTH_MAX,
+        needs_restart=False,
+    )
+    contract: str = setting(
+        CONTRACT,
+        "",
+        "Where the contract of the topic's messages is written down: a link.",
+        length_max=CONTRACT_LENGTH_MAX,
+        needs_restart=False,
+    )
 
     @classmethod
     def from_strings(cls, given: Mapping[str, str], *, base: TopicSettings | None = None) -> TopicSettings:
@@ -123,10 +239,12 @@ class TopicSettings:
         values: dict[str, Any] = {}
         for name, text in given.items():
             if name not in by_name:
-                raise InvalidSetting(f"unknown topic setting {name!r}; known are: {', '.join(sorted(by_name))}")
+                raise unknown_setting(name, by_name)
             attribute, declared = by_name[name]
             values[attribute] = declared.parse(text)
-        return dataclasses.replace(base or cls(), **values)
+        settings = dataclasses.replace(base or cls(), **values)
+        settings._check_together()
+        return settings
 
     @classmethod
     def declared(cls) -> Mapping[str, Setting]:
@@ -141,6 +259,13 @@ class TopicSettings:
     def deletes(self) -> bool:
         """Whether old segments go by age and size."""
         return "delete" in self.cleanup_policy
+
+    def _check_together(self) -> None:
+        if self.min_compaction_lag_ms > self.max_compaction_lag_ms:
+            raise InvalidSetting(
+                f"min.compaction.lag.ms ({self.min_compaction_lag_ms}) is larger than max.compaction.lag.ms "
+                f"({self.max_compaction_lag_ms})"
+            )
 
 
 def _as_text(value: Any) -> str:

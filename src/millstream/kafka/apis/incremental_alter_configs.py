@@ -31,6 +31,7 @@ from millstream.kafka.setting_view import is_list
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.kafka.topic_lookup import topic_named
 from millstream.model.errors import InvalidRequest, InvalidSetting, MillstreamError
+from millstream.model.missing_setting import unknown_setting
 from millstream.model.topic import Topic, TopicSettings
 
 SET: Final = 0
@@ -82,8 +83,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
                 raise InvalidRequest(f"{config.name} is named more than once for topic {topic.name!r}")
             # Deleting what is not there is no error, as in Kafka: tools clean up settings of other versions so.
             if config.config_operation != DELETE and config.name not in TopicSettings.declared():
-                known = ", ".join(sorted(TopicSettings.declared()))
-                raise InvalidSetting(f"unknown topic setting {config.name!r}; known are: {known}")
+                raise unknown_setting(config.name, TopicSettings.declared())
             changes[config.name] = self._changed(topic, config)
         return changes
 

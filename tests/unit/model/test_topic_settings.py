@@ -1,0 +1,107 @@
+"""A topic's settings: what is taken, what is refused, and with which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from millstream.model.errors import InvalidSetting
+from millstream.model.missing_setting import MISSING
+from millstream.model.topic import CONTRACT, DESCRIPTION, DESCRIPTION_LENGTH_MAX, OWNER, TopicSettings
+
+KAFKA_HAS = frozenset(
+    (
+        "cleanup.policy",
+        "compression.gzip.level",
+        "compression.lz4.level",
+        "compression.type",
+        "compression.zstd.level",
+        "delete.retention.ms",
+        "file.delete.delay.ms",
+        "flush.messages",
+        "flush.ms",
+        "follower.replication.throttled.replicas",
+        "index.interval.bytes",
+        "leader.replication.throttled.replicas",
+        "local.retention.bytes",
+        "local.retention.ms",
+        "max.compaction.lag.ms",
+        "max.message.bytes",
+        "message.timestamp.after.max.ms",
+        "message.timestamp.before.max.ms",
+        "message.timestamp.type",
+        "min.cleanable.dirty.ratio",
+        "min.compaction.lag.ms",
+        "min.insync.replicas",
+        "preallocate",
+        "remote.log.copy.disable",
+        "remote.log.delete.on.disable",
+        "remote.storage.enable",
+        "retention.bytes",
+        "retention.ms",
+        "segment.bytes",
+        "segment.index.bytes",
+        "segment.jitter.ms",
+        "segment.ms",
+        "unclean.leader.election.enable",
+    )
+)
+"""Every setting of a topic of Kafka 4."""
+
+
+def test_every_setting_of_kafka_is_either_here_or_refused_by_name() -> None:
+    assert KAFKA_HAS - TopicSettings.declared().keys() - MISSING.keys() == set()
+    assert not TopicSettings.declared().keys() & MISSING.keys()
+
+
+@pytest.mark.parametrize("name", sorted(MISSING))
+def test_a_setting_that_only_kafka_has_is_told_apart_from_an_unknown_one(name: str) -> None:
+    with pytest.raises(InvalidSetting, match=r"setting of Kafka that Millstream does not have: \w+"):
+        TopicSettings.from_strings({name: "1"})
+    with pytest.raises(InvalidSetting, match=r"unknown topic setting 'no\.such'; known are: cleanup\.policy, "):
+        TopicSettings.from_strings({"no.such": "1"})
+
+
+@pytest.mark.parametrize("name", ["unclean.leader.election.enable", "preallocate", "remote.storage.enable"])
+def test_what_cannot_be_switched_on_takes_the_value_it_has(name: str) -> None:
+    assert TopicSettings.from_strings({name: "false"}) == TopicSettings()
+    with pytest.raises(InvalidSetting, match=f"{name} is always false, not True; Kept for Kafka tools"):
+        TopicSettings.from_strings({name: "true"})
+
+
+@pytest.mark.parametrize("name", ["segment.index.bytes", "segment.jitter.ms", "file.delete.delay.ms"])
+def test_what_has_no_effect_is_kept_and_says_so(name: str) -> None:
+    assert TopicSettings.from_strings({name: "5000"}).as_strings()[name] == "5000"
+    assert TopicSettings.declared()[name].description.startswith("Has no effect")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"min.cleanable.dirty.ratio": "1.5"}, "at most 1"),
+        ({"min.cleanable.dirty.ratio": "nan"}, "must be a number"),
+        ({"min.cleanable.dirty.ratio": "half"}, "must be a number"),
+        ({"max.compaction.lag.ms": "0"}, "at least 1"),
+        ({"message.timestamp.after.max.ms": "-1"}, "at least 0"),
+        ({"min.compaction.lag.ms": "10", "max.compaction.lag.ms": "9"}, "is larger than max.compaction.lag.ms"),
+        ({OWNER: "a\nb"}, "one line of printable text"),
+        ({OWNER: "x" * 201}, "at most 200 characters"),
+        ({DESCRIPTION: "\x1b[2J"}, "one line of printable text"),
+        ({CONTRACT: "x" * 2001}, "at most 2000 characters"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: dict[str, str], says: str) -> None:
+    with pytest.raises(InvalidSetting, match=says):
+        TopicSettings.from_strings(given)
+
+
+def test_a_topic_says_whose_it_is() -> None:
+    given = {OWNER: "billing, Anna Björk", DESCRIPTION: "ü" * DESCRIPTION_LENGTH_MAX, CONTRACT: "https://contracts/o"}
+    settings = TopicSettings.from_strings(given)
+    assert (settings.owner, settings.contract) == ("billing, Anna Björk", "https://contracts/o")
+    assert given.items() <= settings.as_strings().items()
+    assert TopicSettings().owner == TopicSettings().description == TopicSettings().contract == ""
+
+
+def test_every_setting_is_taken_back_as_it_is_shown() -> None:
+    settings = TopicSettings(min_cleanable_dirty_ratio=0.25, owner="me")
+    assert TopicSettings.from_strings(settings.as_strings()) == settings
