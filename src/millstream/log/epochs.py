@@ -61,8 +61,6 @@ class EpochHistory:
         self.latest = Epoch(self._epochs[-1]) if self._epochs else NO_EPOCH
 
     def cut_before(self, start_offset: int) -> None:
-        """Forget the epochs that ended at or below a new start of the log."""
+        """Forget the epochs that ended at or below the first offset that is still stored."""
         while len(self._starts) > 1 and self._starts[1] <= start_offset:
             del self._starts[0], self._epochs[0]
-        if self._starts and self._starts[0] < start_offset:
-            self._starts[0] = start_offset

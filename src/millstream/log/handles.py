@@ -69,6 +69,11 @@ class OpenFiles:
         else:
             self._close(opened)
 
+    def close_all(self) -> None:
+        """Close everything; no thread is at work any more."""
+        for opened in list(self._open.values()):
+            self._close(opened)
+
     def _make_room(self) -> None:
         for _ in range(2 * len(self._open)):
             key, opened = next(iter(self._open.items()))

@@ -22,12 +22,15 @@ _POSITION_MASK = 0xFFFFFFFF
 class Index:
     """Positions and times of some of the batches of a segment."""
 
-    __slots__ = ("last_position", "places", "times")
+    __slots__ = ("_place_sum", "_summed", "_time_sum", "last_position", "places", "times")
 
     def __init__(self) -> None:
         self.places = array("Q")
         self.times = array("q")
         self.last_position = 0
+        self._summed = 0
+        self._place_sum = 0
+        self._time_sum = 0
 
     def __len__(self) -> int:
         return len(self.places)
@@ -69,20 +72,15 @@ class Index:
         at = bisect_right(self.places, position, key=_position)
         return (self.places[at - 1] >> 32, self.places[at - 1] & _POSITION_MASK) if at else (0, 0)
 
-    def start_after(self, position: int) -> int | None:
-        """The start of the first known batch that begins after a position."""
-        at = bisect_right(self.places, position, key=_position)
-        return self.places[at] & _POSITION_MASK if at < len(self.places) else None
-
     def position_for_time(self, timestamp_ms: int) -> int:
         """A start with nothing as late as the timestamp before it, as far on as is known."""
         at = bisect_left(self.times, timestamp_ms)
         return self.places[at - 1] & _POSITION_MASK if at else 0
 
-    def max_timestamp_before(self, position: int) -> tuple[int, int] | None:
-        """The last known start at or before a position, and the largest timestamp before that start."""
+    def max_timestamp_before(self, position: int) -> tuple[int, int]:
+        """The last known start at or before a position, and the largest timestamp of all that lies before it."""
         at = bisect_right(self.places, position, key=_position)
-        return (self.places[at - 1] & _POSITION_MASK, self.times[at - 1]) if at else None
+        return (self.places[at - 1] & _POSITION_MASK, self.times[at - 1]) if at else (0, -1)
 
     def cut(self, position: int) -> None:
         """Forget every start at or beyond a position."""
@@ -90,11 +88,15 @@ class Index:
         del self.places[at:]
         del self.times[at:]
         self.last_position = self.places[-1] & _POSITION_MASK if at else 0
+        self._summed = self._place_sum = self._time_sum = 0
 
     def checksum(self) -> int:
-        """The CRC-32C over both columns."""
-        places, times = self.to_bytes()
-        return crc32c(times, crc32c(places))
+        """The CRC-32C of both columns in one number; only what was added since the last call is looked at."""
+        places, times = self.to_bytes(self._summed)
+        self._place_sum = crc32c(places, self._place_sum)
+        self._time_sum = crc32c(times, self._time_sum)
+        self._summed = len(self.places)
+        return self._place_sum << 32 | self._time_sum
 
 
 def _position(place: int) -> int:

@@ -1,26 +1,39 @@
 """One partition's log: an append-only sequence of batches with offsets, in segments.
 
-Every method is synchronous and runs on the event loop, which owns the state; only syncing happens in a thread.
+Every method is synchronous and runs on the event loop, which owns the state; only syncing happens in threads, by
+the jobs of `sync`, `checkpoint` and `repair`, which read and change the log on the loop before and after.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
+from uuid import UUID
 
 from millstream.log.admission import read_headers
 from millstream.log.contents import Contents
+from millstream.log.damage import LostRange
 from millstream.log.files import Files, write_fully
 from millstream.log.handles import OpenFiles
-from millstream.log.index import Index
-from millstream.log.lookup import Lookup
+from millstream.log.index import RELATIVE_OFFSET_MAX, Index
+from millstream.log.indexes import LoadedIndexes
+from millstream.log.lookup import Found, Lookup
 from millstream.log.producers import Producers
-from millstream.log.reader import Reader
+from millstream.log.reader import BrokenSegment, Reader
+from millstream.log.retention import delete_before, delete_expired
+from millstream.log.scan import Bad
 from millstream.log.segment import Segment
+from millstream.log.truncation import truncate_to
 from millstream.model.clock import Clock
-from millstream.model.errors import FencedLeaderEpoch, OffsetOutOfRange, PartitionClosed, StorageFailure
+from millstream.model.errors import (
+    DamagedRange,
+    FencedLeaderEpoch,
+    OffsetOutOfRange,
+    PartitionClosed,
+    StorageFailure,
+)
 from millstream.model.ids import Epoch, Offset
 from millstream.model.topic import TopicPartition, TopicSettings
 from millstream.records.batch import BatchHeader, check_crc, place_batch, stamp_append_time
@@ -29,6 +42,9 @@ _logger = logging.getLogger(__name__)
 
 HINTS_MAX = 64
 """Known positions of offsets that are asked for next: where reads ended and where commits ended."""
+
+CHECKPOINT_BYTES = 64 * 1024 * 1024
+"""After this much a checkpoint is asked for, so that there is never more than this to scan after a crash."""
 
 
 class AppendedRange(NamedTuple):
@@ -42,26 +58,39 @@ class AppendedRange(NamedTuple):
 
 
 class Keeper(Protocol):
-    """Whoever syncs the log."""
+    """Whoever makes the log durable."""
 
     def touched(self, log: Log) -> None:
         """The log has begun to hold what is not synced."""
 
+    def checkpoint_soon(self, log: Log) -> None:
+        """Something happened that a checkpoint should record."""
+
+    def checkpoint_now(self, log: Log) -> None:
+        """Checkpoint the log before this returns, or raise `OSError`."""
+
+    def journal_mark(self) -> tuple[int, int]:
+        """The journal's id and next sequence: what was journaled before is void for a log that notes this."""
+
 
 class Log:
-    """One partition's log."""
+    """One partition's log. What is not a method of the contract is for the other parts of this package."""
 
     def __init__(
         self,
+        topic_id: UUID,
         partition: TopicPartition,
         contents: Contents,
         settings: TopicSettings,
         *,
         files: Files,
         open_files: OpenFiles,
+        indexes: LoadedIndexes,
         clock: Clock,
         keeper: Keeper,
     ) -> None:
+        self.key = (topic_id, partition.partition)
+        self.topic_id = topic_id
         self.partition = partition
         self.settings = settings
         self.directory = contents.directory
@@ -69,27 +98,50 @@ class Log:
         self.start_offset = Offset(contents.start_offset)
         self.end_offset = Offset(contents.end_offset)
         self.synced_offset = Offset(contents.end_offset)
+        self.stored_offset = Offset(contents.end_offset)
+        """Everything below is durable in the segments themselves, not only in the journal."""
         self.producers: Producers = contents.producers
+        self.epochs = contents.epochs
+        self.lost = contents.damage
+        self.journal_mark = contents.journal_mark
         self.on_synced: Callable[[], None] | None = None
         self.on_sync_failed: Callable[[StorageFailure], None] | None = None
-        self._epochs = contents.epochs
+        self.failure: str | None = None
+        """What is wrong with the disk now, or None."""
+        self.broken = False
+        """A sync of a segment failed; writes are refused until its tail is in another file."""
+        self.closed = False
+        self.generation = 0
+        """Changes when segments are cut or replaced, so that a job that is under way knows."""
+        self.names_version = 0
+        self.names_synced = 0
+        self.folder_synced = True
+        self.doomed: list[Segment] = []
+        """Segments that are no part of the log any more; their files go after the next checkpoint."""
+        self.dirty = False
+        self.changed = contents.changed
+        """Whether the last checkpoint is behind."""
+        self.reader = Reader(
+            files, open_files, indexes, self.epochs, index_interval_bytes=settings.index_interval_bytes
+        )
+        self._lookup = Lookup(self.reader)
         self._bases = [segment.base_offset for segment in self.segments]
         self._hints: dict[int, tuple[Segment, int]] = {}
+        self.unchecked_bytes = 0
         self._files = files
-        self._open_files = open_files
-        self._reader = Reader(files, open_files)
-        self._lookup = Lookup(self._reader)
+        self.open_files = open_files
         self._clock = clock
-        self._keeper = keeper
-        self._dirty = False
-        self._closed = False
+        self.keeper = keeper
 
-    # ------------------------------------------------------------------ what is known
+    def __repr__(self) -> str:
+        return f"Log({self.partition}, offsets {self.start_offset}..{self.end_offset})"
+
+    # -- what is known --------------------------------------------------------------------------------------
 
     @property
     def latest_epoch(self) -> Epoch:
         """The epoch of the last leader that wrote, or -1."""
-        return self._epochs.latest
+        return self.epochs.latest
 
     @property
     def size_bytes(self) -> int:
@@ -99,155 +151,206 @@ class Log:
     @property
     def damage(self) -> tuple[tuple[int, int], ...]:
         """The ranges of offsets that the disk lost, each as (first, next)."""
-        return ()
+        return self.lost.ranges()
 
     def end_of_epoch(self, epoch: int) -> tuple[Epoch, Offset]:
         """Where an epoch ended, as `OffsetForLeaderEpoch` asks; (-1, -1) if it is unknown."""
-        return self._epochs.end_of(epoch, self.end_offset)
+        return self.epochs.end_of(epoch, self.end_offset)
 
     def change_settings(self, settings: TopicSettings) -> None:
         """Follow the topic's settings from now on."""
         self.settings = settings
+        if self.dirty:
+            self.keeper.touched(self)
 
-    # ------------------------------------------------------------------ append
+    # -- append ---------------------------------------------------------------------------------------------
 
     def append(self, batches: bytearray | memoryview, *, leader_epoch: Epoch, internal: bool = False) -> AppendedRange:
         """Check the batches, give them offsets in place, and write them; nothing is synced yet."""
-        if self._closed:
-            raise PartitionClosed(f"{self.partition} is closed")
+        if self.closed or self.broken:
+            raise self._refusal()
         settings = self.settings
         headers = read_headers(batches, internal=internal, max_message_bytes=settings.max_message_bytes)
         for header in headers:
             check_crc(batches, header)
-        if leader_epoch < self._epochs.latest:
-            raise FencedLeaderEpoch(f"{self.partition} has epoch {self._epochs.latest}, not {leader_epoch}")
+        if leader_epoch < self.epochs.latest:
+            raise FencedLeaderEpoch(f"{self.partition} has leader epoch {self.epochs.latest}, not {leader_epoch}")
         now_ms = self._clock.now_ms()
-        if not internal and headers[0].producer_id >= 0:
-            duplicate = self.producers.check(headers[0], now_ms)
-            if duplicate is not None:
+        if headers[0].producer_id >= 0 and not internal:
+            first = self.producers.check(headers[0], now_ms)
+            if first is not None:
                 return AppendedRange(
-                    Offset(duplicate.base_offset),
-                    Offset(duplicate.next_offset),
-                    duplicate.append_time_ms,
-                    self.start_offset,
-                    True,
+                    Offset(first.base_offset), Offset(first.next_offset), first.append_time_ms, self.start_offset, True
                 )
         append_time_ms = -1
         if settings.message_timestamp_type == "LogAppendTime":
             append_time_ms = now_ms
             headers = _stamped(batches, headers, now_ms)
-        base_offset = offset = self.end_offset
+        base_offset = self.end_offset
+        next_offset = int(base_offset)
         for header in headers:
-            place_batch(batches, header, offset, leader_epoch)
-            offset += header.last_offset_delta + 1  # type: ignore[assignment]
-        segment = self._segment_for(len(batches), offset, now_ms)
-        self._write(segment, batches)
-        self._advance(segment, headers, leader_epoch, now_ms, append_time_ms)
+            place_batch(batches, header, next_offset, leader_epoch)
+            next_offset += header.last_offset_delta + 1
+        segment = self._segment_for(len(batches), next_offset, now_ms)
+        index = self._write(segment, batches)
+        self._advance(segment, index, headers, leader_epoch, now_ms, append_time_ms)
         return AppendedRange(base_offset, self.end_offset, append_time_ms, self.start_offset, False)
+
+    def _refusal(self) -> PartitionClosed | StorageFailure:
+        if self.closed:
+            return PartitionClosed(f"{self.partition} is closed")
+        return StorageFailure(f"{self.partition}: writes are refused until the disk works again: {self.failure}")
 
     def _segment_for(self, size: int, next_offset: int, now_ms: int) -> Segment:
         """The segment that takes the next write, a new one when the last is full or an hour old."""
-        if self.segments:
-            active = self.segments[-1]
-            if not active.size:
-                return active
-            if (
-                active.size + size <= self.settings.segment_bytes
-                and now_ms - active.first_append_ms < self.settings.segment_ms
-                and next_offset - active.base_offset < 2**32
-            ):
-                return active
-        return self._roll()
+        if not self.segments:
+            return self.roll()
+        active = self.segments[-1]
+        settings = self.settings
+        if active.size and (
+            active.size + size > settings.segment_bytes
+            or now_ms - active.first_append_ms >= settings.segment_ms
+            or next_offset - active.base_offset > RELATIVE_OFFSET_MAX
+        ):
+            return self.roll()
+        return active
 
-    def _roll(self) -> Segment:
+    def roll(self) -> Segment:
         """Begin a new segment."""
         segment = Segment(self.directory, self.end_offset)
         try:
-            self._open_files.descriptor(segment, create=True)
+            # A file of this name can only be the remains of something that was cut off.
+            self._files.truncate(self.open_files.descriptor(segment, create=True), 0)
         except OSError as error:
-            raise self._failure("beginning a new segment", error) from error
+            self.open_files.release(segment)
+            raise self.refuse("beginning a new segment", error) from error
+        self.doomed = [doomed for doomed in self.doomed if doomed.base_offset != segment.base_offset]
+        self.names_version += 1
+        # Where the log ended is now at the start of another file.
+        self._hints.pop(self.end_offset, None)
         if self.segments:
             self.segments[-1].sealed = True
+            self.keeper.checkpoint_soon(self)
         self.segments.append(segment)
         self._bases.append(segment.base_offset)
         return segment
 
-    def _write(self, segment: Segment, batches: bytearray | memoryview) -> None:
-        """Write behind the last batch, or leave the segment as it was."""
+    def _write(self, segment: Segment, batches: bytearray | memoryview) -> Index:
+        """Write behind the last batch, or leave the segment as it was; the index is returned for what comes next."""
         segment.used = True
-        descriptor = segment.descriptor
         try:
+            index = segment.index
+            if index is None:
+                index = self.reader.index_of(segment)
+            descriptor = segment.descriptor
             if descriptor < 0:
-                descriptor = self._open_files.descriptor(segment)
+                descriptor = self.open_files.descriptor(segment)
             write_fully(self._files, descriptor, batches, segment.size)
         except OSError as error:
             self._cut_back(segment)
-            raise self._failure(f"writing {len(batches)} bytes", error) from error
+            raise self.refuse(f"writing {len(batches)} bytes", error) from error
+        return index
 
     def _cut_back(self, segment: Segment) -> None:
         """Remove what a failed write left behind. The next write begins at the same place, so this may fail too."""
         try:
-            self._files.truncate(self._open_files.descriptor(segment), segment.size)
+            self._files.truncate(self.open_files.descriptor(segment), segment.size)
         except OSError as error:
             _logger.warning(
                 "the remains of a failed write could not be cut off",
                 extra={"partition": str(self.partition), "error": str(error)},
             )
 
-    def _failure(self, doing: str, error: OSError) -> StorageFailure:
+    def refuse(self, doing: str, error: OSError) -> StorageFailure:
+        """The error for a write that the disk did not take; also told by the log itself until a write succeeds."""
+        self.failure = f"{doing} failed: {error.strerror or error}"
+        _logger.error("the disk refused a write", extra={"partition": str(self.partition), "error": self.failure})
         return StorageFailure(
-            f"{self.partition}: {doing} failed: {error.strerror or error}. Nothing was stored and reads go on; "
-            f"free space on the disk of {self.directory} or repair it, and writes resume by themselves"
+            f"{self.partition}: {self.failure}. Nothing was stored and reads go on; free space on the disk of "
+            f"{self.directory} or repair it, and writes resume by themselves"
         )
 
     def _advance(
-        self, segment: Segment, headers: list[BatchHeader], leader_epoch: int, now_ms: int, append_time_ms: int
+        self,
+        segment: Segment,
+        index: Index,
+        headers: list[BatchHeader],
+        leader_epoch: int,
+        now_ms: int,
+        append_time_ms: int,
     ) -> None:
         """Account for batches that were written."""
         start, offset = segment.size, int(self.end_offset)
         if not start:
             segment.first_append_ms = now_ms
-        index = segment.index or Index()
+        segment.last_append_ms = now_ms
+        if leader_epoch > self.epochs.latest:
+            self.epochs.begin(leader_epoch, offset)
         for header in headers:
-            position = start + header.position
-            if position - index.last_position >= self.settings.index_interval_bytes:
-                index.add(offset - segment.base_offset, position, segment.max_timestamp_ms)
-            if header.max_timestamp_ms > segment.max_timestamp_ms:
-                segment.max_timestamp_ms = header.max_timestamp_ms
+            segment.note(header, offset, start + header.position, index, self.settings.index_interval_bytes)
             if header.producer_id >= 0:
                 self.producers.record(header, offset, now_ms, append_time_ms)
             offset += header.last_offset_delta + 1
-        if leader_epoch > self._epochs.latest:
-            self._epochs.begin(leader_epoch, self.end_offset)
-        segment.size = start + headers[-1].end_position
-        segment.next_offset = offset
         self.end_offset = Offset(offset)
-        if not self._dirty:
-            self._dirty = True
-            self._keeper.touched(self)
+        self.unchecked_bytes += segment.size - start
+        if self.unchecked_bytes > CHECKPOINT_BYTES:
+            self.unchecked_bytes = 0
+            self.keeper.checkpoint_soon(self)
+        if not self.dirty:
+            self.dirty = self.changed = True
+            self.keeper.touched(self)
+        if self.failure is not None:
+            self.failure = None
 
-    # ------------------------------------------------------------------ read
+    # -- read -----------------------------------------------------------------------------------------------
 
     def read(self, offset: int, *, max_bytes: int, up_to: int) -> bytes | memoryview:
         """Whole batches from the one that holds `offset`: at least one, then no more than `max_bytes`."""
         if not self.start_offset <= offset <= self.end_offset:
-            raise OffsetOutOfRange(
-                f"{self.partition} holds offsets {self.start_offset} to {self.end_offset}, not {offset}",
-                start=self.start_offset,
-                end=self.end_offset,
-            )
+            raise self._out_of_range(offset)
         if offset >= up_to or offset >= self.end_offset:
             return b""
-        hint = self._hints.get(offset)
-        if hint is None:
-            segment = self._segment_of(offset)
-            position = self._reader.locate(segment, offset)
-        else:
-            segment, position = hint
-        limit, limit_offset = self._limit(segment, up_to)
-        stretch = self._reader.read(segment, position, max_bytes, limit, limit_offset)
-        self._hint(stretch.next_offset, segment, stretch.end_position)
+        if self.lost:
+            up_to = self._undamaged(offset, up_to)
+        try:
+            hint = self._hints.get(offset)
+            if hint is None:
+                segment = self._segment_of(offset)
+                position = self.reader.locate(segment, offset)
+            else:
+                segment, position = hint
+            limit, limit_offset = self._limit(segment, up_to)
+            stretch = self.reader.read(segment, position, max_bytes, limit, limit_offset)
+        except BrokenSegment as broken:
+            self._inspect(broken)
+            return self.read(offset, max_bytes=max_bytes, up_to=up_to)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        self.hint(stretch.next_offset, segment, stretch.end_position)
         return stretch.data
+
+    def _out_of_range(self, offset: int) -> OffsetOutOfRange:
+        return OffsetOutOfRange(
+            f"{self.partition} holds offsets {self.start_offset} to {self.end_offset}, not {offset}",
+            start=self.start_offset,
+            end=self.end_offset,
+        )
+
+    def _unreadable(self, error: OSError) -> StorageFailure:
+        return StorageFailure(f"{self.partition}: reading from {self.directory} failed: {error.strerror or error}")
+
+    def _undamaged(self, offset: int, up_to: int) -> int:
+        """Up to where reading may go before it meets a lost range; raise when the offset lies in one."""
+        lost = self.lost.at(offset)
+        if lost is not None:
+            raise DamagedRange(
+                f"{self.partition}: the disk lost the offsets {lost.first} to {lost.next_offset - 1}; "
+                f"reading can go on at {lost.next_offset}",
+                first=lost.first,
+                next_offset=lost.next_offset,
+            )
+        first = self.lost.next_after(offset)
+        return up_to if first is None else min(up_to, first)
 
     def _segment_of(self, offset: int) -> Segment:
         """The segment that holds an offset below the end, or the first one with something behind it."""
@@ -263,47 +366,172 @@ class Log:
         hint = self._hints.get(up_to)
         if hint is not None and hint[0] is segment:
             return hint[1], up_to
-        position = self._reader.locate(segment, up_to)
-        self._hint(up_to, segment, position)
+        lost = self.lost.at(up_to) if self.lost else None
+        if lost is not None and lost.segment == segment.base_offset:
+            return lost.start, up_to
+        position = self.reader.locate(segment, up_to)
+        self.hint(up_to, segment, position)
         return position, up_to
 
-    def _hint(self, offset: int, segment: Segment, position: int) -> None:
+    def hint(self, offset: int, segment: Segment, position: int) -> None:
         """Remember where an offset lies that is likely to be asked for next."""
-        if offset >= segment.next_offset:
+        if offset >= segment.next_offset and segment.sealed:
             return
         hints = self._hints
         hints[offset] = (segment, position)
         if len(hints) > HINTS_MAX:
             del hints[next(iter(hints))]
 
-    def offset_for_time(self, timestamp_ms: int, *, up_to: int) -> tuple[Offset, int, Epoch] | None:
+    def offset_for_time(self, timestamp_ms: int, *, up_to: int) -> Found | None:
         """The first record with at least this timestamp: its offset, its timestamp and its leader epoch."""
-        return self._lookup.first_at_or_after(self.segments, timestamp_ms, self.start_offset, up_to)
+        return self._looked_up(
+            lambda: self._lookup.first_at_or_after(self.segments, timestamp_ms, self.start_offset, up_to)
+        )
 
-    def max_timestamp(self, *, up_to: int) -> tuple[Offset, int, Epoch] | None:
+    def max_timestamp(self, *, up_to: int) -> Found | None:
         """The first of the records with the largest timestamp."""
-        return self._lookup.latest(self.segments, self.start_offset, up_to)
+        return self._looked_up(lambda: self._lookup.latest(self.segments, self.start_offset, up_to))
 
-    # ------------------------------------------------------------------ sync
+    def _looked_up(self, look_up: Callable[[], Found | None]) -> Found | None:
+        while True:
+            try:
+                return look_up()
+            except BrokenSegment as broken:
+                self._inspect(broken)
+            except OSError as error:
+                raise self._unreadable(error) from error
 
-    def capture(self) -> tuple[Offset, list[Segment]]:
-        """What a sync that begins now will cover."""
-        self._dirty = False
-        segments = [segment for segment in self.segments if segment.synced_bytes < segment.size]
-        return self.end_offset, segments
+    def boundary(self, offset: int) -> tuple[Segment, int, int]:
+        """Where to cut so that nothing at or beyond an offset is left: segment, position, and the new end."""
+        segment = self._segment_of(offset)
+        while True:
+            try:
+                start = self.reader.index_of(segment).position_of(max(0, offset - segment.base_offset))
+                for frame in self.reader.frames(segment, start):
+                    if frame.next_offset > offset:
+                        return segment, frame.position, min(offset, frame.base_offset)
+                return segment, segment.size, offset
+            except BrokenSegment as broken:
+                self._inspect(broken)
+            except OSError as error:
+                raise self._unreadable(error) from error
 
-    def synced(self, end_offset: Offset) -> None:
-        """A sync has finished that covers everything below an offset."""
+    # -- damage ---------------------------------------------------------------------------------------------
+
+    def _inspect(self, broken: BrokenSegment) -> None:
+        """Find out which offsets are lost where a segment was found to be broken."""
+        segment = broken.segment
+        for bad in self._bad_stretches(segment, broken.position):
+            known = self.lost.at(bad.first)
+            if known is None or known.next_offset < bad.next_offset:
+                self.lose(segment, bad)
+                return
+        raise StorageFailure(f"{self.partition}: {broken}, and looking again found nothing wrong")
+
+    def _bad_stretches(self, segment: Segment, position: int) -> Iterator[Bad]:
+        """What is bad in a segment from the last known batch before a position on."""
+        relative, start = self.reader.index_of(segment).start_before(position)
+        try:
+            scan = self.reader.scan(segment, start, segment.base_offset + relative)
+            for found in scan:
+                if not isinstance(found, Bad):
+                    continue
+                if found.next_offset < 0:
+                    yield Bad(found.start, segment.size, found.first, segment.next_offset)
+                    return
+                yield found
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if scan.expected < segment.next_offset:
+            yield Bad(scan.position, segment.size, scan.expected, segment.next_offset)
+
+    def lose(self, segment: Segment, bad: Bad) -> None:
+        """Note that a range of offsets is lost. What lies behind it stays."""
+        segment.holes[bad.start] = (bad.end, bad.next_offset)
+        self.lost.add(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end))
+        self._hints.clear()
+        self.changed = True
+        self.keeper.checkpoint_soon(self)
+        _logger.error(
+            "records are damaged on disk",
+            extra={
+                "partition": str(self.partition),
+                "first_offset": bad.first,
+                "next_offset": bad.next_offset,
+                "file": segment.path,
+                "bytes": f"{bad.start}-{bad.end}",
+            },
+        )
+
+    # -- deletion -------------------------------------------------------------------------------------------
+
+    def delete_expired(self, now_ms: int) -> int:
+        """Delete the segments that are too old or too many by the topic's settings; returns the bytes freed."""
+        return delete_expired(self, now_ms)
+
+    def delete_before(self, offset: int) -> None:
+        """Let the log begin at an offset, as `DeleteRecords` asks."""
+        delete_before(self, offset)
+
+    def truncate_to(self, offset: int) -> None:
+        """Cut off everything from an offset on (and the batch that holds it), for good when this returns."""
+        truncate_to(self, offset, self._files)
+
+    # -- for the jobs ---------------------------------------------------------------------------------------
+
+    def unsynced_segments(self) -> list[Segment]:
+        """The segments with bytes that are not durable in their own file, in order."""
+        found: list[Segment] = []
+        for segment in reversed(self.segments):
+            if segment.size and segment.synced_bytes == segment.size:
+                break
+            if segment.size:
+                found.append(segment)
+        return found[::-1]
+
+    def advance_synced(self, end_offset: int) -> None:
+        """Everything below an offset is durable, in the segments or in the journal."""
         if end_offset > self.synced_offset:
-            self.synced_offset = end_offset
+            self.synced_offset = Offset(end_offset)
             if self.on_synced is not None:
                 self.on_synced()
 
+    def distrust(self, segment: Segment) -> None:
+        """A sync of a segment failed: refuse writes until what it held is safe in another file."""
+        if not self.broken:
+            self.broken = True
+            self.failure = f"{segment.path} could not be synced"
+            _logger.error(
+                "a file could not be synced and is not trusted again",
+                extra={"partition": str(self.partition), "file": segment.path},
+            )
+
+    def fail_sync(self, error: OSError, doing: str) -> None:
+        """Tell whoever waits for a sync that it did not come about."""
+        self.failure = f"{doing} failed: {error.strerror or error}"
+        _logger.error("a log could not be synced", extra={"partition": str(self.partition), "error": self.failure})
+        if self.on_sync_failed is not None:
+            self.on_sync_failed(
+                StorageFailure(
+                    f"{self.partition}: {self.failure}. What was sent last may be stored or not; free space on the "
+                    f"disk of {self.directory} or repair it, and writes resume by themselves"
+                )
+            )
+
+    def replace_segments(self, segments: list[Segment]) -> None:
+        """Go on with other segments; positions that were known are not any more."""
+        self.segments = segments
+        self._bases = [segment.base_offset for segment in segments]
+        self._hints.clear()
+        self.generation += 1
+        self.changed = True
+
     def close(self) -> None:
         """Close the files; the log takes and gives nothing from here on."""
-        self._closed = True
+        self.closed = True
+        self.generation += 1
         for segment in self.segments:
-            self._open_files.release(segment)
+            self.open_files.release(segment)
 
 
 def _stamped(batches: bytearray | memoryview, headers: list[BatchHeader], now_ms: int) -> list[BatchHeader]:

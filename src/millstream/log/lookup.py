@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from millstream.log.frame import Frame
 from millstream.log.reader import Reader
 from millstream.log.segment import Segment
+from millstream.model.errors import BatchRejected
 from millstream.model.ids import Epoch, Offset
 from millstream.records.batch import TIMESTAMP_TYPE_FLAG, read_header
 from millstream.records.record import decode_batch
@@ -49,13 +50,18 @@ class Lookup:
     def _first_of_batch(
         self, segment: Segment, frame: Frame, timestamp_ms: int, start_offset: int, up_to: int
     ) -> Found | None:
+        epoch = Epoch(frame.leader_epoch)
+        first = Offset(max(frame.base_offset, start_offset))
         if frame.attributes & TIMESTAMP_TYPE_FLAG:
-            offset = max(frame.base_offset, start_offset)
-            return (Offset(offset), frame.max_timestamp_ms, Epoch(frame.leader_epoch)) if offset < up_to else None
+            return (first, frame.max_timestamp_ms, epoch) if first < up_to else None
         data = self._reader.read(segment, frame.position, 0, segment.size, segment.next_offset).data
-        for record in decode_batch(data, read_header(data)):
-            if record.timestamp_ms >= timestamp_ms and start_offset <= record.offset < up_to:
-                return record.offset, record.timestamp_ms, Epoch(frame.leader_epoch)
+        try:
+            for record in decode_batch(data, read_header(data)):
+                if record.timestamp_ms >= timestamp_ms and start_offset <= record.offset < up_to:
+                    return record.offset, record.timestamp_ms, epoch
+        except BatchRejected:
+            # The checksum is right, so this is what the producer sent; nothing finer than the batch can be told.
+            return (first, frame.max_timestamp_ms, epoch) if first < up_to else None
         return None
 
     def latest(self, segments: Sequence[Segment], start_offset: int, up_to: int) -> Found | None:
@@ -64,12 +70,13 @@ class Lookup:
         for segment in segments:
             if segment.base_offset >= up_to:
                 break
-            largest = max(largest, self._largest_in(segment, start_offset, up_to))
+            if segment.next_offset > start_offset:
+                largest = max(largest, self._largest_in(segment, start_offset, up_to))
         return self.first_at_or_after(segments, largest, start_offset, up_to) if largest >= 0 else None
 
     def _largest_in(self, segment: Segment, start_offset: int, up_to: int) -> int:
-        if start_offset <= segment.base_offset and segment.next_offset <= up_to:
-            return segment.max_timestamp_ms
+        if start_offset <= segment.base_offset:
+            return self._reader.max_timestamp_below(segment, up_to)
         largest = -1
         for frame in self._reader.frames(segment, self._reader.locate(segment, start_offset)):
             if frame.base_offset >= up_to:

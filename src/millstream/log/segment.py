@@ -6,15 +6,19 @@ import threading
 
 from millstream.log.files import Files
 from millstream.log.index import Index
+from millstream.log.state import SegmentState
+from millstream.records.batch import BatchHeader
 
 LOG_SUFFIX = ".log"
 INDEX_SUFFIX = ".index"
 TIME_INDEX_SUFFIX = ".timeindex"
+REPAIR_SUFFIX = ".log.repair"
+DELETED_SUFFIX = ".deleted"
 _NAME_DIGITS = 20
 
 
 def segment_path(directory: str, base_offset: int, suffix: str = LOG_SUFFIX) -> str:
-    """The file of a segment."""
+    """A file of a segment."""
     return f"{directory}/{base_offset:0{_NAME_DIGITS}d}{suffix}"
 
 
@@ -27,11 +31,18 @@ def base_offset_of(name: str) -> int | None:
 
 
 class Segment:
-    """A file of batches. `size` counts the bytes of whole, valid batches; what lies behind them is ignored."""
+    """A file of batches. `size` counts the bytes of whole, valid batches; what lies behind them is ignored.
+
+    `synced_bytes` are durable in the file itself, `journaled_bytes` in the file or in the journal. Bytes below
+    `unverified_to` were written by an earlier process and are checked when they are first read; those from
+    `verified_from` to `verified_to` have been. `holes` maps the start of each damaged stretch to its end and to the
+    offset that goes on there.
+    """
 
     __slots__ = (
         "_sync_lock",
         "base_offset",
+        "broken",
         "descriptor",
         "directory",
         "first_append_ms",
@@ -39,7 +50,9 @@ class Segment:
         "index",
         "index_checksum",
         "index_entries",
+        "index_stored",
         "journaled_bytes",
+        "last_append_ms",
         "max_timestamp_ms",
         "next_offset",
         "path",
@@ -51,6 +64,7 @@ class Segment:
         "unverified_to",
         "used",
         "verified_from",
+        "verified_offset",
         "verified_to",
     )
 
@@ -62,17 +76,21 @@ class Segment:
         self.next_offset = base_offset
         self.max_timestamp_ms = -1
         self.first_append_ms = -1
+        self.last_append_ms = -1
         self.index: Index | None = Index()
         self.index_entries = 0
         self.index_checksum = 0
-        self.holes: dict[int, int] = {}
+        self.index_stored = 0
+        self.holes: dict[int, tuple[int, int]] = {}
         self.sealed = False
+        self.broken = False
         self.synced_bytes = 0
         self.synced_offset = base_offset
         self.journaled_bytes = 0
         self.unverified_to = 0
         self.verified_from = 0
         self.verified_to = 0
+        self.verified_offset = base_offset
         self.descriptor = -1
         self.used = False
         self.pins = 0
@@ -81,10 +99,81 @@ class Segment:
     def __repr__(self) -> str:
         return f"Segment({self.path}, offsets {self.base_offset}..{self.next_offset}, {self.size} bytes)"
 
+    @classmethod
+    def from_state(cls, directory: str, state: SegmentState) -> Segment:
+        """A segment that is believed to be as the checkpoint saw it; its index is read when it is needed."""
+        segment = cls(directory, state.base_offset)
+        segment.size = segment.synced_bytes = segment.journaled_bytes = segment.unverified_to = state.size
+        segment.next_offset = segment.synced_offset = state.next_offset
+        segment.max_timestamp_ms = state.max_timestamp_ms
+        segment.first_append_ms = state.first_append_ms
+        segment.last_append_ms = state.last_append_ms
+        segment.index = None
+        segment.index_entries = segment.index_stored = state.index_entries
+        segment.index_checksum = state.index_checksum
+        return segment
+
+    def to_state(self) -> SegmentState:
+        """The segment as it is now; its index has to be stored for as many entries as this says."""
+        if self.index is not None:
+            self.index_entries = len(self.index)
+            self.index_checksum = self.index.checksum()
+        return SegmentState(
+            self.base_offset,
+            self.size,
+            self.next_offset,
+            self.max_timestamp_ms,
+            self.first_append_ms,
+            self.last_append_ms,
+            self.index_entries,
+            self.index_checksum,
+        )
+
+    def beyond_hole(self, position: int) -> int:
+        """The position itself, or the end of the damaged stretch that it lies in."""
+        for start, (end, _) in self.holes.items():
+            if start <= position < end:
+                return end
+        return position
+
+    def note(self, header: BatchHeader, base_offset: int, position: int, index: Index, interval_bytes: int) -> None:
+        """Account for one more batch behind the last."""
+        if position - index.last_position >= interval_bytes:
+            index.add(base_offset - self.base_offset, position, self.max_timestamp_ms)
+        if header.max_timestamp_ms > self.max_timestamp_ms:
+            self.max_timestamp_ms = header.max_timestamp_ms
+        self.size = position + header.length + 12
+        self.next_offset = base_offset + header.last_offset_delta + 1
+
+    def mark_synced(self, size: int, next_offset: int) -> None:
+        """Everything up to a position is durable in the file."""
+        if size >= self.synced_bytes:
+            self.synced_bytes = size
+            self.synced_offset = max(self.synced_offset, next_offset)
+        if size > self.journaled_bytes:
+            self.journaled_bytes = size
+
     def closed(self) -> None:
-        """The file was closed; nothing is kept only while it is open."""
+        """The file was closed, so nothing of it is needed soon."""
+        self.drop_index()
+
+    def drop_index(self) -> None:
+        """Let go of the index where it can be read back, that is, of a sealed segment."""
+        if self.sealed and self.index is not None and self.index_stored == len(self.index):
+            self.to_state()
+            self.index = None
 
     def sync(self, files: Files, descriptor: int) -> None:
-        """Sync the file; called in a thread. Once this failed, no later success may be believed."""
+        """Sync the file; called in a thread. After a failure the file is never trusted again.
+
+        The kernel tells an error once, so that a second sync would succeed over pages that it has thrown away;
+        the lock keeps a sync in another thread from being believed in that moment.
+        """
         with self._sync_lock:
-            files.sync(descriptor)
+            if self.broken:
+                raise OSError(5, "an earlier sync of the file has failed")
+            try:
+                files.sync(descriptor)
+            except OSError:
+                self.broken = True
+                raise

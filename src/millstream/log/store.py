@@ -1,136 +1,484 @@
-"""The data folder: its lock, all logs in it, and the group commit that makes them durable."""
+"""All logs of a data folder, and everything that happens to them in the background.
+
+The parts that decide are synchronous and run on the loop (`commit_once`, `checkpoint_once`, `delete_expired`); `run`
+is the thin shell that moves their slow halves into threads.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 from uuid import UUID
 
+from millstream.log.checkpoint import Checkpoints
+from millstream.log.commit import Commit
+from millstream.log.contents import RecoveryReport
 from millstream.log.files import Files
+from millstream.log.folder import DataFolder
 from millstream.log.handles import OpenFiles
+from millstream.log.indexes import LoadedIndexes
+from millstream.log.journal import Journal, remove_journal
+from millstream.log.ledger import Ledger, LogKey
 from millstream.log.log import Log
-from millstream.log.recovery import recover
+from millstream.log.recovery import Opening, open_contents
+from millstream.log.replay import Replay
+from millstream.log.state import LogState, decode_state
 from millstream.model.clock import Clock
-from millstream.model.errors import DataFolderInvalid
-from millstream.model.ids import Offset, PartitionIndex
-from millstream.model.topic import FLUSH_INTERVAL, TopicPartition, TopicSettings
+from millstream.model.errors import StorageFailure
+from millstream.model.ids import PartitionIndex
+from millstream.model.metric import Histogram, Metric, Sample, counter, gauge
+from millstream.model.topic import FLUSH_INTERVAL, FLUSH_OS, TopicPartition, TopicSettings
 
 _logger = logging.getLogger(__name__)
 
+CHECKPOINT_S = 10.0
+"""So long after a write a log is checkpointed, which bounds what has to be scanned after a crash."""
+
+RETRY_S = 1.0
+CLOSE_ATTEMPTS = 3
+RETENTION_SLICE = 500
+UPKEEP_SLICE = 32
+LAST_SLICE = 1000
+
+
+class Job(Protocol):
+    """Something whose slow half is done in a thread."""
+
+    def execute(self) -> None:
+        """Do what takes time; called in a thread."""
+
+    def finish(self) -> None:
+        """Account for it; called on the loop."""
+
 
 class LogStore:
-    """All logs of a data folder."""
+    """All logs of a data folder. `open` makes one."""
 
-    def __init__(self, directory: Path, *, files: Files, clock: Clock, lock: int, producer_expiry_ms: int) -> None:
-        self.directory = directory
-        self.recovery_reports: list[str] = []
+    def __init__(
+        self,
+        folder: DataFolder,
+        *,
+        files: Files,
+        clock: Clock,
+        journal_bytes: int,
+        producer_expiry_ms: int,
+        retention_check_ms: int,
+    ) -> None:
+        self.recovery_reports: list[RecoveryReport] = []
+        self.clean_start = True
+        self._folder = folder
         self._files = files
         self._clock = clock
-        self._lock = lock
         self._producer_expiry_ms = producer_expiry_ms
+        self._retention_check_ms = retention_check_ms
         self._open_files = OpenFiles(files, files.open_files_max())
-        self._logs: dict[tuple[UUID, int], Log] = {}
-        self._dirty: dict[Log, None] = {}
-        self._wake = asyncio.Event()
+        self._indexes = LoadedIndexes()
+        self._journal = Journal(files, folder.journal, journal_bytes)
+        self._ledger = Ledger(files, folder.path)
+        self._logs: dict[LogKey, Log] = {}
+        self._unrecovered: set[LogKey] = set()
+        self._replayed: dict[str, int] = {}
+        self._wanted: dict[Log, None] = {}
+        self._stale: dict[Log, None] = {}
+        self._due: dict[Log, None] = {}
+        self._catch_up: dict[Log, None] = {}
+        self._commit_wake = asyncio.Event()
+        self._upkeep_wake = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: asyncio.Future[None] | None = None
+        self._retention_due = False
+        self._commit_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="log-commit")
+        self._upkeep_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="log-upkeep")
         self._closing = False
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="log-sync")
+        self._commit_seconds = Histogram()
+        self._checkpoints = 0
+
+    # -- opening --------------------------------------------------------------------------------------------
 
     @classmethod
     def open(
-        cls, directory: Path, *, files: Files, clock: Clock, journal_bytes: int, producer_expiry_ms: int
+        cls,
+        directory: Path,
+        *,
+        files: Files,
+        clock: Clock,
+        journal_bytes: int,
+        producer_expiry_ms: int,
+        retention_check_ms: int = 60_000,
     ) -> LogStore:
-        """Lock and open a data folder, making it if it is not there."""
+        """Lock a data folder, making it if it is not there, and bring back what the journal holds."""
+        folder = DataFolder(directory, files)
         try:
-            files.make_directory(str(directory / "partitions"))
-            lock = files.lock(str(directory / "lock"))
-        except (FileExistsError, NotADirectoryError, PermissionError) as error:
-            raise DataFolderInvalid(f"{directory} cannot hold data: {error.strerror}") from error
-        return cls(directory, files=files, clock=clock, lock=lock, producer_expiry_ms=producer_expiry_ms)
+            store = cls(
+                folder,
+                files=files,
+                clock=clock,
+                journal_bytes=journal_bytes,
+                producer_expiry_ms=producer_expiry_ms,
+                retention_check_ms=retention_check_ms,
+            )
+            store._recover()
+        except OSError as error:
+            folder.release()
+            raise StorageFailure(f"{directory} could not be recovered: {error.strerror or error}") from error
+        return store
+
+    def _recover(self) -> None:
+        mark = self._folder.take_clean_stop()
+        self._folder.remove_deleted()
+        if mark is not None:
+            self._unrecovered = {(topic_id, PartitionIndex(partition)) for topic_id, partition in mark.unrecovered}
+            remove_journal(self._files, self._folder.journal)
+            return
+        self.clean_start = self._folder.is_new
+        self._unrecovered = set(self._folder.stored())
+        replay = Replay(self._files, self._folder.partitions, self._state_of)
+        replay.run(self._folder.journal)
+        self._replayed = replay.bytes_by_folder
+        if not self.clean_start:
+            _logger.warning(
+                "the last stop was not clean; logs are recovered",
+                extra={"logs": len(self._unrecovered), "replayed_bytes": sum(self._replayed.values())},
+            )
+
+    def _state_of(self, key: LogKey) -> LogState | None:
+        content = self._ledger.state_of(key)
+        return None if content is None else decode_state(content)
 
     def open_log(self, topic_id: UUID, partition: TopicPartition, settings: TopicSettings) -> Log:
-        """Open the log of a partition, making it if it is not there."""
-        folder = str(self.directory / "partitions" / str(topic_id) / str(partition.partition))
-        self._files.make_directory(folder)
-        contents = recover(
-            self._files,
-            folder,
+        """Open the log of a partition, making it if it is not there; recover it after an unclean stop."""
+        key = (topic_id, partition.partition)
+        directory = self._folder.of_log(topic_id, partition.partition)
+        opening = Opening(
+            files=self._files,
             now_ms=self._clock.now_ms(),
             producer_expiry_ms=self._producer_expiry_ms,
-            interval_bytes=settings.index_interval_bytes,
+            index_interval_bytes=settings.index_interval_bytes,
         )
+        try:
+            self._files.make_directory(directory)
+            contents, report = open_contents(
+                opening, directory, self._state_of(key), clean=key not in self._unrecovered
+            )
+        except OSError as error:
+            raise StorageFailure(f"{partition}: opening {directory} failed: {error.strerror or error}") from error
         log = Log(
+            topic_id,
             partition,
             contents,
             settings,
             files=self._files,
             open_files=self._open_files,
+            indexes=self._indexes,
             clock=self._clock,
             keeper=self,
         )
-        self._logs[topic_id, partition.partition] = log
+        log.folder_synced = contents.known
+        self._logs[key] = log
+        self._unrecovered.discard(key)
+        if report is not None:
+            self._report(log, report)
+        if contents.changed:
+            self.checkpoint_soon(log)
         return log
 
+    def _report(self, log: Log, report: RecoveryReport) -> None:
+        report.topic, report.partition = log.partition.topic, log.partition.partition
+        report.replayed_bytes = self._replayed.pop(log.directory, 0)
+        if not report.eventful:
+            return
+        self.recovery_reports.append(report)
+        _logger.log(logging.ERROR if report.lost else logging.WARNING, "recovered a log", extra={"what": str(report)})
+
+    def stored(self) -> Iterable[LogKey]:
+        """Every partition that is on disk."""
+        return self._folder.stored()
+
+    # -- closing and deleting one log -----------------------------------------------------------------------
+
     def close_log(self, log: Log) -> None:
-        """Close one log."""
-        log.close()
-        self._logs = {key: kept for key, kept in self._logs.items() if kept is not log}
+        """Make a log durable and close it."""
+        if log.closed:
+            return
+        try:
+            self.checkpoint_now(log)
+        except OSError:
+            self._unrecovered.add(log.key)
+        self._forget(log)
 
     def delete_log(self, log: Log) -> None:
-        """Delete one log and its files."""
-        self.close_log(log)
-        shutil.rmtree(log.directory)
+        """Delete a log and its files, for good when this returns; the space comes back a little later."""
+        self._forget(log)
+        self._ledger.forget(log.key)
+        try:
+            aside = self._folder.set_aside(log.directory)
+        except OSError as error:
+            raise StorageFailure(f"{log.partition} could not be deleted: {error.strerror or error}") from error
+        if self._loop is None:
+            self._remove_aside(aside)
+        else:
+            self._loop.run_in_executor(self._upkeep_thread, self._remove_aside, aside)
 
-    def stored(self) -> Iterable[tuple[UUID, PartitionIndex]]:
-        """Every partition that has a folder."""
-        root = str(self.directory / "partitions")
-        for topic in self._files.names(root):
-            for partition in self._files.names(f"{root}/{topic}"):
-                yield UUID(topic), PartitionIndex(int(partition))
+    def _remove_aside(self, folder: str) -> None:
+        try:
+            self._folder.remove_tree(folder)
+            self._folder.remove_if_empty(folder.rpartition("/")[0])
+        except OSError as error:
+            _logger.warning(
+                "a deleted log could not be removed; the next start tries again",
+                extra={"folder": folder, "error": str(error)},
+            )
 
-    def touched(self, log: Log) -> None:
-        """A log holds what is not synced."""
-        if log.settings.flush == FLUSH_INTERVAL:
-            self.sync_soon(log)
+    def _forget(self, log: Log) -> None:
+        log.close()
+        self._logs.pop(log.key, None)
+        for group in (self._wanted, self._stale, self._due, self._catch_up):
+            group.pop(log, None)
+
+    # -- what logs ask for ----------------------------------------------------------------------------------
 
     def sync_soon(self, log: Log) -> None:
         """Make everything that the log holds now durable, together with what other logs ask for."""
-        self._dirty[log] = None
-        self._wake.set()
+        self._wanted[log] = None
+        self._commit_wake.set()
+
+    def touched(self, log: Log) -> None:
+        """A log has begun to hold what is not synced."""
+        if log.settings.flush == FLUSH_OS:
+            return
+        if not self._stale:
+            self._later(CHECKPOINT_S, self._checkpoint_stale)
+        self._stale[log] = None
+        if log.settings.flush == FLUSH_INTERVAL:
+            self._later(log.settings.flush_ms / 1000, self._sync_if_open, log)
+
+    def _checkpoint_stale(self) -> None:
+        stale, self._stale = self._stale, {}
+        for log in stale:
+            self.checkpoint_soon(log)
+
+    def _sync_if_open(self, log: Log) -> None:
+        if not log.closed:
+            self.sync_soon(log)
+
+    def checkpoint_soon(self, log: Log) -> None:
+        """Bring the last checkpoint of a log up to date."""
+        self._due[log] = None
+        self._upkeep_wake.set()
+
+    def checkpoint_now(self, log: Log) -> None:
+        """Checkpoint a log before this returns, or raise `OSError`."""
+        job = Checkpoints([log], self._files, self._ledger)
+        self._do(job)
+        for error in [error for _, error in job.unopened] + [one.error for one in job.checkpoints]:
+            if error is not None:
+                raise error
+
+    def journal_mark(self) -> tuple[int, int]:
+        """The journal's id and next sequence."""
+        return self._journal.journal_id, self._journal.next_sequence
+
+    # -- the synchronous cores ------------------------------------------------------------------------------
+
+    def commit_once(self) -> bool:
+        """Commit everything that was asked for; False when there was nothing."""
+        return self._do(self._begin_commit())
+
+    def checkpoint_once(self) -> bool:
+        """Catch up with the journal, or checkpoint some logs that asked for it; False when there was nothing."""
+        return self._do(self._begin_upkeep())
+
+    def delete_expired(self) -> int:
+        """Delete what is too old or too much, in all logs; returns the bytes freed."""
+        return sum(self._expire(log) for log in list(self._logs.values()))
+
+    def close_now(self) -> None:
+        """Make everything durable, mark the clean stop, and let go of the folder."""
+        for job in self._last_jobs():
+            self._do(job)
+        self._let_go()
+
+    def _do(self, job: Job | None) -> bool:
+        if job is None:
+            return False
+        job.execute()
+        self._end(job)
+        return True
+
+    def _begin_commit(self) -> Commit | None:
+        if not self._wanted:
+            return None
+        logs, self._wanted = self._wanted, {}
+        return Commit(logs, self._files, self._journal)
+
+    def _begin_upkeep(self) -> Job | None:
+        if self._catch_up:
+            logs = list(self._catch_up)[:UPKEEP_SLICE]
+            for log in logs:
+                del self._catch_up[log]
+            return Commit(logs, self._files, self._journal, direct=True)
+        while self._due:
+            some = list(self._due)[:UPKEEP_SLICE]
+            for log in some:
+                del self._due[log]
+            due = [log for log in some if not log.closed and not log.broken]
+            if due:
+                return Checkpoints(due, self._files, self._ledger)
+        return None
+
+    def _end(self, job: Job) -> None:
+        """Account for a job that a thread has done, and see to what follows from it."""
+        job.finish()
+        if isinstance(job, Commit):
+            for log in job.again:
+                self.sync_soon(log)
+            for log in job.later:
+                self._later(RETRY_S, self._sync_if_open, log)
+            for log in self._journal.take_left_behind():
+                self._catch_up[log] = None
+                self._upkeep_wake.set()
+        elif isinstance(job, Checkpoints):
+            self._checkpoints += len(job.checkpoints)
+            for log in job.failed:
+                if any(segment.broken for segment in log.unsynced_segments()):
+                    self.sync_soon(log)
+                else:
+                    self.touched(log)
+
+    def _expire(self, log: Log) -> int:
+        now_ms = self._clock.now_ms()
+        log.producers.expire(now_ms)
+        return log.delete_expired(now_ms)
+
+    # -- the shell ------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Sync what was asked for until the store is closed; while one sync runs, the next group gathers."""
-        loop = asyncio.get_running_loop()
-        while not self._closing:
-            await self._wake.wait()
-            self._wake.clear()
-            if not self._dirty:
-                continue
-            group, self._dirty = list(self._dirty), {}
-            captured = [(log, *log.capture()) for log in group]
-            descriptors = [self._open_files.pin(segment) for _, _, segments in captured for segment in segments]
-            await loop.run_in_executor(self._executor, self._sync, descriptors)
-            for log, end_offset, segments in captured:
-                for segment in segments:
-                    self._open_files.unpin(segment)
-                log.synced(Offset(end_offset))
+        """Commit, checkpoint and delete until the store is closed."""
+        self._loop = asyncio.get_running_loop()
+        self._running = self._loop.create_future()
+        for log in self._logs.values():
+            if log.dirty:
+                self.touched(log)
+        self._retention_timer()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._commit_forever(), name="log commits")
+                tasks.create_task(self._upkeep_forever(), name="log upkeep")
+        finally:
+            self._loop = None
+            self._running.set_result(None)
 
-    def _sync(self, descriptors: list[int]) -> None:
-        for descriptor in descriptors:
-            self._files.sync(descriptor)
+    async def _commit_forever(self) -> None:
+        while not self._closing:
+            await self._commit_wake.wait()
+            self._commit_wake.clear()
+            while (commit := self._begin_commit()) is not None:
+                started = self._clock.monotonic()
+                await self._in_thread(self._commit_thread, commit)
+                self._commit_seconds.observe(self._clock.monotonic() - started)
+
+    async def _upkeep_forever(self) -> None:
+        while not self._closing:
+            await self._upkeep_wake.wait()
+            self._upkeep_wake.clear()
+            while not self._closing and (job := self._begin_upkeep()) is not None:
+                await self._in_thread(self._upkeep_thread, job)
+            if self._retention_due:
+                self._retention_due = False
+                await self._delete_expired_slowly()
+                self._retention_timer()
+
+    async def _in_thread(self, thread: ThreadPoolExecutor, job: Job) -> None:
+        await asyncio.get_running_loop().run_in_executor(thread, job.execute)
+        self._end(job)
+
+    def _retention_timer(self) -> None:
+        self._later(self._retention_check_ms / 1000, self._expect_retention)
+
+    def _expect_retention(self) -> None:
+        self._retention_due = True
+        self._upkeep_wake.set()
+
+    async def _delete_expired_slowly(self) -> None:
+        for at, log in enumerate(list(self._logs.values())):
+            self._expire(log)
+            if at % RETENTION_SLICE == RETENTION_SLICE - 1:
+                await asyncio.sleep(0)
+
+    def _later(self, seconds: float, call: Callable[..., None], *arguments: object) -> None:
+        """Call something after a while, unless nothing runs the store (as in tests that step it by hand)."""
+        if self._loop is not None and not self._closing:
+            self._loop.call_later(seconds, call, *arguments)
 
     async def close(self) -> None:
-        """Sync everything and release the folder."""
+        """Make everything durable, mark the clean stop, and let go of the folder."""
         self._closing = True
-        self._wake.set()
+        self._commit_wake.set()
+        self._upkeep_wake.set()
+        if self._running is not None:
+            await self._running
+        for job in self._last_jobs():
+            await self._in_thread(self._upkeep_thread, job)
+        await asyncio.get_running_loop().run_in_executor(self._commit_thread, int)
+        self._let_go()
+
+    def _last_jobs(self) -> Iterator[Job]:
+        """What is left to do before the folder is clean."""
+        self._closing = True
+        for log in self._logs.values():
+            if log.synced_offset < log.end_offset:
+                self._wanted[log] = None
+        for _ in range(CLOSE_ATTEMPTS):
+            commit = self._begin_commit()
+            if commit is None:
+                break
+            yield commit
+        behind = [log for log in self._logs.values() if log.changed and not log.broken]
+        for at in range(0, len(behind), LAST_SLICE):
+            yield Checkpoints(behind[at : at + LAST_SLICE], self._files, self._ledger)
+
+    def _let_go(self) -> None:
+        """Leave the folder, with the mark if everything in it is as it should be."""
+        clean = all(not log.changed and log.stored_offset == log.end_offset for log in self._logs.values())
         for log in list(self._logs.values()):
-            end_offset, segments = log.capture()
-            for segment in segments:
-                self._files.sync(self._open_files.descriptor(segment))
-            log.synced(end_offset)
-            self.close_log(log)
-        self._executor.shutdown()
-        self._files.close(self._lock)
+            self._forget(log)
+        self._commit_thread.shutdown()
+        self._upkeep_thread.shutdown()
+        self._open_files.close_all()
+        self._ledger.close()
+        try:
+            if clean:
+                self._journal.remove()
+                self._folder.mark_clean_stop(self._unrecovered)
+            else:
+                self._journal.close()
+                _logger.error("the logs could not all be made durable; the next start will recover them")
+        except OSError as error:
+            _logger.error("the clean stop could not be marked", extra={"error": str(error)})
+        finally:
+            self._folder.release()
+
+    # -- health ---------------------------------------------------------------------------------------------
+
+    @property
+    def free_bytes(self) -> int:
+        """How much the disk still takes."""
+        return self._files.free_bytes(self._folder.path)
+
+    @property
+    def failures(self) -> dict[TopicPartition, str]:
+        """The partitions that the disk fails now, and how."""
+        return {log.partition: log.failure for log in self._logs.values() if log.failure is not None}
+
+    def metrics(self) -> Iterable[Metric]:
+        """The numbers of the log."""
+        seconds = (Sample(self._commit_seconds.distribution()),)
+        yield Metric("millstream_log_commit_seconds", "histogram", "How long group commits took.", seconds)
+        yield counter("millstream_log_checkpoints_total", "Checkpoints of logs since the start.", self._checkpoints)
+        yield gauge("millstream_log_open_files", "Segment files that are open.", len(self._open_files))
+        yield gauge("millstream_log_failed_partitions", "Partitions that the disk fails.", len(self.failures))
+        yield gauge("millstream_log_free_bytes", "What the disk of the data folder still takes.", self.free_bytes)

@@ -1,0 +1,178 @@
+"""A checkpoint: sync the segments, store the indexes and the state, then drop what is deleted.
+
+Captured on the loop, done in a thread, accounted for on the loop again. After it, a crash costs no more than a scan
+of what was appended since.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from millstream.log.files import Files, write_fully
+from millstream.log.index import ENTRY_BYTES
+from millstream.log.ledger import Ledger
+from millstream.log.log import Log
+from millstream.log.segment import (
+    DELETED_SUFFIX,
+    INDEX_SUFFIX,
+    LOG_SUFFIX,
+    TIME_INDEX_SUFFIX,
+    Segment,
+    segment_path,
+)
+from millstream.log.state import FORMAT, LogState, encode_state
+from millstream.log.sync import Capture, sync_segments
+
+_logger = logging.getLogger(__name__)
+
+
+class IndexWrite(NamedTuple):
+    """New entries of an index, to be written behind those that are stored."""
+
+    segment: Segment
+    stored: int
+    entries: int
+    places: bytes
+    times: bytes
+
+
+class Checkpoint:
+    """One checkpoint of one log: its segments, its indexes and its state; `Checkpoints` puts it into the ledger."""
+
+    def __init__(self, log: Log, version: int) -> None:
+        self.log = log
+        self.error: OSError | None = None
+        self.capture = Capture(log)
+        self.doomed = list(log.doomed)
+        self.state = encode_state(_state_of(log))
+        self.index_writes = [_index_write(segment) for segment in log.segments if _unstored(segment)]
+        self.version = version
+        log.changed = False
+        log.unchecked_bytes = 0
+
+    def execute(self, files: Files) -> None:
+        """Sync the segments and store the indexes; called in a thread."""
+        try:
+            sync_segments(files, self.capture)
+            for write in self.index_writes:
+                _store_index(files, write)
+        except OSError as error:
+            self.error = error
+
+    def finish(self) -> None:
+        """Account for what was done; called on the loop."""
+        log = self.log
+        self.capture.release()
+        if self.error is not None:
+            log.changed = True
+            _logger.warning(
+                "a checkpoint failed and will be tried again",
+                extra={"partition": str(log.partition), "error": str(self.error)},
+            )
+            return
+        self.capture.mark_stored()
+        done = {id(segment) for segment in self.doomed}
+        log.doomed = [segment for segment in log.doomed if id(segment) not in done]
+        if not self.capture.current:
+            log.changed = True
+            return
+        for write in self.index_writes:
+            write.segment.index_stored = write.entries
+
+
+class Checkpoints:
+    """The checkpoints of some logs, which share one write to the ledger."""
+
+    def __init__(self, logs: Iterable[Log], files: Files, ledger: Ledger) -> None:
+        self.checkpoints: list[Checkpoint] = []
+        self.unopened: list[tuple[Log, OSError]] = []
+        """Logs of which a file could not be opened."""
+        self._files = files
+        self._ledger = ledger
+        for log in logs:
+            try:
+                self.checkpoints.append(Checkpoint(log, ledger.next_version()))
+            except OSError as error:
+                log.changed = True
+                self.unopened.append((log, error))
+
+    @property
+    def failed(self) -> list[Log]:
+        """The logs that have to be checkpointed again."""
+        return [log for log, _ in self.unopened] + [one.log for one in self.checkpoints if one.error is not None]
+
+    def execute(self) -> None:
+        """Do what takes time; called in a thread."""
+        for checkpoint in self.checkpoints:
+            checkpoint.execute(self._files)
+        good = [checkpoint for checkpoint in self.checkpoints if checkpoint.error is None]
+        try:
+            self._ledger.write([(one.log.key, one.version, one.state) for one in good])
+        except OSError as error:
+            for checkpoint in good:
+                checkpoint.error = error
+            return
+        for checkpoint in good:
+            for segment in checkpoint.doomed:
+                remove_segment(self._files, segment)
+
+    def finish(self) -> None:
+        """Account for what was done; called on the loop."""
+        for checkpoint in self.checkpoints:
+            checkpoint.finish()
+
+
+def _state_of(log: Log) -> LogState:
+    return LogState(
+        format=FORMAT,
+        topic=log.partition.topic,
+        start_offset=log.start_offset,
+        recovery_offset=log.end_offset,
+        segments=[segment.to_state() for segment in log.segments],
+        epochs=log.epochs.entries(),
+        producers=log.producers.pack(),
+        lost=list(log.lost),
+        journal_id=log.journal_mark[0],
+        journal_sequence=log.journal_mark[1],
+    )
+
+
+def _unstored(segment: Segment) -> bool:
+    return segment.index is not None and len(segment.index) > segment.index_stored
+
+
+def _index_write(segment: Segment) -> IndexWrite:
+    index = segment.index
+    if index is None:
+        return IndexWrite(segment, 0, 0, b"", b"")
+    places, times = index.to_bytes(segment.index_stored)
+    return IndexWrite(segment, segment.index_stored, len(index), places, times)
+
+
+def _store_index(files: Files, write: IndexWrite) -> None:
+    """Write the new entries. They are synced once the segment is complete; until then a lost one costs a scan."""
+    for suffix, data in ((INDEX_SUFFIX, write.places), (TIME_INDEX_SUFFIX, write.times)):
+        descriptor = files.open(segment_path(write.segment.directory, write.segment.base_offset, suffix), create=True)
+        try:
+            write_fully(files, descriptor, data, write.stored * ENTRY_BYTES)
+            if write.segment.sealed:
+                files.sync(descriptor)
+        finally:
+            files.close(descriptor)
+
+
+def remove_segment(files: Files, segment: Segment) -> None:
+    """Remove the files of a segment that is no part of its log any more; called in a thread."""
+    try:
+        for suffix in (LOG_SUFFIX, INDEX_SUFFIX, TIME_INDEX_SUFFIX):
+            path = segment_path(segment.directory, segment.base_offset, suffix)
+            if files.exists(path):
+                files.rename(path, path + DELETED_SUFFIX)
+                files.remove(path + DELETED_SUFFIX)
+    except OSError as error:
+        _logger.warning(
+            "a deleted segment could not be removed; the next start tries again",
+            extra={"file": segment.path, "error": str(error)},
+        )

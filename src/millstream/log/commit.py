@@ -1,0 +1,113 @@
+"""The group commit: everything that many producers wait for becomes durable in one go.
+
+A commit of a few logs syncs their segments; one of more goes through the journal with a single sync. It is prepared
+on the loop (`Commit(...)`), done in a thread (`execute`) and accounted for on the loop (`finish`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from millstream.log.files import Files
+from millstream.log.folder import sync_log_folder
+from millstream.log.journal import Journal, Reservation
+from millstream.log.log import Log
+from millstream.log.repair import Repair
+from millstream.log.sync import Capture, sync_segments
+
+_logger = logging.getLogger(__name__)
+
+DIRECT_LOGS_MAX = 4
+"""So many logs are synced one by one; the journal costs a copy of the bytes and pays from here on."""
+
+
+class Commit:
+    """One group of logs on their way to the disk."""
+
+    def __init__(self, logs: Iterable[Log], files: Files, journal: Journal, *, direct: bool = False) -> None:
+        self.again: list[Log] = []
+        """Logs that have to be part of the next commit."""
+        self.later: list[Log] = []
+        """Logs that the disk failed and that should be tried again after a while."""
+        self._files = files
+        self._journal = journal
+        self._captures: list[Capture] = []
+        self._repairs: list[Repair] = []
+        self._errors: dict[Log, OSError] = {}
+        self._reservation: Reservation | None = None
+        for log in logs:
+            if not log.closed:
+                self._prepare(log)
+        if len(self._captures) > DIRECT_LOGS_MAX and not direct:
+            self._reservation = journal.reserve(self._captures)
+
+    def _prepare(self, log: Log) -> None:
+        try:
+            broken = next((segment for segment in log.unsynced_segments() if segment.broken), None)
+            if broken is None:
+                self._captures.append(Capture(log))
+            else:
+                log.distrust(broken)
+                self._repairs.append(Repair(log, broken, self._journal))
+        except OSError as error:
+            log.fail_sync(error, "opening a file to sync it")
+            self.later.append(log)
+
+    # -- in a thread ----------------------------------------------------------------------------------------
+
+    def execute(self) -> None:
+        """Do what takes time."""
+        for repair in self._repairs:
+            repair.execute(self._files)
+        if self._reservation is not None:
+            try:
+                for capture in self._captures:
+                    if not capture.folder_synced:
+                        sync_log_folder(self._files, capture.log.directory)
+                self._journal.write(self._reservation, self._captures)
+                return
+            except OSError as error:
+                _logger.error("the journal failed; segments are synced directly", extra={"error": str(error)})
+                self._journal.broken = True
+                self._reservation = None
+        for capture in self._captures:
+            try:
+                sync_segments(self._files, capture)
+            except OSError as error:
+                self._errors[capture.log] = error
+
+    # -- on the loop again ----------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Tell the logs, which tell those who wait."""
+        for repair in self._repairs:
+            repair.finish()
+            if repair.error is None:
+                self.again.append(repair.log)
+            else:
+                repair.log.fail_sync(repair.error, "copying records out of a file that could not be synced")
+                self.later.append(repair.log)
+        for capture in self._captures:
+            capture.release()
+        if self._reservation is not None:
+            self._journal.note(self._reservation, self._captures)
+        for capture in self._captures:
+            self._finish_capture(capture)
+
+    def _finish_capture(self, capture: Capture) -> None:
+        log = capture.log
+        error = self._errors.get(log)
+        if error is None:
+            if self._reservation is not None:
+                capture.mark_journaled()
+            else:
+                capture.mark_stored()
+            return
+        broken = next((target.segment for target in capture.targets if target.segment.broken), None)
+        if broken is None:
+            log.fail_sync(error, "syncing")
+            self.later.append(log)
+        else:
+            log.distrust(broken)
+            self.again.append(log)

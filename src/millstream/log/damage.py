@@ -1,0 +1,64 @@
+"""The ranges of offsets that the disk lost. They are reported and never served; what lies behind them is."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+
+class LostRange(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Offsets from `first` up to `next_offset`, and the bytes of the segment file where they should be."""
+
+    first: int
+    next_offset: int
+    segment: int
+    start: int
+    end: int
+
+
+class Damage:
+    """Every lost range of a log, in order and without overlap."""
+
+    __slots__ = ("_lost",)
+
+    def __init__(self, lost: Iterable[LostRange] = ()) -> None:
+        self._lost = sorted(lost)
+
+    def __len__(self) -> int:
+        return len(self._lost)
+
+    def __iter__(self) -> Iterator[LostRange]:
+        return iter(self._lost)
+
+    def add(self, lost: LostRange) -> None:
+        """Note one more range; ranges that it covers are taken over by it."""
+        self._lost = [
+            known for known in self._lost if known.next_offset <= lost.first or known.first >= lost.next_offset
+        ]
+        insort(self._lost, lost)
+
+    def at(self, offset: int) -> LostRange | None:
+        """The range that an offset lies in."""
+        found = bisect_right(self._lost, offset, key=_first) - 1
+        if found < 0 or self._lost[found].next_offset <= offset:
+            return None
+        return self._lost[found]
+
+    def next_after(self, offset: int) -> int | None:
+        """Where the first range beyond an offset begins."""
+        found = bisect_right(self._lost, offset, key=_first)
+        return self._lost[found].first if found < len(self._lost) else None
+
+    def cut(self, start_offset: int, end_offset: int) -> None:
+        """Forget what lies wholly outside of the log."""
+        self._lost = [known for known in self._lost if known.next_offset > start_offset and known.first < end_offset]
+
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Each range as (first, next)."""
+        return tuple((lost.first, lost.next_offset) for lost in self._lost)
+
+
+def _first(lost: LostRange) -> int:
+    return lost.first

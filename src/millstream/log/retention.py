@@ -1,0 +1,92 @@
+"""Deleting from the front: retention by age and size, and `DeleteRecords`.
+
+Segments leave the log at once; their files go after the next checkpoint, so that a crash in between cannot mistake
+a deleted segment for a lost one.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from millstream.log.segment import Segment
+from millstream.model.errors import OffsetOutOfRange, StorageFailure
+from millstream.model.ids import Offset
+
+if TYPE_CHECKING:
+    from millstream.log.log import Log
+
+_logger = logging.getLogger(__name__)
+
+
+def delete_expired(log: Log, now_ms: int) -> int:
+    """Delete the segments that are too old or too many by the topic's settings; returns the bytes freed."""
+    if log.closed or log.broken or not log.settings.deletes or not log.segments:
+        return 0
+    _roll_expired(log, now_ms)
+    excess = log.size_bytes - log.settings.retention_bytes if log.settings.retention_bytes >= 0 else 0
+    freed = count = 0
+    for segment in log.segments[:-1]:
+        too_old = _expired(log, segment, now_ms)
+        if segment.next_offset > log.synced_offset or not (too_old or freed + segment.size <= excess):
+            break
+        freed += segment.size
+        count += 1
+    if count:
+        _drop_front(log, count)
+        _logger.info(
+            "old segments were deleted",
+            extra={"partition": str(log.partition), "segments": count, "bytes": freed, "start": log.start_offset},
+        )
+    return freed
+
+
+def _expired(log: Log, segment: Segment, now_ms: int) -> bool:
+    if log.settings.retention_ms < 0:
+        return False
+    newest = segment.max_timestamp_ms if segment.max_timestamp_ms >= 0 else segment.last_append_ms
+    return now_ms - newest > log.settings.retention_ms
+
+
+def _roll_expired(log: Log, now_ms: int) -> None:
+    """Close the active segment when all of it is too old, so that it can go too."""
+    active = log.segments[-1]
+    if not active.size or not _expired(log, active, now_ms):
+        return
+    try:
+        log.roll()
+    except StorageFailure:
+        # On a full disk the older segments can still go, which makes room for the next try.
+        return
+
+
+def _drop_front(log: Log, count: int) -> None:
+    dropped, kept = log.segments[:count], log.segments[count:]
+    for segment in dropped:
+        log.open_files.release(segment)
+    log.doomed += dropped
+    log.replace_segments(kept)
+    log.start_offset = max(log.start_offset, Offset(kept[0].base_offset))
+    log.epochs.cut_before(kept[0].base_offset)
+    log.lost.cut(log.start_offset, log.end_offset)
+    log.keeper.checkpoint_soon(log)
+
+
+def delete_before(log: Log, offset: int) -> None:
+    """Let the log begin at an offset, as `DeleteRecords` asks."""
+    if not log.start_offset <= offset <= log.end_offset:
+        raise OffsetOutOfRange(
+            f"{log.partition} holds offsets {log.start_offset} to {log.end_offset}, not {offset}",
+            start=log.start_offset,
+            end=log.end_offset,
+        )
+    if log.segments and offset == log.end_offset and log.segments[-1].size:
+        log.roll()
+    log.start_offset = Offset(offset)
+    log.changed = True
+    count = 0
+    while count + 1 < len(log.segments) and log.segments[count + 1].base_offset <= offset:
+        count += 1
+    if count:
+        _drop_front(log, count)
+    log.keeper.checkpoint_soon(log)

@@ -1,0 +1,200 @@
+"""Scanning a segment file batch by batch: what is valid, what is not, and where it becomes valid again.
+
+Used wherever bytes are not believed: after a crash, when damage was met on reading, and when a file whose sync
+failed is copied. The CRC of a batch does not cover its base offset and leader epoch, so these are checked against
+the batches around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from millstream.log.epochs import EpochHistory
+from millstream.log.files import Files
+from millstream.log.frame import LENGTH_MIN
+from millstream.model.errors import BatchRejected
+from millstream.records.batch import HEADER_BYTES, LOG_OVERHEAD_BYTES, BatchHeader, check_crc, read_header
+
+WINDOW_BYTES = 4 * 1024 * 1024
+_MAGIC_AT = 16
+_MAGIC_BYTE = b"\x02"
+_GAP_OFFSETS_MAX = 2**31
+
+
+class Bad(NamedTuple):
+    """Bytes that are no batch, and the offsets that should be there; `next_offset` is -1 when nothing valid follows."""
+
+    start: int
+    end: int
+    first: int
+    next_offset: int
+
+
+class Window:
+    """A file, seen through a buffer that moves along."""
+
+    def __init__(self, files: Files, descriptor: int, end: int) -> None:
+        self._files = files
+        self._descriptor = descriptor
+        self._data = b""
+        self._start = 0
+        self.end = end
+
+    def at(self, position: int, size: int) -> memoryview:
+        """The bytes from a position on, fewer where the file ends."""
+        size = min(size, self.end - position)
+        begin = position - self._start
+        if begin < 0 or begin + size > len(self._data):
+            self._move(position, size)
+            begin = 0
+        return memoryview(self._data)[begin : begin + size]
+
+    def _move(self, position: int, size: int) -> None:
+        wanted = min(max(size, WINDOW_BYTES), self.end - position)
+        self._data = _read_all(self._files, self._descriptor, wanted, position)
+        self._start = position
+
+    def find_magic(self, position: int) -> int:
+        """The first position from here on where the magic byte of a batch stands in its place, or -1."""
+        while position + HEADER_BYTES <= self.end:
+            if not self._start <= position <= self._start + len(self._data) - HEADER_BYTES:
+                self._move(position, HEADER_BYTES)
+            found = self._data.find(_MAGIC_BYTE, position - self._start + _MAGIC_AT)
+            if found >= 0:
+                return self._start + found - _MAGIC_AT
+            position = self._start + len(self._data) - _MAGIC_AT
+        return -1
+
+
+def _read_all(files: Files, descriptor: int, size: int, position: int) -> bytes:
+    data = files.read_at(descriptor, size, position)
+    while len(data) < size:
+        more = files.read_at(descriptor, size - len(data), position + len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def batch_at(window: Window, position: int) -> BatchHeader | None:
+    """The batch that begins at a position, or None when there is no valid one."""
+    head = window.at(position, HEADER_BYTES)
+    if len(head) < HEADER_BYTES:
+        return None
+    length = int.from_bytes(head[8:12], "big")
+    if length < LENGTH_MIN or position + LOG_OVERHEAD_BYTES + length > window.end:
+        return None
+    view = window.at(position, LOG_OVERHEAD_BYTES + length)
+    try:
+        header = read_header(view)
+        check_crc(view, header)
+    except BatchRejected:
+        return None
+    return BatchHeader(position, *header[1:])
+
+
+class Scan:
+    """Walks over the batches of a segment from a position whose offset is known.
+
+    `limit` is the offset at which the next segment takes over. `epochs`, where given, is the history that each
+    batch has to agree with; otherwise epochs may only rise.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        position: int,
+        expected: int,
+        *,
+        limit: int,
+        last_epoch: int = -1,
+        epochs: EpochHistory | None = None,
+    ) -> None:
+        self.position = position
+        self.expected = expected
+        self._window = window
+        self._limit = limit
+        self._epochs = epochs
+        self._last_epoch = last_epoch
+
+    def __iter__(self) -> Iterator[BatchHeader | Bad]:
+        while self.position < self._window.end and self.expected < self._limit:
+            header = batch_at(self._window, self.position)
+            if header is None or not self._fits(header):
+                bad, header = self._resume(header)
+                yield bad
+                self.position = bad.end
+                if header is None:
+                    return
+            self._last_epoch = header.leader_epoch
+            self.position = header.end_position
+            self.expected = header.next_offset
+            yield header
+
+    def _fits(self, header: BatchHeader) -> bool:
+        """Whether a batch continues the one before it."""
+        if header.base_offset != self.expected or header.next_offset > self._limit:
+            return False
+        return self._epoch_fits(header)
+
+    def _epoch_fits(self, header: BatchHeader) -> bool:
+        if self._epochs is not None:
+            return self._epochs.epoch_at(header.base_offset) == header.leader_epoch
+        if header.leader_epoch <= self._last_epoch:
+            return header.leader_epoch == self._last_epoch
+        following = batch_at(self._window, header.end_position)
+        return (
+            following is None
+            or following.base_offset != header.next_offset
+            or not self._last_epoch <= following.leader_epoch < header.leader_epoch
+        )
+
+    def _resume(self, header: BatchHeader | None) -> tuple[Bad, BatchHeader | None]:
+        """What is bad from here on, and the valid batch that follows it, if there is one."""
+        start, first = self.position, self.expected
+        if header is not None and header.base_offset > first and self._confirmed(header):
+            # Nothing is wrong with this batch: what should come before it is missing from the file.
+            return Bad(start, start, first, header.base_offset), header
+        for position in self._candidates(start):
+            found = batch_at(self._window, position)
+            if found is not None and self._plausible(found):
+                return Bad(start, position, first, found.base_offset), found
+        return Bad(start, self._window.end, first, -1), None
+
+    def _candidates(self, start: int) -> Iterator[int]:
+        """Where the next batch may begin: where the bad one says that it ends, then anywhere.
+
+        The order matters, since the payload of a batch may hold bytes that look like a batch.
+        """
+        head = self._window.at(start, HEADER_BYTES)
+        if len(head) == HEADER_BYTES:
+            length = int.from_bytes(head[8:12], "big")
+            if LENGTH_MIN <= length <= self._window.end - start - LOG_OVERHEAD_BYTES:
+                yield start + LOG_OVERHEAD_BYTES + length
+        position = self._window.find_magic(start + 1)
+        while position >= 0:
+            yield position
+            position = self._window.find_magic(position + 1)
+
+    def _plausible(self, found: BatchHeader) -> bool:
+        """Whether a batch behind a bad stretch carries an offset that can be believed."""
+        if not self.expected <= found.base_offset or found.next_offset > self._limit:
+            return False
+        if self._epochs is not None:
+            return self._epochs.epoch_at(found.base_offset) == found.leader_epoch
+        if found.leader_epoch < self._last_epoch:
+            return False
+        return self._confirmed(found) or (
+            found.base_offset - self.expected < _GAP_OFFSETS_MAX and self._not_denied(found)
+        )
+
+    def _confirmed(self, header: BatchHeader) -> bool:
+        """Whether the batch behind this one says the same about the offsets."""
+        following = batch_at(self._window, header.end_position)
+        return following is not None and following.base_offset == header.next_offset
+
+    def _not_denied(self, header: BatchHeader) -> bool:
+        """Whether no valid batch behind this one contradicts its offsets."""
+        following = batch_at(self._window, header.end_position)
+        return following is None or following.base_offset >= header.next_offset

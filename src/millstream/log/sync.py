@@ -1,0 +1,88 @@
+"""Syncing one log: what is captured on the loop, done in a thread, and accounted for on the loop again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from millstream.log.files import Files
+from millstream.log.folder import sync_log_folder
+from millstream.log.log import Log
+from millstream.log.segment import Segment
+
+
+class Target(NamedTuple):
+    """A segment file as it was when the sync was captured."""
+
+    segment: Segment
+    descriptor: int
+    journaled: int
+    size: int
+    next_offset: int
+
+
+class Capture:
+    """The unsynced bytes of one log at one moment. The files stay open until `release`."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self.end_offset = log.end_offset
+        self.generation = log.generation
+        self.names_version = log.names_version
+        self.names_synced = log.names_synced == log.names_version
+        self.folder_synced = log.folder_synced
+        self.targets: list[Target] = []
+        try:
+            for segment in log.unsynced_segments():
+                descriptor = log.open_files.pin(segment)
+                self.targets.append(
+                    Target(segment, descriptor, segment.journaled_bytes, segment.size, segment.next_offset)
+                )
+        except OSError:
+            self.release()
+            raise
+        log.dirty = False
+        if self.targets:
+            last = self.targets[-1]
+            # The high watermark is about to stand here, and readers will ask where that is.
+            log.hint(last.next_offset, last.segment, last.size)
+
+    def release(self) -> None:
+        """The thread is done with the files."""
+        for target in self.targets:
+            self.log.open_files.unpin(target.segment)
+
+    @property
+    def current(self) -> bool:
+        """Whether the log still is what was captured."""
+        return self.generation == self.log.generation
+
+    def mark_stored(self) -> None:
+        """Account for a sync of the segments themselves."""
+        log = self.log
+        log.names_synced = max(log.names_synced, self.names_version)
+        log.folder_synced = True
+        if not self.current:
+            return
+        for target in self.targets:
+            target.segment.mark_synced(target.size, target.next_offset)
+        log.stored_offset = max(log.stored_offset, self.end_offset)
+        log.advance_synced(self.end_offset)
+
+    def mark_journaled(self) -> None:
+        """Account for a sync of the journal that holds everything captured."""
+        self.log.folder_synced = True
+        if not self.current:
+            return
+        for target in self.targets:
+            target.segment.journaled_bytes = max(target.segment.journaled_bytes, target.size)
+        self.log.advance_synced(self.end_offset)
+
+
+def sync_segments(files: Files, capture: Capture) -> None:
+    """Sync every file of a capture, and the names of new ones; called in a thread."""
+    for target in capture.targets:
+        target.segment.sync(files, target.descriptor)
+    if not capture.folder_synced:
+        sync_log_folder(files, capture.log.directory)
+    elif not capture.names_synced:
+        files.sync_directory(capture.log.directory)

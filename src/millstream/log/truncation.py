@@ -1,0 +1,89 @@
+"""Cutting a log from the end: what a follower does when a new leader has another history."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from millstream.log.files import Files
+from millstream.log.segment import Segment
+from millstream.model.errors import OffsetOutOfRange, StorageFailure
+from millstream.model.ids import Offset
+
+if TYPE_CHECKING:
+    from millstream.log.log import Log
+
+_logger = logging.getLogger(__name__)
+_EVERYTHING = 2**63 - 1
+
+
+def truncate_to(log: Log, offset: int, files: Files) -> None:
+    """Cut off everything from an offset on (and the batch that holds it), for good when this returns."""
+    if offset >= log.end_offset:
+        return
+    if log.broken:
+        raise StorageFailure(f"{log.partition} cannot be cut while its disk fails: {log.failure}")
+    if offset < log.start_offset:
+        raise OffsetOutOfRange(
+            f"{log.partition} begins at {log.start_offset} and cannot be cut at {offset}",
+            start=log.start_offset,
+            end=log.end_offset,
+        )
+    _cut_end(log, offset)
+    log.journal_mark = log.keeper.journal_mark()
+    # The state goes first: a file that is longer than it says is scanned, one that is shorter would be damage.
+    try:
+        log.keeper.checkpoint_now(log)
+        last = log.segments[-1]
+        descriptor = log.open_files.descriptor(last)
+        files.truncate(descriptor, last.size)
+        last.sync(files, descriptor)
+        files.sync_directory(log.directory)
+    except OSError as error:
+        raise log.refuse("cutting off the end of the log", error) from error
+    _logger.info("the end of a log was cut off", extra={"partition": str(log.partition), "end": log.end_offset})
+
+
+def _cut_end(log: Log, offset: int) -> None:
+    last, position, end = log.boundary(offset)
+    at = log.segments.index(last)
+    dropped = log.segments[at + 1 :]
+    for segment in dropped:
+        log.open_files.release(segment)
+    log.doomed += dropped
+    _cut_segment(log, last, position, end)
+    log.replace_segments(log.segments[: at + 1])
+    log.end_offset = Offset(end)
+    if last.broken:
+        # Nothing may be written to it again, so the log goes on in another file.
+        _go_on_after(log, last)
+    log.start_offset = min(log.start_offset, log.end_offset)
+    log.synced_offset = min(log.synced_offset, log.end_offset)
+    log.stored_offset = min(log.stored_offset, log.end_offset)
+    log.epochs.cut_after(end)
+    log.producers.drop_range(end, _EVERYTHING)
+    log.lost.cut(log.start_offset, end)
+
+
+def _go_on_after(log: Log, last: Segment) -> None:
+    if not last.size:
+        log.open_files.release(last)
+        log.replace_segments(log.segments[:-1])
+    log.roll()
+
+
+def _cut_segment(log: Log, segment: Segment, position: int, end: int) -> None:
+    index = log.reader.index_of(segment)
+    segment.max_timestamp_ms = log.reader.find_max_timestamp(segment, end)
+    index.cut(position)
+    segment.index_stored = min(segment.index_stored, len(index))
+    segment.size = position
+    segment.next_offset = end
+    segment.sealed = False
+    if segment.synced_bytes > position:
+        segment.synced_bytes, segment.synced_offset = position, end
+    segment.journaled_bytes = min(segment.journaled_bytes, position)
+    segment.unverified_to = min(segment.unverified_to, position)
+    segment.verified_from = segment.verified_to = 0
+    segment.verified_offset = segment.base_offset
+    segment.holes = {start: hole for start, hole in segment.holes.items() if start < position}
