@@ -170,7 +170,7 @@ def test_health_and_metrics_are_served_by_a_process_that_ends_with_the_broker(st
     operating = Path(__file__).parents[2] / "docs" / "operating.md"
     documented = set(re.findall(r"`((?:millstream|process)_\w+)`", operating.read_text(encoding="utf-8")))
     served = set(re.findall(r"^# HELP (\S+)", metrics, re.MULTILINE))
-    assert documented == served
+    assert documented == served, "docs/operating.md lists every metric"
     missing = get(server, "/missing")
     assert (missing.status_code, missing.headers["content-type"]) == (404, "application/problem+json")
     (gateway,) = gateways(server)

@@ -7,20 +7,24 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.finding import Finding, ok, problem, warning
 from millstream.cli.output import counted, sized
 from millstream.cli.progress import Progress
 from millstream.cli.segment_scan import ScannedSegment, scan_segment
+from millstream.log.folder import CLEAN_STOP_NAME, FORMAT, FORMAT_NAME, LOCK_NAME, PARTITIONS_NAME
 from millstream.log.segment import base_offset_of
 
-LOCK, CLEAN_STOP, CATALOG, PARTITIONS = "lock", "clean-stop", "catalog.sqlite", "partitions"
+CATALOG_NAME = "catalog.sqlite"
 
 FREE_BYTES_LOW = 100 * 1024 * 1024
 FREE_SHARE_LOW = 0.05
 _SHOWN_MAX = 5
+_NO_LIMIT = 2**63 - 1
 
 
 def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Finding]:
@@ -28,16 +32,18 @@ def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Findi
     if not folder.is_dir():
         advice = "give the folder of a node with --data DIR; millstream serve --data DIR makes a new one"
         return [problem("folder", f"there is no folder {folder}", advice, ExitCode.NOT_FOUND)]
-    if not (folder / PARTITIONS).is_dir():
+    if not (folder / PARTITIONS_NAME).is_dir():
         advice = "give the folder that millstream serve was started with"
-        return [problem("folder", f"{folder} is not a data folder: it has no {PARTITIONS}", advice, ExitCode.NOT_FOUND)]
+        return [
+            problem("folder", f"{folder} is not a data folder: it has no {PARTITIONS_NAME}", advice, ExitCode.NOT_FOUND)
+        ]
     findings = [_access(folder), _space(folder)]
     if _is_locked(folder):
         findings.append(ok("lock", "a broker is using the folder"))
         advice = "check the broker with --brokers HOST:PORT, or stop it and run this again"
         findings.append(warning("segments", "not checked, since the broker is writing to them", advice))
         return findings
-    findings += [ok("lock", "no broker is using the folder"), _stop(folder)]
+    findings += [ok("lock", "no broker is using the folder"), _format(folder), _stop(folder)]
     names, catalog_findings = _catalog(folder)
     findings += catalog_findings
     findings += _segments(folder, names, deep=deep, show_progress=show_progress)
@@ -64,7 +70,7 @@ def _space(folder: Path) -> Finding:
 
 def _is_locked(folder: Path) -> bool:
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
@@ -76,8 +82,19 @@ def _is_locked(folder: Path) -> bool:
     return False
 
 
+def _format(folder: Path) -> Finding:
+    try:
+        found = (folder / FORMAT_NAME).read_bytes()
+    except OSError as error:
+        return problem("format", f"{folder / FORMAT_NAME} cannot be read: {error.strerror}", "restore it from a backup")
+    if found != FORMAT:
+        detail = f"the folder was written in a format that this version does not know: {found[:80]!r}"
+        return problem("format", detail, "use the version of millstream that wrote it, or a newer one")
+    return ok("format", "known to this version")
+
+
 def _stop(folder: Path) -> Finding:
-    if (folder / CLEAN_STOP).exists():
+    if (folder / CLEAN_STOP_NAME).exists():
         return ok("last stop", "clean")
     advice = "nothing to do: the next start checks the ends of the logs, which takes a little longer"
     return warning("last stop", "not clean: the broker was killed, or the machine went down", advice)
@@ -85,7 +102,7 @@ def _stop(folder: Path) -> Finding:
 
 def _catalog(folder: Path) -> tuple[dict[str, str], list[Finding]]:
     """The names of all topics by id, and what is to be said about the catalog."""
-    path = folder / CATALOG
+    path = folder / CATALOG_NAME
     if not path.exists():
         advice = "restore it from a backup; without it the broker does not know the names of its topics"
         return {}, [problem("catalog", f"{path} is missing", advice)]
@@ -104,57 +121,67 @@ def _catalog(folder: Path) -> tuple[dict[str, str], list[Finding]]:
 
 
 def _strangers(folder: Path, names: dict[str, str]) -> Iterator[Finding]:
-    unknown = sorted({path.name for path in (folder / PARTITIONS).iterdir()} - set(names))
+    unknown = sorted({path.name for path in (folder / PARTITIONS_NAME).iterdir()} - set(names))
     if unknown:
         shown = ", ".join(unknown[:_SHOWN_MAX])
         detail = f"{counted(len(unknown), 'topic')} on disk that the catalog does not know: {shown}"
         yield warning("catalog", detail, "they are left alone; if the catalog was restored, use a newer backup of it")
 
 
+class _Segment(NamedTuple):
+    """Where a segment belongs."""
+
+    topic_id: str
+    partition: int
+    base_offset: int
+    path: Path
+
+    def is_followed_by(self, other: _Segment | None) -> bool:
+        return other is not None and self[:2] == other[:2]
+
+
 def _segments(folder: Path, names: dict[str, str], *, deep: bool, show_progress: bool) -> list[Finding]:
     found = sorted(_segment_files(folder))
-    total_bytes = sum(path.stat().st_size for _, _, _, path in found)
+    total_bytes = sum(segment.path.stat().st_size for segment in found)
     what = f"{counted(len(found), 'segment')} with {sized(total_bytes)}"
     if not deep:
         return [ok("segments", f"{what}, not read (--quick)")]
     findings: list[Finding] = []
-    before: ScannedSegment | None = None
     records = 0
     with Progress("reading segments", total_bytes=total_bytes, wanted=show_progress) as progress:
-        for topic_id, partition, base_offset, path in found:
+        for segment, following in zip_longest(found, found[1:]):
+            limit = following.base_offset if segment.is_followed_by(following) else _NO_LIMIT
+            label = f"{names.get(segment.topic_id, segment.topic_id)}-{segment.partition}"
             try:
-                scanned = scan_segment(path, base_offset)
+                scanned = scan_segment(segment.path, segment.base_offset, limit, progress.advance)
             except OSError as error:
                 advice = "the disk may be failing: copy the folder away, then check the disk"
-                findings.append(problem("segments", f"{path} cannot be read: {error.strerror}", advice))
+                findings.append(problem("segments", f"{segment.path} cannot be read: {error.strerror}", advice))
                 continue
-            follows = before is not None and before.path.parent == path.parent
-            label = f"{names.get(topic_id, topic_id)}-{partition}"
-            findings += _verdict(label, scanned, before if follows else None)
-            before = scanned
+            findings += _verdict(label, scanned, limit)
             records += scanned.records
-            progress.advance(scanned.size_bytes)
     return [*findings, ok("segments", f"{what}, {counted(records, 'message')} read")]
 
 
-def _segment_files(folder: Path) -> Iterator[tuple[str, int, int, Path]]:
-    for path in (folder / PARTITIONS).glob("*/*/*.log"):
+def _segment_files(folder: Path) -> Iterator[_Segment]:
+    for path in (folder / PARTITIONS_NAME).glob("*/*/*.log"):
         base_offset = base_offset_of(path.name)
         if base_offset is not None and path.parent.name.isdigit():
-            yield path.parent.parent.name, int(path.parent.name), base_offset, path
+            yield _Segment(path.parent.parent.name, int(path.parent.name), base_offset, path)
 
 
-def _verdict(label: str, scanned: ScannedSegment, before: ScannedSegment | None) -> Iterator[Finding]:
-    restore = "the other offsets are unharmed and served; restore this range from a copy, if you have one"
-    for first_byte, next_byte, first, next_offset in scanned.bad:
-        where = f"bytes {first_byte} to {next_byte} of {scanned.path}"
-        yield problem("segments", f"{label}: offsets {first} to {next_offset - 1} are damaged ({where})", restore)
-    if before is not None and before.next_offset < scanned.base_offset:
-        detail = f"{label}: offsets {before.next_offset} to {scanned.base_offset - 1} are missing before {scanned.path}"
-        yield problem("segments", detail, restore)
-    if scanned.torn_bytes:
+def _verdict(label: str, scanned: ScannedSegment, limit: int) -> Iterator[Finding]:
+    for bad in scanned.bad:
+        where = f"bytes {bad.start} to {bad.end} of {scanned.path}"
+        yield _lost(label, "damaged", bad.first, bad.next_offset, where)
+    if limit != _NO_LIMIT and scanned.next_offset < limit:
+        yield _lost(label, "missing", scanned.next_offset, limit, f"at the end of {scanned.path}")
+    elif scanned.torn_bytes:
         detail = f"{label}: the last {counted(scanned.torn_bytes, 'byte')} of {scanned.path} are no whole batch"
-        advice = (
-            "a write that a crash cut short; what was acknowledged is in the journal, and the next start repairs it"
-        )
+        advice = "a write that a crash cut short; the next start cuts it off, or completes it from the journal"
         yield warning("segments", detail, advice)
+
+
+def _lost(label: str, how: str, first: int, next_offset: int, where: str) -> Finding:
+    advice = "the other offsets are unharmed and served; restore this range from a copy, if you have one"
+    return problem("segments", f"{label}: offsets {first} to {next_offset - 1} are {how} ({where})", advice)

@@ -2,95 +2,54 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from millstream.model.errors import BatchRejected
-from millstream.records.batch import HEADER_BYTES, MAGIC, BatchHeader, check_crc, read_header
-
-_MAGIC_AT = 16
-_MAGIC_BYTE = bytes([MAGIC])
+from millstream.log.files import DiskFiles
+from millstream.log.scan import Bad, Scan, Window
 
 
 @dataclass(slots=True)
 class ScannedSegment:
-    """What a segment holds. A bad stretch is `(first byte, byte after it, first offset lost, first offset behind)`."""
+    """What a segment holds."""
 
     path: Path
-    base_offset: int
-    size_bytes: int = 0
+    size_bytes: int
+    next_offset: int
     batches: int = 0
     records: int = 0
-    next_offset: int = 0
-    bad: tuple[tuple[int, int, int, int], ...] = ()
+    bad: list[Bad] = field(default_factory=list)
     torn_bytes: int = 0
     """Bytes behind the last whole batch, with nothing valid after them: what a crash leaves."""
 
 
-def scan_segment(path: Path, base_offset: int) -> ScannedSegment:
-    """Check framing, order and CRC of every batch."""
-    scanned = ScannedSegment(path, base_offset, size_bytes=path.stat().st_size, next_offset=base_offset)
-    if not scanned.size_bytes:
-        return scanned
-    descriptor = os.open(path, os.O_RDONLY)
+def scan_segment(path: Path, base_offset: int, limit: int, advance: Callable[[int], None]) -> ScannedSegment:
+    """Check framing, order and CRC of every batch below `limit`, where the next segment takes over.
+
+    `advance` is told about bytes that were read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
-            _scan(view, mapped, scanned)
+        scanned = ScannedSegment(path, os.fstat(descriptor).st_size, base_offset)
+        _scan(Scan(Window(DiskFiles(), descriptor, scanned.size_bytes), 0, base_offset, limit=limit), scanned, advance)
     finally:
         os.close(descriptor)
     return scanned
 
 
-def _scan(view: memoryview, mapped: mmap.mmap, scanned: ScannedSegment) -> None:
-    position = 0
-    while position < len(view):
-        header = _batch_at(view, position, scanned.next_offset)
-        if header is None:
-            found = _next_batch(view, mapped, position + 1, scanned.next_offset)
-            if found is None:
-                scanned.torn_bytes = len(view) - position
-                return
-            scanned.bad += ((position, found.position, scanned.next_offset, found.base_offset),)
-            position = found.position
-            continue
-        scanned.batches += 1
-        scanned.records += header.record_count
-        scanned.next_offset = header.next_offset
-        position = header.end_position
-
-
-def _batch_at(view: memoryview, position: int, least_offset: int) -> BatchHeader | None:
-    try:
-        header = read_header(view, position)
-        if header.base_offset < least_offset:
-            return None
-        check_crc(view, header)
-    except BatchRejected:
-        return None
-    if header.base_offset > least_offset and _goes_back(view, header):
-        return None
-    return header
-
-
-def _goes_back(view: memoryview, header: BatchHeader) -> bool:
-    """Whether the next batch tells that this one's offset is wrong; the CRC covers everything but the offset."""
-    try:
-        behind = read_header(view, header.end_position)
-        check_crc(view, behind)
-    except BatchRejected:
-        return False
-    return behind.base_offset < header.next_offset
-
-
-def _next_batch(view: memoryview, mapped: mmap.mmap, position: int, least_offset: int) -> BatchHeader | None:
-    """The first whole batch at or after a position, found by the one byte of its header that is always the same."""
-    last = len(view) - HEADER_BYTES
-    at = mapped.find(_MAGIC_BYTE, position + _MAGIC_AT)
-    while at >= 0 and at - _MAGIC_AT <= last:
-        header = _batch_at(view, at - _MAGIC_AT, least_offset)
-        if header is not None:
-            return header
-        at = mapped.find(_MAGIC_BYTE, at + 1)
-    return None
+def _scan(scan: Scan, scanned: ScannedSegment, advance: Callable[[int], None]) -> None:
+    done = 0
+    for found in scan:
+        if not isinstance(found, Bad):
+            scanned.batches += 1
+            scanned.records += found.record_count
+            scanned.next_offset = found.next_offset
+        elif found.next_offset >= 0:
+            scanned.bad.append(found)
+        else:
+            scanned.torn_bytes = found.end - found.start
+        advance(scan.position - done)
+        done = scan.position
+    advance(scanned.size_bytes - done)

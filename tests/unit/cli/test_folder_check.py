@@ -12,6 +12,7 @@ from millstream.cli import folder_check
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.finding import Finding, Severity
 from millstream.cli.folder_check import check_folder
+from millstream.log.folder import FORMAT
 from millstream.records.record import NewRecord, encode_batch
 
 
@@ -30,6 +31,7 @@ class Folder:
         (path / "partitions" / self.topic_id / "0").mkdir(parents=True)
         (path / "lock").touch()
         (path / "clean-stop").touch()
+        (path / "format").write_bytes(FORMAT)
         with sqlite3.connect(path / "catalog.sqlite") as connection:
             connection.execute("CREATE TABLE topics (topic_id TEXT, name TEXT)")
             connection.execute("INSERT INTO topics VALUES (?, 'orders')", (self.topic_id,))
@@ -70,6 +72,13 @@ def test_checking_changes_nothing(folder: Folder) -> None:
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     folder.check()
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
+
+
+def test_another_format_is_a_problem(folder: Folder) -> None:
+    (folder.path / "format").write_bytes(b"format 99")
+    assert folder.check()["format"][0].severity is Severity.PROBLEM
+    (folder.path / "format").unlink()
+    assert folder.check()["format"][0].severity is Severity.PROBLEM
 
 
 def test_an_unclean_stop_is_a_warning(folder: Folder) -> None:
