@@ -34,11 +34,17 @@ class Requests:
     cpu_us: float
 
 
+def first_answer(server: Server) -> float:
+    """Seconds until a client that connects now has its topic."""
+    began = time.perf_counter()
+    with _connect(server) as peer:
+        _create_topic(peer)
+    return time.perf_counter() - began
+
+
 def measure(server: Server) -> Requests:
     """One message after the other, then many in flight."""
-    host, _, port = server.kafka.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=_TIMEOUT_S) as peer:
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with _connect(server) as peer:
         _create_topic(peer)
         request = _produce_request()
         for _ in range(ALONE // 10):
@@ -56,6 +62,13 @@ def measure(server: Server) -> Requests:
         per_s=PIPELINED / elapsed,
         cpu_us=sum(cpu) / PIPELINED * 1e6,
     )
+
+
+def _connect(server: Server) -> socket.socket:
+    host, _, port = server.kafka.rpartition(":")
+    peer = socket.create_connection((host, int(port)), timeout=_TIMEOUT_S)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return peer
 
 
 def _timed(peer: socket.socket, request: bytes) -> float:

@@ -162,7 +162,7 @@ def measure_start(console: Console) -> Results:
     taken: dict[str, dict[str, list[Numbers]]] = defaultdict(lambda: defaultdict(list))
     for name in interleaved(console, "start", [MILLSTREAM], _STARTS):
         with running(name, "always") as server:
-            numbers = {"start s": server.start_s}
+            numbers = {"start s": server.start_s, "first answer after s": requests.first_answer(server)}
             time.sleep(_REST_S)
             numbers["memory at rest MB"] = memory_of(server.pid) / 1e6
             throughput.produce(server, 10_000)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
@@ -17,6 +19,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 from confluent_kafka.cimpl import NewTopic
 
+from millstream.testing.history import Kind
 from millstream.testing.kill_trial import KillTrial, Plan
 from millstream.testing.server import Server, ServerFailed
 
@@ -183,3 +186,20 @@ def test_nothing_acknowledged_is_lost_when_a_loaded_broker_is_killed(tmp_path: P
             trial.save_history(tmp_path / "history.jsonl")
     assert outcome.report.ok, str(outcome.report)
     assert outcome.report.acknowledged > 0
+
+
+class ForgetfulServer(Server):
+    """A server whose disk loses half of the largest log, and all that could repair it, when it starts again."""
+
+    def start(self) -> Self:
+        if self.data.exists():
+            shutil.rmtree(self.data / "journal", ignore_errors=True)
+            largest = max(self.data.rglob("*.log"), key=lambda path: path.stat().st_size)
+            os.truncate(largest, largest.stat().st_size // 2)
+        return super().start()
+
+
+def test_the_kill_trial_notices_a_broker_that_forgets(tmp_path: Path) -> None:
+    server = ForgetfulServer(tmp_path / "data")
+    with KillTrial(server, Plan(kills=1, producers=0, members=0, load_s=(0.1, 0.2))) as trial:
+        assert trial.run().report.counts[Kind.LOST] > 0
