@@ -151,7 +151,7 @@ class GroupCoordinator:
         """Delete a group that has no members, and its offsets."""
         _check_length(group_id)
         while not await self._runtime.run(group_id, lambda shard: shard.delete(group_id), pure=True):
-            pass
+            await asyncio.sleep(0)
 
     def topic_deleted(self) -> None:
         """Take away the offsets of topics that are gone; they have not counted since the topic went."""

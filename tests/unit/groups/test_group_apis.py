@@ -1,0 +1,564 @@
+"""The group APIs in every version they serve: requests and answers go through kio's codec both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from typing import Any, cast
+from uuid import UUID, uuid4
+
+import pytest
+from kio.schema.errors import ErrorCode
+from kio.static.primitive import i32Timedelta
+
+from millstream.cluster.membership import Membership, Node
+from millstream.cluster.topics import Topics
+from millstream.config import Config
+from millstream.groups.coordinator import GroupCoordinator
+from millstream.kafka.api import Api, ClientInfo
+from millstream.kafka.apis.delete_groups import DeleteGroups
+from millstream.kafka.apis.describe_groups import DescribeGroups
+from millstream.kafka.apis.find_coordinator import FindCoordinator
+from millstream.kafka.apis.heartbeat import Heartbeat
+from millstream.kafka.apis.join_group import JoinGroup
+from millstream.kafka.apis.leave_group import LeaveGroup
+from millstream.kafka.apis.list_groups import ListGroups
+from millstream.kafka.apis.offset_commit import OffsetCommit
+from millstream.kafka.apis.offset_delete import OffsetDelete
+from millstream.kafka.apis.offset_fetch import OffsetFetch
+from millstream.kafka.apis.sync_group import SyncGroup
+from millstream.model.clock import SystemClock
+from millstream.model.ids import NodeId
+from millstream.model.topic import CONSUMER_OFFSETS
+from millstream.testing.state_log import MemoryTopics
+from millstream.wire.codec import (
+    load_request_class,
+    load_response_class,
+    read_request,
+    read_response,
+    write_entity,
+    write_response,
+)
+from millstream.wire.shape import default_of
+
+CLIENT = ClientInfo(connection_id=1, host="10.0.0.7", client_id="app")
+
+
+def build(kind: Any, given: dict[str, Any]) -> Any:
+    """A message of some version from plain values: what the version lacks is dropped, what is missing is default."""
+    values = {}
+    for field in dataclasses.fields(kind):
+        if field.name not in given:
+            values[field.name] = default_of(field)
+            continue
+        value = given[field.name]
+        nested = nested_class(field.type)
+        if nested is not None and value is not None:
+            value = tuple(build(nested, item) for item in value)
+        elif isinstance(value, int) and "timedelta" in field.metadata.get("kafka_type", ""):
+            value = i32Timedelta.parse(timedelta(milliseconds=value))
+        values[field.name] = value
+    return kind(**values)
+
+
+def nested_class(annotation: Any) -> Any:
+    arguments = getattr(annotation, "__args__", ())
+    for argument in arguments:
+        if dataclasses.is_dataclass(argument):
+            return argument
+        inner = nested_class(argument)
+        if inner is not None:
+            return inner
+    return None
+
+
+async def ask(api: Api[Any, Any], version: int, **given: Any) -> Any:
+    """Send a request of one version over the wire format, and read the answer back from it."""
+    request = build(load_request_class(api.key, version), given)
+    received = read_request(api.key, version, write_entity(request), 0)
+    assert received == request
+    response = await api.answer(version, received, CLIENT)
+    assert type(response) is load_response_class(api.key, version)
+    frame = write_response(api.key, version, 1, response)[4:]
+    assert read_response(api.key, version, frame) == response
+    return response
+
+
+def versions_of(api: type[Api[Any, Any]], since: int = 0) -> list[int]:
+    return list(range(max(since, api.versions[0]), api.versions[1] + 1))
+
+
+class Broker:
+    """The APIs on one coordinator."""
+
+    def __init__(self) -> None:
+        self.topics = MemoryTopics()
+        self.orders = self.topics.add("orders", partitions=2).topic_id
+        config = Config(group_initial_delay_ms=0, group_session_min_ms=10)
+        self.groups = GroupCoordinator(self.topics, config, SystemClock())
+        known = cast("Topics", self.topics)
+        me = Node(node_id=NodeId(7), host="broker", port=9092)
+        self.find = FindCoordinator(self.groups, Membership("cluster", me))
+        self.join = JoinGroup(self.groups)
+        self.sync = SyncGroup(self.groups)
+        self.beat = Heartbeat(self.groups)
+        self.leave = LeaveGroup(self.groups)
+        self.commit = OffsetCommit(self.groups, known)
+        self.fetch = OffsetFetch(self.groups, known)
+        self.list = ListGroups(self.groups)
+        self.describe = DescribeGroups(self.groups)
+        self.delete = DeleteGroups(self.groups)
+        self.delete_offsets = OffsetDelete(self.groups, known)
+
+    async def member(self, group_id: str, version: int = 9, **more: Any) -> Any:
+        """Join a group alone, as a client of this version does."""
+        given: dict[str, Any] = {
+            "group_id": group_id,
+            "session_timeout": 10_000,
+            "rebalance_timeout": 10_000,
+            "member_id": "",
+            "protocol_type": "consumer",
+            "protocols": [{"name": "range", "metadata": b"\0\0\0\0\0\0"}],
+            **more,
+        }
+        response = await ask(self.join, version, **given)
+        if response.error_code is ErrorCode.member_id_required:
+            given["member_id"] = response.member_id
+            response = await ask(self.join, version, **given)
+        return response
+
+    async def committed(self, group_id: str, offset: int) -> None:
+        """Commit from outside the group."""
+        partitions = [{"partition_index": 0, "committed_offset": offset, "committed_metadata": "note"}]
+        topics = [{"name": "orders", "partitions": partitions}]
+        response = await ask(self.commit, 9, group_id=group_id, member_id="", topics=topics)
+        assert response.topics[0].partitions[0].error_code is ErrorCode.none
+
+
+@pytest.fixture
+async def broker() -> AsyncIterator[Broker]:
+    broker = Broker()
+    await broker.groups.start()
+    yield broker
+    await broker.groups.close()
+
+
+# Finding the coordinator
+
+
+@pytest.mark.parametrize("version", versions_of(FindCoordinator))
+async def test_find_coordinator(broker: Broker, version: int) -> None:
+    response = await ask(broker.find, version, key="g", coordinator_keys=("g", "h"), key_type=0)
+
+    found = response.coordinators if version >= 4 else [response]
+    assert [(one.error_code, one.node_id, one.host, one.port) for one in found] == [
+        (ErrorCode.none, 7, "broker", 9092)
+    ] * (2 if version >= 4 else 1)
+    assert broker.topics.get(CONSUMER_OFFSETS) is not None
+
+
+@pytest.mark.parametrize("version", versions_of(FindCoordinator, since=1))
+async def test_there_is_no_coordinator_for_transactions_yet(broker: Broker, version: int) -> None:
+    response = await ask(broker.find, version, key="t", coordinator_keys=("t",), key_type=1)
+
+    only = response.coordinators[0] if version >= 4 else response
+    assert only.error_code is ErrorCode.transactional_id_authorization_failed
+    assert only.node_id == -1
+    assert "not available yet" in only.error_message
+    share = await ask(broker.find, version, key="t", coordinator_keys=("t",), key_type=2)
+    assert (share.coordinators[0] if version >= 4 else share).error_code is ErrorCode.invalid_request
+
+
+async def test_no_coordinator_after_closing(broker: Broker) -> None:
+    await broker.groups.close()
+
+    response = await ask(broker.find, 6, coordinator_keys=("g",))
+
+    assert response.coordinators[0].error_code is ErrorCode.not_coordinator
+
+
+# Membership
+
+
+@pytest.mark.parametrize("version", versions_of(JoinGroup))
+async def test_join_group(broker: Broker, version: int) -> None:
+    response = await broker.member("g", version)
+
+    assert response.error_code is ErrorCode.none
+    assert response.generation_id == 1
+    assert response.protocol_name == "range"
+    assert response.leader == response.member_id
+    assert response.member_id.startswith("app-")
+    assert [member.metadata for member in response.members] == [b"\0\0\0\0\0\0"]
+    described = await broker.groups.describe("g")
+    assert described.members[0].client_host == "/10.0.0.7"
+
+
+@pytest.mark.parametrize("version", versions_of(JoinGroup))
+async def test_join_group_refused(broker: Broker, version: int) -> None:
+    for given, code in (
+        ({"group_id": ""}, ErrorCode.invalid_group_id),
+        ({"session_timeout": 1}, ErrorCode.invalid_session_timeout),
+        ({"protocols": []}, ErrorCode.inconsistent_group_protocol),
+        ({"member_id": "nobody"}, ErrorCode.unknown_member_id),
+    ):
+        response = await broker.member(given.pop("group_id", "g"), version, **given)  # type: ignore[arg-type]
+        assert response.error_code is code
+        assert response.generation_id == -1
+        assert response.protocol_name == (None if version >= 7 else "")
+
+
+@pytest.mark.parametrize("version", versions_of(JoinGroup, since=4))
+async def test_join_group_gives_an_id_first(broker: Broker, version: int) -> None:
+    response = await ask(
+        broker.join,
+        version,
+        group_id="g",
+        session_timeout=10_000,
+        member_id="",
+        protocol_type="consumer",
+        protocols=[{"name": "range", "metadata": b""}],
+    )
+
+    assert response.error_code is ErrorCode.member_id_required
+    assert response.member_id.startswith("app-")
+
+
+@pytest.mark.parametrize("version", versions_of(JoinGroup, since=5))
+async def test_join_group_as_a_static_member(broker: Broker, version: int) -> None:
+    first = await broker.member("g", version, group_instance_id="me")
+    await ask(broker.sync, 3, group_id="g", generation_id=1, member_id=first.member_id, group_instance_id="me")
+
+    second = await broker.member("g", version, group_instance_id="me")
+
+    assert second.member_id != first.member_id
+    assert second.generation_id == 1
+    if version >= 9:
+        assert second.skip_assignment
+        assert second.leader == second.member_id
+    else:
+        assert second.leader == first.member_id
+    fenced = await broker.member("g", version, group_instance_id="me", member_id=first.member_id)
+    assert fenced.error_code is ErrorCode.fenced_instance_id
+
+
+@pytest.mark.parametrize("version", versions_of(SyncGroup))
+async def test_sync_group(broker: Broker, version: int) -> None:
+    member = await broker.member("g")
+    given = {
+        "group_id": "g",
+        "generation_id": 1,
+        "member_id": member.member_id,
+        "protocol_type": "consumer",
+        "protocol_name": "range",
+        "assignments": [{"member_id": member.member_id, "assignment": b"mine"}],
+    }
+
+    response = await ask(broker.sync, version, **given)
+
+    assert (response.error_code, response.assignment) == (ErrorCode.none, b"mine")
+    if version >= 5:
+        assert (response.protocol_type, response.protocol_name) == ("consumer", "range")
+        nameless = await ask(broker.sync, version, **{**given, "protocol_name": None})
+        assert nameless.error_code is ErrorCode.inconsistent_group_protocol
+    stale = await ask(broker.sync, version, **{**given, "generation_id": 0})
+    assert (stale.error_code, stale.assignment) == (ErrorCode.illegal_generation, b"")
+
+
+@pytest.mark.parametrize("version", versions_of(Heartbeat))
+async def test_heartbeat(broker: Broker, version: int) -> None:
+    member = await broker.member("g")
+    given = {"group_id": "g", "generation_id": 1, "member_id": member.member_id}
+
+    assert (await ask(broker.beat, version, **given)).error_code is ErrorCode.none
+    for more, code in (
+        ({"member_id": "nobody"}, ErrorCode.unknown_member_id),
+        ({"generation_id": 9}, ErrorCode.illegal_generation),
+        ({"group_id": ""}, ErrorCode.invalid_group_id),
+    ):
+        assert (await ask(broker.beat, version, **{**given, **more})).error_code is code
+
+
+async def test_a_heartbeat_while_loading_is_well(broker: Broker) -> None:
+    await broker.committed("g", 1)
+    restarted = GroupCoordinator(broker.topics, Config(), SystemClock())
+    await restarted.start()
+
+    response = await ask(Heartbeat(restarted), 4, group_id="g", generation_id=1, member_id="m")
+    joining = await ask(JoinGroup(restarted), 9, group_id="g", session_timeout=10_000, member_id="")
+
+    assert response.error_code is ErrorCode.none
+    assert joining.error_code is ErrorCode.coordinator_load_in_progress
+    await restarted.close()
+
+
+@pytest.mark.parametrize("version", versions_of(LeaveGroup))
+async def test_leave_group(broker: Broker, version: int) -> None:
+    member = await broker.member("g")
+    leaver = {"member_id": member.member_id, "group_instance_id": None}
+
+    response = await ask(
+        broker.leave,
+        version,
+        group_id="g",
+        member_id=member.member_id,
+        members=[leaver, {"member_id": "nobody", "group_instance_id": None}],
+    )
+
+    assert response.error_code is ErrorCode.none
+    if version >= 3:
+        assert [(one.member_id, one.error_code) for one in response.members] == [
+            (member.member_id, ErrorCode.none),
+            ("nobody", ErrorCode.unknown_member_id),
+        ]
+    again = await ask(broker.leave, version, group_id="g", member_id=member.member_id, members=[leaver])
+    code = again.members[0].error_code if version >= 3 else again.error_code
+    assert code is ErrorCode.unknown_member_id
+    nameless = await ask(broker.leave, version, group_id="", member_id="m", members=[leaver])
+    assert nameless.error_code is ErrorCode.invalid_group_id
+
+
+# Offsets
+
+
+def commit_topics(broker: Broker, version: int, partition: int, offset: int, topic: str = "orders") -> Any:
+    known: dict[str, UUID] = {"orders": broker.orders}
+    return [
+        {
+            "name": topic,
+            "topic_id": known.get(topic) or uuid4(),
+            "partitions": [
+                {
+                    "partition_index": partition,
+                    "committed_offset": offset,
+                    "committed_leader_epoch": 4,
+                    "committed_metadata": f"v{version}",
+                }
+            ],
+        }
+    ]
+
+
+@pytest.mark.parametrize("version", versions_of(OffsetCommit))
+async def test_offset_commit(broker: Broker, version: int) -> None:
+    response = await ask(
+        broker.commit, version, group_id="g", member_id="", topics=commit_topics(broker, version, 1, 42)
+    )
+
+    topic = response.topics[0]
+    assert topic.topic_id == broker.orders if version >= 10 else topic.name == "orders"
+    assert [(one.partition_index, one.error_code) for one in topic.partitions] == [(1, ErrorCode.none)]
+    fetched = (await broker.groups.fetch("g", None))["orders"][1]
+    assert (fetched.offset, fetched.metadata) == (42, f"v{version}")
+    assert fetched.leader_epoch == (4 if version >= 6 else -1)
+
+
+@pytest.mark.parametrize("version", versions_of(OffsetCommit))
+async def test_offset_commit_refused(broker: Broker, version: int) -> None:
+    async def code_of(topics: Any, **more: Any) -> ErrorCode:
+        response = await ask(broker.commit, version, group_id="g", member_id="", **more, topics=topics)
+        code: ErrorCode = response.topics[0].partitions[0].error_code
+        return code
+
+    good = commit_topics(broker, version, 0, 1)
+    unknown = ErrorCode.unknown_topic_id if version >= 10 else ErrorCode.unknown_topic_or_partition
+    assert await code_of(commit_topics(broker, version, 0, 1, topic="nowhere")) is unknown
+    assert await code_of(commit_topics(broker, version, 7, 1)) is ErrorCode.unknown_topic_or_partition
+    no_group = ErrorCode.group_id_not_found if version >= 9 else ErrorCode.illegal_generation
+    assert await code_of(good, generation_id_or_member_epoch=3) is no_group
+    large = commit_topics(broker, version, 0, 1)
+    large[0]["partitions"][0]["committed_metadata"] = "x" * 5000
+    assert await code_of(large) is ErrorCode.offset_metadata_too_large
+    await broker.member("g")
+    assert await code_of(good) is ErrorCode.unknown_member_id
+    assert await broker.groups.fetch("g", None) == {}
+
+
+async def test_offset_commit_keeps_what_it_can(broker: Broker) -> None:
+    topics = [
+        *commit_topics(broker, 9, 0, 1),
+        *commit_topics(broker, 9, 0, 2, topic="nowhere"),
+        *commit_topics(broker, 9, 1, 3),
+    ]
+
+    response = await ask(broker.commit, 9, group_id="g", member_id="", topics=topics)
+
+    codes = [(topic.name, topic.partitions[0].error_code) for topic in response.topics]
+    assert codes == [
+        ("orders", ErrorCode.none),
+        ("nowhere", ErrorCode.unknown_topic_or_partition),
+        ("orders", ErrorCode.none),
+    ]
+    assert {index: one.offset for index, one in (await broker.groups.fetch("g", None))["orders"].items()} == {
+        0: 1,
+        1: 3,
+    }
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+async def test_offset_commit_with_a_retention(broker: Broker, version: int) -> None:
+    await ask(
+        broker.commit,
+        version,
+        group_id="g",
+        member_id="",
+        retention_time=0,
+        topics=commit_topics(broker, version, 0, 1),
+    )
+
+    broker.groups.topic_deleted()  # Looks for everything that can go.
+
+    async def gone() -> None:
+        while await broker.groups.fetch("g", None):
+            await asyncio.sleep(0)
+
+    await asyncio.wait_for(gone(), 10)
+
+
+@pytest.mark.parametrize("version", versions_of(OffsetFetch))
+async def test_offset_fetch(broker: Broker, version: int) -> None:
+    await broker.committed("g", 42)
+    topics = [{"name": "orders", "topic_id": broker.orders, "partition_indexes": (0, 1)}]
+    groups = [{"group_id": "g", "topics": topics}, {"group_id": "h", "topics": topics}]
+
+    response = await ask(broker.fetch, version, group_id="g", topics=topics, groups=groups)
+
+    answers = response.groups if version >= 8 else [response]
+    assert len(answers) == (2 if version >= 8 else 1)
+    topic = answers[0].topics[0]
+    assert topic.topic_id == broker.orders if version >= 10 else topic.name == "orders"
+    offsets = [(one.partition_index, one.committed_offset, one.metadata, one.error_code) for one in topic.partitions]
+    assert offsets == [(0, 42, "note", ErrorCode.none), (1, -1, "", ErrorCode.none)]
+    if version >= 8:
+        assert [one.committed_offset for one in answers[1].topics[0].partitions] == [-1, -1]
+
+
+@pytest.mark.parametrize("version", versions_of(OffsetFetch, since=2))
+async def test_offset_fetch_of_everything(broker: Broker, version: int) -> None:
+    await broker.committed("g", 42)
+
+    response = await ask(broker.fetch, version, group_id="g", topics=None, groups=[{"group_id": "g", "topics": None}])
+
+    answer = response.groups[0] if version >= 8 else response
+    assert [[one.committed_offset for one in topic.partitions] for topic in answer.topics] == [[42]]
+    assert answer.error_code is ErrorCode.none
+
+
+@pytest.mark.parametrize("version", versions_of(OffsetFetch))
+async def test_offset_fetch_refused(broker: Broker, version: int) -> None:
+    await broker.committed("g", 42)
+    await broker.groups.close()
+    topics = [{"name": "orders", "topic_id": broker.orders, "partition_indexes": (0,)}]
+
+    response = await ask(
+        broker.fetch, version, group_id="g", topics=topics, groups=[{"group_id": "g", "topics": topics}]
+    )
+
+    if version == 1:
+        partition = response.topics[0].partitions[0]
+        assert (partition.error_code, partition.committed_offset) == (ErrorCode.not_coordinator, -1)
+    else:
+        answer = response.groups[0] if version >= 8 else response
+        assert (answer.error_code, answer.topics) == (ErrorCode.not_coordinator, ())
+
+
+async def test_offset_fetch_of_topics_that_are_not_there(broker: Broker) -> None:
+    by_id = [{"topic_id": uuid4(), "partition_indexes": (0,)}]
+    response = await ask(broker.fetch, 10, groups=[{"group_id": "g", "topics": by_id}])
+    assert response.groups[0].topics[0].partitions[0].error_code is ErrorCode.unknown_topic_id
+
+    by_name = [{"name": "nowhere", "partition_indexes": (0,)}]
+    response = await ask(broker.fetch, 9, groups=[{"group_id": "g", "topics": by_name}])
+    partition = response.groups[0].topics[0].partitions[0]
+    assert (partition.error_code, partition.committed_offset) == (ErrorCode.none, -1)
+
+
+async def test_offset_delete(broker: Broker) -> None:
+    topics = [{"name": "orders", "partitions": [{"partition_index": 0}, {"partition_index": 9}]}]
+    missing = await ask(broker.delete_offsets, 0, group_id="g", topics=topics)
+    assert missing.error_code is ErrorCode.group_id_not_found
+    await broker.committed("g", 42)
+
+    response = await ask(broker.delete_offsets, 0, group_id="g", topics=topics)
+
+    assert response.error_code is ErrorCode.none
+    assert [one.error_code for one in response.topics[0].partitions] == [
+        ErrorCode.none,
+        ErrorCode.unknown_topic_or_partition,
+    ]
+    assert await broker.groups.fetch("g", None) == {}
+
+
+# Groups
+
+
+@pytest.mark.parametrize("version", versions_of(ListGroups))
+async def test_list_groups(broker: Broker, version: int) -> None:
+    assert (await ask(broker.list, version)).groups == ()
+    await broker.committed("alone", 1)
+    await broker.member("together")
+
+    everything = await ask(broker.list, version)
+    filtered = await ask(broker.list, version, states_filter=("empty",))
+    other_type = await ask(broker.list, version, types_filter=("share",))
+
+    listed = {group.group_id: group for group in everything.groups}
+    assert {name: group.protocol_type for name, group in listed.items()} == {"alone": "", "together": "consumer"}
+    assert everything.error_code is ErrorCode.none
+    if version >= 4:
+        assert listed["together"].group_state == "CompletingRebalance"
+        assert [group.group_id for group in filtered.groups] == ["alone"]
+    if version >= 5:
+        assert listed["alone"].group_type == "classic"
+        assert other_type.groups == ()
+    await broker.groups.close()
+    assert (await ask(broker.list, version)).error_code is ErrorCode.not_coordinator
+
+
+@pytest.mark.parametrize("version", versions_of(DescribeGroups))
+async def test_describe_groups(broker: Broker, version: int) -> None:
+    member = await broker.member("g")
+    await ask(
+        broker.sync,
+        3,
+        group_id="g",
+        generation_id=1,
+        member_id=member.member_id,
+        assignments=[{"member_id": member.member_id, "assignment": b"mine"}],
+    )
+
+    response = await ask(broker.describe, version, groups=("g", "missing"), include_authorized_operations=True)
+
+    found, missing = response.groups
+    assert (found.error_code, found.group_state, found.protocol_type, found.protocol_data) == (
+        ErrorCode.none,
+        "Stable",
+        "consumer",
+        "range",
+    )
+    assert [(one.client_id, one.client_host, one.member_assignment) for one in found.members] == [
+        ("app", "/10.0.0.7", b"mine")
+    ]
+    if version >= 3:
+        assert found.authorized_operations > 0
+    assert missing.group_state == "Dead"
+    assert missing.error_code is (ErrorCode.group_id_not_found if version >= 6 else ErrorCode.none)
+    await broker.groups.close()
+    gone = (await ask(broker.describe, version, groups=("g",))).groups[0]
+    assert (gone.error_code, gone.group_state) == (ErrorCode.not_coordinator, "")
+
+
+@pytest.mark.parametrize("version", versions_of(DeleteGroups))
+async def test_delete_groups(broker: Broker, version: int) -> None:
+    await broker.committed("alone", 1)
+    await broker.member("together")
+
+    response = await ask(broker.delete, version, groups_names=("alone", "together", "missing", "alone"))
+
+    assert [(one.group_id, one.error_code) for one in response.results] == [
+        ("alone", ErrorCode.none),
+        ("together", ErrorCode.non_empty_group),
+        ("missing", ErrorCode.group_id_not_found),
+    ]

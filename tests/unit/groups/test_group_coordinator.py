@@ -1,0 +1,225 @@
+"""The coordinator on the runtime, with topics in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from millstream.config import Config
+from millstream.groups.coordinator import GroupCoordinator
+from millstream.groups.requests import (
+    CommitRequest,
+    Joined,
+    JoinRequest,
+    Leaver,
+    MemberRef,
+    PartitionCommit,
+    SyncRequest,
+)
+from millstream.model.clock import SystemClock
+from millstream.model.errors import (
+    CoordinatorLoading,
+    InvalidGroupId,
+    InvalidSessionTimeout,
+    MemberIdRequired,
+    NotCoordinator,
+    StorageFailure,
+    UnknownGroup,
+)
+from millstream.model.topic import CONSUMER_OFFSETS
+from millstream.testing.state_log import MemoryTopics
+
+CONFIG = Config(group_initial_delay_ms=1, group_session_min_ms=10)
+
+
+def coordinator_on(topics: MemoryTopics) -> GroupCoordinator:
+    return GroupCoordinator(topics, CONFIG, SystemClock(), retry_first_s=0.0)
+
+
+@pytest.fixture
+async def topics() -> MemoryTopics:
+    topics = MemoryTopics()
+    topics.add("orders", partitions=3)
+    return topics
+
+
+@pytest.fixture
+async def groups(topics: MemoryTopics) -> AsyncIterator[GroupCoordinator]:
+    groups = coordinator_on(topics)
+    await groups.start()
+    yield groups
+    await groups.close()
+
+
+def join_request(group_id: str, member_id: str = "", *, session_ms: int = 10_000) -> JoinRequest:
+    return JoinRequest(
+        group_id=group_id,
+        member_id=member_id,
+        client_id="client",
+        client_host="/127.0.0.1",
+        session_timeout_ms=session_ms,
+        rebalance_timeout_ms=10_000,
+        protocol_type="consumer",
+        protocols=(("range", b""),),
+    )
+
+
+async def joined(groups: GroupCoordinator, group_id: str) -> Joined:
+    with pytest.raises(MemberIdRequired) as required:
+        await groups.join(join_request(group_id))
+    return await groups.join(join_request(group_id, required.value.member_id))
+
+
+def commit_request(group_id: str, offset: int, topic: str = "orders") -> CommitRequest:
+    return CommitRequest(
+        member=MemberRef(group_id=group_id, member_id=""),
+        topics={topic: (PartitionCommit(partition=0, offset=offset),)},
+    )
+
+
+async def fetched(groups: GroupCoordinator, group_id: str) -> int:
+    return (await groups.fetch(group_id, {"orders": [0]}))["orders"][0].offset
+
+
+async def test_two_consumers_share_a_group(groups: GroupCoordinator) -> None:
+    first, second = await asyncio.gather(joined(groups, "g"), joined(groups, "g"))
+    while first.generation != second.generation:
+        # The second came after the first generation; the first hears of it and joins again.
+        first = await groups.join(join_request("g", first.member_id))
+    leader, follower = (first, second) if first.members else (second, first)
+
+    async def sync(member: Joined, assignments: dict[str, bytes]) -> bytes:
+        who = MemberRef(group_id="g", member_id=member.member_id, generation=member.generation)
+        return (await groups.sync(SyncRequest(member=who, assignments=assignments))).assignment
+
+    shares = await asyncio.gather(sync(follower, {}), sync(leader, {leader.member_id: b"L", follower.member_id: b"F"}))
+
+    assert tuple(shares) == (b"F", b"L")
+    status = groups.status()
+    assert (status.groups, status.members, status.by_state["Stable"], status.shards) == (1, 2, 1, 4)
+    await groups.heartbeat(MemberRef(group_id="g", member_id=first.member_id, generation=first.generation))
+    left = await groups.leave("g", [Leaver(first.member_id), Leaver(second.member_id)])
+    assert [one.error for one in left] == [None, None]
+    assert (await groups.describe("g")).state == "Empty"
+
+
+async def test_sessions_end_by_themselves(groups: GroupCoordinator) -> None:
+    with pytest.raises(MemberIdRequired) as required:
+        await groups.join(join_request("g", session_ms=20))
+    member = await groups.join(join_request("g", required.value.member_id, session_ms=20))
+    assert member.generation == 1
+
+    async def emptied() -> None:
+        while (await groups.describe("g")).state != "Empty":
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(emptied(), 30)
+
+
+async def test_the_offsets_topic_is_made_on_first_use(groups: GroupCoordinator, topics: MemoryTopics) -> None:
+    assert await groups.list_groups() == []
+    assert topics.get(CONSUMER_OFFSETS) is None
+
+    await groups.commit(commit_request("g", 1))
+
+    topic = topics.get(CONSUMER_OFFSETS)
+    assert topic is not None
+    assert topic.partitions == CONFIG.offsets_partitions
+    assert topic.overrides["cleanup.policy"] == "compact"
+
+
+async def test_offsets_survive_a_restart(groups: GroupCoordinator, topics: MemoryTopics) -> None:
+    for number in range(20):
+        await groups.commit(commit_request(f"g{number}", number))
+
+    restarted = coordinator_on(topics.after_crash())
+    await restarted.start()
+    with pytest.raises(CoordinatorLoading):
+        await restarted.list_groups()
+    assert restarted.status().shards_loading == 4
+    await restarted.wait_loaded()
+
+    assert [await fetched(restarted, f"g{number}") for number in range(20)] == list(range(20))
+    assert {listing.group_id for listing in await restarted.list_groups()} == {f"g{number}" for number in range(20)}
+    await restarted.close()
+
+
+async def test_offsets_of_a_deleted_topic_go(groups: GroupCoordinator, topics: MemoryTopics) -> None:
+    await groups.commit(commit_request("g", 5))
+    topics.remove("orders")
+    assert await fetched(groups, "g") == -1
+
+    groups.topic_deleted()
+
+    async def gone() -> None:
+        while await groups.list_groups():
+            await asyncio.sleep(0)
+
+    await asyncio.wait_for(gone(), 10)
+
+
+async def test_deleting_groups_and_offsets(groups: GroupCoordinator) -> None:
+    await groups.commit(commit_request("g", 5))
+    assert await groups.delete_offsets("g", {"orders": [0]}) == {"orders": {0: None}}
+    assert await fetched(groups, "g") == -1
+    await groups.commit(commit_request("g", 6))
+
+    await groups.delete("g")
+
+    with pytest.raises(UnknownGroup):
+        await groups.describe("g")
+    assert await groups.fetch("g", None) == {}
+
+
+async def test_what_is_refused_without_looking(groups: GroupCoordinator) -> None:
+    nobody = MemberRef(group_id="", member_id="m")
+    with pytest.raises(InvalidGroupId):
+        await groups.join(join_request(""))
+    with pytest.raises(InvalidGroupId):
+        await groups.sync(SyncRequest(member=nobody, assignments={}))
+    with pytest.raises(InvalidGroupId):
+        await groups.heartbeat(nobody)
+    with pytest.raises(InvalidGroupId):
+        await groups.leave("", [])
+    with pytest.raises(InvalidGroupId):
+        await groups.delete_offsets("", {})
+    with pytest.raises(InvalidGroupId):
+        await groups.fetch("g" * 2000, None)
+    for session_ms in (1, 2_000_000):
+        with pytest.raises(InvalidSessionTimeout):
+            await groups.join(join_request("g", session_ms=session_ms))
+    await groups.commit(commit_request("", 3))
+    assert await fetched(groups, "") == 3
+
+
+async def test_a_full_disk_refuses_commits_and_nothing_else(groups: GroupCoordinator, topics: MemoryTopics) -> None:
+    await groups.commit(commit_request("g", 1))
+    topic = topics.get(CONSUMER_OFFSETS)
+    assert topic is not None
+    for partition in topics.partitions_of(topic):
+        partition.refusal = StorageFailure("the disk is full")
+
+    with pytest.raises(NotCoordinator):
+        await groups.commit(commit_request("g", 2))
+
+    assert await fetched(groups, "g") == 1
+    for partition in topics.partitions_of(topic):
+        partition.refusal = None
+    await groups.commit(commit_request("g", 3))
+    assert await fetched(groups, "g") == 3
+
+
+async def test_closing_sends_members_away(topics: MemoryTopics) -> None:
+    groups = GroupCoordinator(topics, CONFIG.replace(group_initial_delay_ms=60_000), SystemClock())
+    joining = asyncio.create_task(joined(groups, "g"))
+    while groups.status().members == 0:
+        await asyncio.sleep(0)
+
+    await groups.close()
+
+    with pytest.raises(NotCoordinator):
+        await joining
+    with pytest.raises(NotCoordinator):
+        await groups.commit(commit_request("g", 1))
