@@ -6,7 +6,10 @@ Calls block for a moment and are rare, so callers run them in a thread.
 from __future__ import annotations
 
 import base64
+import json
+import logging
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -14,9 +17,21 @@ from uuid import UUID
 from sqlalchemy import Connection, create_engine, delete, event, insert, select, update
 from sqlalchemy.exc import DatabaseError, IntegrityError
 
-from millstream.catalog.tables import SCHEMA_VERSION, about, counters, deleted_topics, metadata, topics
+from millstream.catalog.migrations import migrate
+from millstream.catalog.tables import (
+    SCHEMA_VERSION,
+    about,
+    client_quotas,
+    counters,
+    deleted_topics,
+    metadata,
+    topics,
+)
 from millstream.model.errors import DataFolderInvalid, TopicExists, UnknownTopic
+from millstream.model.quota import QuotaEntity
 from millstream.model.topic import Topic
+
+_logger = logging.getLogger(__name__)
 
 _CLUSTER_ID = "cluster-id"
 _SCHEMA_VERSION = "schema-version"
@@ -46,17 +61,16 @@ class Catalog:
         return catalog
 
     def prepare(self) -> None:
-        """Create what is missing and check the version of the schema."""
-        metadata.create_all(self._engine)
+        """Create the tables of a new catalog, or bring those of an older Millstream up to date."""
         with self._engine.begin() as connection:
+            about.create(connection, checkfirst=True)
             found = _about(connection, _SCHEMA_VERSION)
             if found is None:
+                metadata.create_all(connection)
                 connection.execute(insert(about).values(name=_SCHEMA_VERSION, value=str(SCHEMA_VERSION)))
                 connection.execute(insert(about).values(name=_CLUSTER_ID, value=_new_cluster_id()))
-            elif int(found) > SCHEMA_VERSION:
-                raise DataFolderInvalid(
-                    f"the catalog was written by a newer Millstream (schema {found}, this one knows {SCHEMA_VERSION})"
-                )
+            else:
+                _upgrade(connection, found)
             self.cluster_id = _about(connection, _CLUSTER_ID) or ""
 
     def topics(self) -> list[Topic]:
@@ -121,6 +135,20 @@ class Catalog:
                 connection.execute(update(counters).where(counters.c.name == counter).values(next_value=taken + size))
             return taken
 
+    def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
+        """The limits of every entity that has some."""
+        with self._engine.connect() as connection:
+            return {_entity(row.entity): dict(row.limits) for row in connection.execute(select(client_quotas))}
+
+    def change_client_quotas(self, changes: Mapping[QuotaEntity, Mapping[str, float]]) -> None:
+        """Store the limits of some entities, all or none; an entity without limits is forgotten."""
+        with self._engine.begin() as connection:
+            for entity, limits in changes.items():
+                text = json.dumps(entity.parts)
+                connection.execute(delete(client_quotas).where(client_quotas.c.entity == text))
+                if limits:
+                    connection.execute(insert(client_quotas).values(entity=text, limits=dict(limits)))
+
     def close(self) -> None:
         """Close every connection."""
         self._engine.dispose()
@@ -136,6 +164,24 @@ def _make_durable(connection: Any, _record: Any) -> None:
 
 def _about(connection: Connection, name: str) -> str | None:
     return connection.execute(select(about.c.value).where(about.c.name == name)).scalar_one_or_none()
+
+
+def _upgrade(connection: Connection, found: str) -> None:
+    if not found.isdigit():
+        raise DataFolderInvalid(f"the catalog's schema version is {found!r}, which no Millstream writes")
+    if int(found) > SCHEMA_VERSION:
+        raise DataFolderInvalid(
+            f"the catalog was written by a newer Millstream (schema {found}, this one knows {SCHEMA_VERSION})"
+        )
+    if int(found) < SCHEMA_VERSION:
+        migrate(connection, int(found))
+        written = update(about).where(about.c.name == _SCHEMA_VERSION).values(value=str(SCHEMA_VERSION))
+        connection.execute(written)
+        _logger.info("catalog upgraded", extra={"from_schema": found, "to_schema": SCHEMA_VERSION})
+
+
+def _entity(text: str) -> QuotaEntity:
+    return QuotaEntity(tuple((kind, name) for kind, name in json.loads(text)))
 
 
 def _new_cluster_id() -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, BigInteger, Column, Integer, MetaData, String, Table
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Whoever raises this adds the step to `catalog/migrations.py`."""
 
 metadata = MetaData()
 
@@ -43,3 +44,11 @@ counters = Table(
     Column("next_value", BigInteger, nullable=False),
 )
 """Numbers that are handed out once, in blocks."""
+
+client_quotas = Table(
+    "client_quotas",
+    metadata,
+    Column("entity", String(1024), primary_key=True),
+    Column("limits", JSON, nullable=False),
+)
+"""Limits of clients. The entity is the JSON text of a list of `[type, name]`; no name means the default."""

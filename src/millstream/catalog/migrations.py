@@ -1,0 +1,27 @@
+"""How the catalog of an older Millstream becomes today's, one version of the schema after the other.
+
+A step must be repeatable, since a crash may come between it and the new version number, which is written last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from sqlalchemy import Connection
+
+from millstream.catalog.tables import SCHEMA_VERSION, client_quotas
+
+
+def _add_client_quotas(connection: Connection) -> None:
+    client_quotas.create(connection, checkfirst=True)
+
+
+STEPS: Mapping[int, Callable[[Connection], None]] = MappingProxyType({2: _add_client_quotas})
+"""What leads to each version from the one before."""
+
+
+def migrate(connection: Connection, found: int) -> None:
+    """Carry a catalog from the version found to the newest."""
+    for version in range(found + 1, SCHEMA_VERSION + 1):
+        STEPS[version](connection)

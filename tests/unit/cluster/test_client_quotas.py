@@ -1,0 +1,92 @@
+"""Quotas: kept by the catalog, found for a client, told to whoever enforces them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millstream.catalog.catalog import Catalog
+from millstream.cluster import quotas as quotas_module
+from millstream.cluster.quotas import ClientQuotas
+from millstream.model.errors import InvalidRequest
+from millstream.model.quota import (
+    ANONYMOUS,
+    CLIENT_ID,
+    CONSUMER_BYTE_RATE,
+    DEFAULT,
+    PRODUCER_BYTE_RATE,
+    USER,
+    QuotaEntity,
+)
+
+ONE = QuotaEntity(((CLIENT_ID, "one"),))
+REST = QuotaEntity(((CLIENT_ID, DEFAULT),))
+EVERYBODY = QuotaEntity(((USER, ANONYMOUS),))
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    opened = Catalog.open_folder(tmp_path)
+    yield opened
+    opened.close()
+
+
+async def test_limits_are_set_changed_and_taken_away(catalog: Catalog) -> None:
+    quotas = ClientQuotas(catalog)
+    told: list[bool] = []
+    quotas.when_changed(lambda: told.append(quotas.has(PRODUCER_BYTE_RATE)))
+    await quotas.load()
+    await quotas.alter(ONE, {PRODUCER_BYTE_RATE: 10.0, CONSUMER_BYTE_RATE: 20.0})
+    await quotas.alter(ONE, {PRODUCER_BYTE_RATE: None, CONSUMER_BYTE_RATE: 30.0})
+    assert told == [False, True, False]
+    assert quotas.all() == {ONE: {CONSUMER_BYTE_RATE: 30.0}} == catalog.client_quotas()
+    again = ClientQuotas(catalog)
+    await again.load()
+    assert again.find(CONSUMER_BYTE_RATE, "one") == ("client-id one", 30.0)
+    await again.alter(ONE, {CONSUMER_BYTE_RATE: None, "no_such": None})
+    assert again.all() == {} == catalog.client_quotas()
+
+
+async def test_the_most_specific_limit_holds(catalog: Catalog) -> None:
+    quotas = ClientQuotas(catalog)
+    assert quotas.find(PRODUCER_BYTE_RATE, "one") is None
+    await quotas.alter(REST, {PRODUCER_BYTE_RATE: 1.0})
+    assert quotas.find(PRODUCER_BYTE_RATE, "one") == ("client-id one", 1.0)
+    assert quotas.find(PRODUCER_BYTE_RATE, "") == ("client-id ", 1.0)
+    await quotas.alter(ONE, {PRODUCER_BYTE_RATE: 2.0, CONSUMER_BYTE_RATE: 9.0})
+    assert quotas.find(PRODUCER_BYTE_RATE, "one") == ("client-id one", 2.0)
+    assert quotas.find(PRODUCER_BYTE_RATE, "two") == ("client-id two", 1.0)
+    await quotas.alter(EVERYBODY, {PRODUCER_BYTE_RATE: 3.0})
+    assert quotas.find(PRODUCER_BYTE_RATE, "one") == ("user ANONYMOUS", 3.0)
+    # Each kind of limit is looked for on its own.
+    assert quotas.find(CONSUMER_BYTE_RATE, "one") == ("client-id one", 9.0)
+
+
+async def test_what_is_only_checked_or_refused_changes_nothing(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quotas = ClientQuotas(catalog)
+    await quotas.alter(ONE, {PRODUCER_BYTE_RATE: 5.0}, validate_only=True)
+    with pytest.raises(InvalidRequest):
+        await quotas.alter(ONE, {PRODUCER_BYTE_RATE: 5.0, CONSUMER_BYTE_RATE: 0.0})
+    assert quotas.all() == {} == catalog.client_quotas()
+    monkeypatch.setattr(quotas_module, "ENTITIES_MAX", 1)
+    await quotas.alter(ONE, {PRODUCER_BYTE_RATE: 5.0})
+    with pytest.raises(InvalidRequest, match="quotas already"):
+        await quotas.alter(REST, {PRODUCER_BYTE_RATE: 5.0})
+    await quotas.alter(ONE, {PRODUCER_BYTE_RATE: 6.0})
+    assert catalog.client_quotas() == {ONE: {PRODUCER_BYTE_RATE: 6.0}}
+
+
+async def test_changes_at_the_same_time_are_all_made(catalog: Catalog) -> None:
+    quotas = ClientQuotas(catalog)
+    await asyncio.gather(
+        quotas.alter(ONE, {PRODUCER_BYTE_RATE: 5.0}),
+        quotas.alter(ONE, {CONSUMER_BYTE_RATE: 6.0}),
+        quotas.alter(REST, {CONSUMER_BYTE_RATE: 7.0}),
+    )
+    expected = {ONE: {PRODUCER_BYTE_RATE: 5.0, CONSUMER_BYTE_RATE: 6.0}, REST: {CONSUMER_BYTE_RATE: 7.0}}
+    assert quotas.all() == expected == catalog.client_quotas()
