@@ -9,7 +9,7 @@ from millstream.testing.command import CommandLine
 from millstream.testing.server import Server
 
 StartServer = Callable[..., Server]
-LINES = 60_000
+LINES = 30_000
 
 
 def test_a_run_that_lives_through_a_crash_of_the_broker_stores_every_line_once(
