@@ -81,3 +81,5 @@ def _replay(name: str, state: StateMachine, offset: Offset, record: StateRecord)
     except MillstreamError as error:
         # One unreadable record must not take the whole shard away; the others are still good.
         _logger.warning("a record of state is skipped", extra={"shard": name, "offset": offset, "error": str(error)})
+    except Exception:
+        _logger.exception("a record of state is skipped: a defect", extra={"shard": name, "offset": offset})

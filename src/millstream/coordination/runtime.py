@@ -19,7 +19,6 @@ from millstream.model.errors import NotCoordinator, TopicExists
 from millstream.model.ids import PartitionIndex
 from millstream.model.topic import Topic
 
-
 S = TypeVar("S", bound=StateMachine)
 T = TypeVar("T")
 
