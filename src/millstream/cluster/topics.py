@@ -17,6 +17,7 @@ from millstream.model.errors import (
     InvalidPartitions,
     InvalidReplication,
     InvalidRequest,
+    InvalidTopicName,
     PolicyViolation,
     TopicExists,
     UnknownTopic,
@@ -44,6 +45,7 @@ class Topics:
         self._defaults = TopicSettings(flush=config.default_flush, retention_ms=config.default_retention_ms)
         self._by_name: dict[str, Topic] = {}
         self._by_id: dict[UUID, Topic] = {}
+        self._by_metric_name: dict[str, str] = {}
         self._partitions: dict[str, list[Partition]] = {}
         self._deletion_listeners: list[Callable[[Topic], None]] = []
         # One change of the catalog at a time; readers never wait for it.
@@ -147,6 +149,7 @@ class Topics:
             await asyncio.to_thread(self._catalog.delete_topic, topic, now_ms=self._clock.now_ms())
             del self._by_name[name]
             del self._by_id[topic.topic_id]
+            del self._by_metric_name[_metric_name(name)]
             for partition in self._partitions.pop(name):
                 partition.close()
                 self._store.delete_log(partition.log)
@@ -230,6 +233,11 @@ class Topics:
         check_topic_name(name)
         if name in self._by_name:
             raise TopicExists(f"topic {name!r} exists already")
+        twin = self._by_metric_name.get(_metric_name(name))
+        if twin is not None:
+            raise InvalidTopicName(
+                f"topic {name!r} differs from topic {twin!r} only in '.' and '_', which metrics cannot tell apart"
+            )
         if name in INTERNAL_TOPICS and not internal:
             raise PolicyViolation(f"the name {name!r} is kept for the broker's own state")
         wanted = self._config.default_partitions if partitions == -1 else partitions
@@ -273,6 +281,7 @@ class Topics:
     def _register(self, topic: Topic) -> None:
         self._by_name[topic.name] = topic
         self._by_id[topic.topic_id] = topic
+        self._by_metric_name[_metric_name(topic.name)] = topic.name
 
     def _open(self, topic: Topic) -> None:
         settings = self.settings_of(topic)
@@ -285,3 +294,7 @@ class Topics:
             partition.topic = topic
         self._partitions[topic.name] = partitions
         self._register(topic)
+
+
+def _metric_name(name: str) -> str:
+    return name.replace(".", "_")

@@ -159,6 +159,14 @@ async def test_what_cannot_be_is_refused(
         assert topics.all() == []
 
 
+async def test_names_that_metrics_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path) as topics:
+        await topics.create("a.b_c")
+        with pytest.raises(InvalidTopicName, match=r"a\.b_c"):
+            await topics.create("a_b.c")
+        await topics.create("a-b-c")
+
+
 async def test_many_asking_for_the_same_missing_topic_get_one(tmp_path: Path) -> None:
     async with opened(tmp_path) as topics:
         found = await asyncio.gather(*(topics.ensure("wanted") for _ in range(10)))

@@ -31,7 +31,7 @@ from millstream.wire.shape import reshape
 
 CLIENT = ClientInfo(connection_id=1, host="127.0.0.1")
 PRODUCE_VERSIONS = range(3, 14)
-FETCH_VERSIONS = range(4, 18)
+FETCH_VERSIONS = range(4, 19)
 Api = Produce | Fetch
 
 
@@ -91,7 +91,7 @@ def fetch_request(
     version: int, topic: str, topic_id: UUID, offset: int, *, session: tuple[int, int] = (0, -1), **other: Any
 ) -> Any:
     from kio.schema.fetch.v12 import request as named
-    from kio.schema.fetch.v17 import request as newest
+    from kio.schema.fetch.v18 import request as newest
 
     module: Any = newest if version >= 13 else named
     name = {"topic_id": topic_id} if version >= 13 else {"topic": topic}

@@ -1,10 +1,10 @@
-"""Fetch (key 1), versions 4 to 17: topic ids, sessions, and a long poll that wakes on append.
+"""Fetch (key 1), versions 4 to 18: topic ids, sessions, and a long poll that wakes on append.
 
 Hand-laid, since this is the hot path: stored batches go to the socket as they are. A request that finds fewer than
 `min_bytes` waits for its partitions' high watermarks to move or for `max_wait`, whichever comes first.
 
 Version notes: 7 brings sessions (KIP-227), 9 the leader epoch, 11 the rack, 12 is flexible, 13 names topics by id,
-15 moves the replica id into a tag.
+15 moves the replica id into a tag, 18 adds a tag that only followers send.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Fetch:
     """Reads batches from the log, at once or when there are enough."""
 
     key = 1
-    versions = (4, 17)
+    versions = (4, 18)
 
     def __init__(self, topics: Topics, budget: Budget, *, bytes_max: int) -> None:
         self._topics = topics
