@@ -178,6 +178,7 @@ class Connection(asyncio.BufferedProtocol):
         self.view = memoryview(self.buffer)
         self.start = 0
         self.end = 0
+        self.unsent: list[bytes] = []
         self.transport: asyncio.Transport
         self.handlers: dict[int, Callable[[int, int, int, int], None]] = {
             PRODUCE: self.produce,
@@ -233,7 +234,17 @@ class Connection(asyncio.BufferedProtocol):
         self.handlers[api](version, correlation, at + _HEADER.size + max(client_length, 0), end)
 
     def reply(self, correlation: int, body: bytes) -> None:
-        self.transport.write(struct.pack(">ii", 4 + len(body), correlation) + body)
+        self.send([struct.pack(">ii", 4 + len(body), correlation) + body])
+
+    def send(self, parts: list[bytes]) -> None:
+        """Send at the end of this turn of the loop: what a client is told together costs one call to the kernel."""
+        if not self.unsent:
+            asyncio.get_running_loop().call_soon(self.send_now)
+        self.unsent += parts
+
+    def send_now(self) -> None:
+        parts, self.unsent = self.unsent, []
+        self.transport.writelines(parts)
 
     def text(self, at: int) -> tuple[bytes, int]:
         length = _I16.unpack_from(self.view, at)[0]
@@ -322,7 +333,7 @@ class Connection(asyncio.BufferedProtocol):
         parts.append(bytes(head))
         total = sum(map(len, parts)) + 4
         parts[0] = struct.pack(">ii", total, correlation) + parts[0]
-        self.transport.writelines(parts)
+        self.send(parts)
 
     def list_offsets(self, version: int, correlation: int, at: int, end: int) -> None:
         at += 4
