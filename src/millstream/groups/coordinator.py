@@ -150,7 +150,10 @@ class GroupCoordinator:
     async def delete(self, group_id: str) -> None:
         """Delete a group that has no members, and its offsets."""
         _check_length(group_id)
-        while not await self._runtime.run(group_id, lambda shard: shard.delete(group_id), pure=True):
+        done = False
+        while not done:
+            done = await self._runtime.run(group_id, lambda shard: shard.delete(group_id), pure=True)
+            # Many offsets are many steps; others are served between them.
             await asyncio.sleep(0)
 
     def topic_deleted(self) -> None:

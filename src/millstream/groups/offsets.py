@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from uuid import UUID
 
@@ -40,9 +40,16 @@ class Offsets:
         """Every offset of a group, by topic and partition."""
         return self._by_group.get(group_id, _NOTHING)
 
-    def keys(self) -> list[OffsetKey]:
+    def all_keys(self) -> list[OffsetKey]:
         """Every offset there is."""
         return [OffsetKey(group_id, *place) for group_id, offsets in self._by_group.items() for place in offsets]
+
+    def current(self) -> Iterator[tuple[OffsetKey, CommittedOffset]]:
+        """Every offset whose topic still exists."""
+        for group_id, offsets in self._by_group.items():
+            for (topic, partition), committed in offsets.items():
+                if self._is_current(topic, committed):
+                    yield OffsetKey(group_id, topic, partition), committed
 
     def get(self, key: OffsetKey) -> CommittedOffset | None:
         """One offset, if there is one."""

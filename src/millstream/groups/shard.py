@@ -102,10 +102,8 @@ class GroupShard:
 
     def committed(self) -> Iterable[tuple[str, str, int, int]]:
         """Every committed offset as group, topic, partition and offset; for looking only."""
-        for key in self._offsets.keys():  # noqa: SIM118 - a method of ours, not a mapping's
-            committed = self._offsets.get(key)
-            if committed is not None:
-                yield key.group_id, key.topic, key.partition, committed.offset
+        for key, committed in self._offsets.current():
+            yield key.group_id, key.topic, key.partition, committed.offset
 
     def join(self, request: JoinRequest) -> Outcome[Joined]:
         """A consumer joins, or joins again."""
@@ -265,7 +263,7 @@ class GroupShard:
     def durable_keys(self) -> list[Hashable]:
         """A name for every record that the log has to hold."""
         stored = [GroupKey(group.group_id) for group in self._groups if group.stored_value is not None]
-        return [*stored, *self._offsets.keys()]
+        return [*stored, *self._offsets.all_keys()]
 
     def durable_record(self, key: Hashable) -> StateRecord | None:
         """The record of this name, as it stands now."""

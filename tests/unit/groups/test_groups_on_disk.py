@@ -1,0 +1,140 @@
+"""Groups on a real data folder: log, journal and catalog are the broker's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from millstream.catalog.catalog import Catalog
+from millstream.cluster.topics import Topics
+from millstream.config import Config
+from millstream.coordination.shard import Shard
+from millstream.coordination.state import StateRecord
+from millstream.coordination.timers import Timers
+from millstream.groups.coordinator import GroupCoordinator
+from millstream.groups.records import GroupKey, OffsetKey, read_group, read_key, read_offset
+from millstream.groups.requests import CommitRequest, GroupLimits, JoinRequest, MemberRef, PartitionCommit, SyncRequest
+from millstream.groups.shard import GroupShard
+from millstream.log.files import DiskFiles
+from millstream.log.store import LogStore
+from millstream.model.clock import SystemClock
+from millstream.model.ids import Offset
+from millstream.model.topic import CONSUMER_OFFSETS
+from millstream.records.record import Record, decode_records
+
+CONFIG = Config(group_initial_delay_ms=0, offsets_partitions=2)
+
+
+@asynccontextmanager
+async def opened(data: Path) -> AsyncIterator[Topics]:
+    clock = SystemClock()
+    store = LogStore.open(data, files=DiskFiles(), clock=clock, journal_bytes=1 << 20, producer_expiry_ms=1 << 40)
+    running = asyncio.create_task(store.run())
+    catalog = Catalog.open_folder(data)
+    topics = Topics(catalog, store, CONFIG, clock)
+    await topics.load()
+    try:
+        yield topics
+    finally:
+        topics.close()
+        await store.close()
+        await running
+        catalog.close()
+
+
+def commit(offset: int, group_id: str = "g", member_id: str = "", generation: int = -1) -> CommitRequest:
+    return CommitRequest(
+        member=MemberRef(group_id=group_id, member_id=member_id, generation=generation),
+        topics={"orders": (PartitionCommit(partition=0, offset=offset),)},
+    )
+
+
+def everything_in(topics: Topics) -> list[Record]:
+    topic = topics.get(CONSUMER_OFFSETS)
+    assert topic is not None
+    return [
+        record
+        for partition in topics.partitions_of(topic)
+        for record in decode_records(partition.read(partition.log_start, max_bytes=1 << 30))
+    ]
+
+
+async def test_a_stable_group_and_its_offsets_survive_a_restart(tmp_path: Path) -> None:
+    request = JoinRequest(
+        group_id="g",
+        member_id="",
+        client_id="app",
+        client_host="/127.0.0.1",
+        session_timeout_ms=60_000,
+        rebalance_timeout_ms=60_000,
+        protocol_type="consumer",
+        protocols=(("range", b""),),
+        knows_member_id_required=False,
+    )
+    async with opened(tmp_path) as topics:
+        await topics.create("orders")
+        groups = GroupCoordinator(topics, CONFIG, SystemClock())
+        await groups.start()
+        joined = await groups.join(request)
+        member_id = joined.member_id
+        who = MemberRef(group_id="g", member_id=member_id, generation=1)
+        await groups.sync(SyncRequest(member=who, assignments={member_id: b"mine"}))
+        await groups.commit(commit(42, member_id=member_id, generation=1))
+        await groups.close()
+
+    async with opened(tmp_path) as topics:
+        groups = GroupCoordinator(topics, CONFIG, SystemClock())
+        await groups.start()
+        await groups.wait_loaded()
+        await groups.heartbeat(who)
+        described = await groups.describe("g")
+        assert (described.state, described.members[0].assignment) == ("Stable", b"mine")
+        assert (await groups.fetch("g", None))["orders"][0].offset == 42
+        await groups.close()
+        records = everything_in(topics)
+
+    kept = {read_key(record.key or b""): StateRecord(record.key or b"", record.value) for record in records}
+    assert set(kept) == {GroupKey("g"), OffsetKey("g", "orders", 0)}
+    assert read_group(kept[GroupKey("g")]).members[0].member_id == member_id
+    assert read_offset(kept[OffsetKey("g", "orders", 0)]).offset == 42
+
+
+async def test_a_busy_log_is_written_anew_and_stays_short(tmp_path: Path) -> None:
+    def state(timers: Timers) -> GroupShard:
+        limits = GroupLimits(
+            session_min_ms=1, session_max_ms=1, initial_delay_ms=0, members_max=1, offsets_retention_ms=10**12
+        )
+        return GroupShard(
+            timers,
+            limits=limits,
+            clock=SystemClock(),
+            topic_id_of=lambda _: None,
+        )
+
+    async def loaded(topics: Topics) -> Shard[GroupShard]:
+        partition = topics.partition(CONSUMER_OFFSETS, 0)
+        gate = asyncio.Semaphore(1)
+        shard = Shard("offsets-0", partition, state, clock=SystemClock(), gate=gate, rewrite_records_min=100)
+        shard.open()
+        await shard.wait_loaded()
+        return shard
+
+    async with opened(tmp_path) as topics:
+        await topics.create(CONSUMER_OFFSETS, partitions=1, overrides={"cleanup.policy": "compact"}, internal=True)
+        shard = await loaded(topics)
+        await shard.run(lambda groups: groups.commit(commit(7, "quiet")))
+        for offset in range(350):
+            await shard.run(lambda groups, offset=offset: groups.commit(commit(offset, "busy")))  # type: ignore[misc]
+        await shard.close()
+        log_start = shard.partition.log_start
+        assert log_start > Offset(200)
+
+    async with opened(tmp_path) as topics:
+        assert topics.partition(CONSUMER_OFFSETS, 0).log_start == log_start
+        shard = await loaded(topics)
+        fetched = [shard.submit(lambda groups, name=name: groups.fetch(name, None)) for name in ("quiet", "busy")]  # type: ignore[misc]
+        offsets = [(await answer)["orders"][0].offset for answer in fetched]
+        assert offsets == [7, 349]
+        await shard.close()
