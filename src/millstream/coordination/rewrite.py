@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 RECORDS_MIN = 20_000
 """A log with fewer records is not worth the work."""
 
-OVERTAKEN_RATIO = 4
+OVERTAKEN_RATIO = 3
 """A log is written anew when it has this many records for each live key."""
 
 BATCH_RECORDS = 200

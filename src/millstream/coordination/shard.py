@@ -21,7 +21,7 @@ from millstream.coordination.later import Later
 from millstream.coordination.loading import read_back
 from millstream.coordination.rewrite import RECORDS_MIN, Rewrite
 from millstream.coordination.state import Operation, StateMachine, StateRecord
-from millstream.coordination.timers import Action, Timers
+from millstream.coordination.timers import Timer, Timers
 from millstream.log.log import AppendedRange
 from millstream.model.clock import Clock
 from millstream.model.errors import (
@@ -108,6 +108,7 @@ class Shard(Generic[S]):
         self._state: S | None = None
         self._closed = False
         self._failures = 0
+        self._refused = False
         # Operations that come after a failure must not be taken for those before it.
         self._incarnation = 0
         self._written = Offset(0)
@@ -142,6 +143,7 @@ class Shard(Generic[S]):
         if self._closed:
             return
         self._closed = True
+        self._silence()
         tasks = [task for task in (self._loading, self._rewrite.task) if task is not None]
         for task in tasks:
             task.cancel()
@@ -186,10 +188,10 @@ class Shard(Generic[S]):
     def fire_timers(self) -> None:
         """Carry out what is due. The loop calls this; a test with its own clock may too."""
         self._alarm = None
-        for action in self._timers.take_due(TIMERS_AT_ONCE_MAX):
+        for timer in self._timers.take_due(TIMERS_AT_ONCE_MAX):
             if self._state is None:
                 return
-            self._fire(action)
+            self._fire(timer)
         self._set_alarm()
 
     def append(self, records: Sequence[StateRecord]) -> Offset:
@@ -198,9 +200,11 @@ class Shard(Generic[S]):
         batch = encode_batch([NewRecord(record.key, record.value, record.headers, now_ms) for record in records])
         appended = self.partition.write(batch, acks=ACKS_ALL, internal=True)
         self._written = appended.next_offset
+        self._refused = False
         acknowledgement = self.partition.acknowledged(appended)
         if acknowledgement is None:
             self._acknowledged = appended.next_offset
+            self._failures = 0
         else:
             self._unacknowledged.add(acknowledgement)
             acknowledgement.add_done_callback(partial(self._on_acknowledged, appended.next_offset, self._incarnation))
@@ -224,25 +228,26 @@ class Shard(Generic[S]):
             raise CoordinatorLoading(f"{self.name} is being read back from the log")
         return self._state
 
-    def _fire(self, action: Action) -> None:
+    def _fire(self, timer: Timer) -> None:
         try:
-            records = action()
+            records = timer.action()
         except Exception:
             _logger.exception("a timer failed; the state is read back", extra={"shard": self.name})
             self._begin_anew("a timer failed inside the broker")
             return
-        self._carry_out(records, pure=False)
+        self._carry_out(records, pure=timer.pure)
 
     def _carry_out(self, records: Sequence[StateRecord], *, pure: bool) -> None:
         state = self._state
         if records and state is not None:
             try:
                 self.append(records)
+            except MillstreamError as error:
+                self._append_refused(error, pure=pure)
+                return
+            try:
                 for record in records:
                     state.replay(record)
-            except MillstreamError as error:
-                self._append_failed(error, pure=pure)
-                return
             except Exception:
                 _logger.exception("a record could not be replayed; the state is read back", extra={"shard": self.name})
                 self._begin_anew("a record could not be taken in")
@@ -251,8 +256,11 @@ class Shard(Generic[S]):
         self._release(self._written)
         self._set_alarm()
 
-    def _append_failed(self, error: MillstreamError, *, pure: bool) -> None:
-        _logger.error("an append was refused", extra={"shard": self.name, "error": str(error)})
+    def _append_refused(self, error: MillstreamError, *, pure: bool) -> None:
+        if not self._refused:
+            # Clients try again at once, so only the first refusal in a row is worth a line.
+            self._refused = True
+            _logger.error("appends are refused", extra={"shard": self.name, "error": str(error)})
         if not pure:
             self._begin_anew(str(error))
             return
@@ -295,10 +303,7 @@ class Shard(Generic[S]):
     def _drop(self, error: MillstreamError) -> None:
         state, self._state = self._state, None
         self._incarnation += 1
-        self._timers.clear()
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        self._silence()
         if state is not None:
             state.unload()
         for _, future, _ in self._waiting:
@@ -339,6 +344,13 @@ class Shard(Generic[S]):
         state.loaded()
         self._state = state
         self._set_alarm()
+
+    def _silence(self) -> None:
+        """Let no timer fire any more."""
+        self._timers.clear()
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
 
     def _set_alarm(self) -> None:
         deadline = self._timers.next_deadline

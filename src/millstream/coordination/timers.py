@@ -14,12 +14,15 @@ Action = Callable[[], Sequence[StateRecord]]
 _STALE_ENTRIES_MAX = 64
 
 
-class _Timer:
-    __slots__ = ("action", "deadline", "queued_for")
+class Timer:
+    """One deadline. `pure` says that the action only works out records and leaves the state alone."""
 
-    def __init__(self, deadline: float, action: Action) -> None:
+    __slots__ = ("action", "deadline", "pure", "queued_for")
+
+    def __init__(self, deadline: float, action: Action, *, pure: bool) -> None:
         self.deadline = deadline
         self.action = action
+        self.pure = pure
         # The heap entry of the timer; it may be earlier than the deadline, which only ever costs one extra look.
         self.queued_for = deadline
 
@@ -29,7 +32,7 @@ class Timers:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._timers: dict[Hashable, _Timer] = {}
+        self._timers: dict[Hashable, Timer] = {}
         self._heap: list[tuple[float, int, Hashable]] = []
         self._sequence = 0
 
@@ -39,16 +42,17 @@ class Timers:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._timers
 
-    def schedule(self, key: Hashable, delay_ms: int, action: Action) -> None:
+    def schedule(self, key: Hashable, delay_ms: int, action: Action, *, pure: bool = False) -> None:
         """Set or move the timer of this name."""
         deadline = self._clock.monotonic() + delay_ms / 1000
         timer = self._timers.get(key)
         if timer is None:
-            timer = self._timers[key] = _Timer(deadline, action)
+            timer = self._timers[key] = Timer(deadline, action, pure=pure)
             self._push(deadline, key)
             return
         timer.deadline = deadline
         timer.action = action
+        timer.pure = pure
         if deadline < timer.queued_for:
             timer.queued_for = deadline
             self._push(deadline, key)
@@ -67,10 +71,10 @@ class Timers:
         """When to look again, on the monotonic clock; it may turn out that nothing is due yet."""
         return self._heap[0][0] if self._heap else None
 
-    def take_due(self, limit: int) -> list[Action]:
+    def take_due(self, limit: int) -> list[Timer]:
         """Take out at most `limit` timers whose time has come, the earliest first."""
         now = self._clock.monotonic()
-        due: list[Action] = []
+        due: list[Timer] = []
         while self._heap and self._heap[0][0] <= now and len(due) < limit:
             queued_for, _, key = heapq.heappop(self._heap)
             timer = self._timers.get(key)
@@ -81,7 +85,7 @@ class Timers:
                 self._push(timer.deadline, key)
                 continue
             del self._timers[key]
-            due.append(timer.action)
+            due.append(timer)
         return due
 
     def _push(self, deadline: float, key: Hashable) -> None:

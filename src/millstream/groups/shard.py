@@ -279,7 +279,7 @@ class GroupShard:
     def sweep_soon(self) -> None:
         """Look for offsets that have expired or whose topic is gone, from the first group on."""
         self._to_sweep = [group.group_id for group in self._groups]
-        self._timers.schedule(_SWEEP, 0, self._sweep)
+        self._timers.schedule(_SWEEP, 0, self._sweep, pure=True)
 
     # Below: how
 
@@ -394,9 +394,9 @@ class GroupShard:
                 looked_at += 1 + len(self._offsets.of_group(group.group_id))
                 records += self._dispose(group, now_ms)
         if self._to_sweep:
-            self._timers.schedule(_SWEEP, _SWEEP_PAUSE_MS, self._sweep)
+            self._timers.schedule(_SWEEP, _SWEEP_PAUSE_MS, self._sweep, pure=True)
         else:
-            self._timers.schedule(_SWEEP, self._limits.sweep_ms, self._begin_sweep)
+            self._timers.schedule(_SWEEP, self._limits.sweep_ms, self._begin_sweep, pure=True)
         return records
 
     def _begin_sweep(self) -> Records:

@@ -85,8 +85,8 @@ class GroupTrial:
         end = self.clock.monotonic() + milliseconds / 1000
         while (deadline := self.timers.next_deadline) is not None and deadline <= end:
             self.clock.advance_ms(max(0, math.ceil((deadline - self.clock.monotonic()) * 1000)))
-            for action in self.timers.take_due(1):
-                self.append(action())
+            for timer in self.timers.take_due(1):
+                self.append(timer.action())
         self.clock.advance_ms(max(0, round((end - self.clock.monotonic()) * 1000)))
 
     def finish_joining(self, group_id: str = GROUP) -> None:

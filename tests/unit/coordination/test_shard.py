@@ -333,6 +333,55 @@ async def test_timers_are_operations_without_an_answer() -> None:
     assert await (await opened(partition.after_crash())).run(get(b"a")) == b"timer"
 
 
+async def test_a_pure_timer_whose_append_is_refused_disturbs_nobody() -> None:
+    clock, partition = ManualClock(), MemoryPartition()
+    shard = await opened(partition, clock)
+    parked = shard.submit(park(b"b"))
+
+    def later(state: Texts) -> Outcome[None]:
+        state.timers.schedule("x", 100, lambda: [StateRecord(b"a", b"timer")], pure=True)
+        return [], None
+
+    await shard.run(later)
+    partition.refusal = StorageFailure("the disk is full")
+    clock.advance_ms(100)
+    shard.fire_timers()
+
+    assert await shard.run(get(b"a")) is None
+    assert not parked.done()
+    await shard.close()
+
+
+async def test_no_timer_fires_after_closing() -> None:
+    clock, partition = ManualClock(), MemoryPartition(acknowledges=False)
+    shard = await opened(partition, clock)
+
+    def later(state: Texts) -> Outcome[None]:
+        state.timers.schedule("x", 100, lambda: [StateRecord(b"a", b"timer")])
+        return [StateRecord(b"b", b"1")], None
+
+    shard.submit(later)
+    closing = asyncio.create_task(shard.close())
+    await settle()
+    clock.advance_ms(100)
+    shard.fire_timers()
+    partition.acknowledge()
+    await closing
+
+    assert partition.end_offset == 1
+
+
+async def test_a_record_that_was_appended_but_not_taken_in_is_read_back() -> None:
+    partition = MemoryPartition()
+    shard = await opened(partition)
+
+    with pytest.raises(NotCoordinator):
+        await shard.run(lambda _: ([StateRecord(b"a", b"1"), StateRecord(b"bad", b"1")], None), pure=True)
+    await shard.wait_loaded()
+
+    assert await shard.run(get(b"a")) == b"1"
+
+
 async def test_the_loop_fires_timers_by_itself() -> None:
     shard = await opened(MemoryPartition())
     fired = asyncio.Event()

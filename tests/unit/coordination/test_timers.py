@@ -20,8 +20,8 @@ class Fired:
 
 
 def fire(timers: Timers, limit: int = 1000) -> None:
-    for action in timers.take_due(limit):
-        action()
+    for timer in timers.take_due(limit):
+        timer.action()
 
 
 def test_timers_fire_in_order_once() -> None:
