@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from millstream.catalog.catalog import Catalog
 from millstream.cluster.membership import Membership, Node
 from millstream.cluster.producer_ids import ProducerIds
+from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.topics import Topics
 from millstream.config import Config, parse_address
 from millstream.http.child import HttpChild
@@ -143,6 +144,7 @@ class Broker:
             topics=topics,
             membership=Membership(catalog.cluster_id, self._advertised()),
             producer_ids=ProducerIds(catalog),
+            quotas=ClientQuotas(catalog),
             budget=budget,
             sources=[listener, dispatch, topics, store],
             troubles=lambda: _troubles(store),

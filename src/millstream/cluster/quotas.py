@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from millstream.catalog.catalog import Catalog
 from millstream.model.errors import InvalidRequest
-from millstream.model.quota import QuotaEntity, candidates, check_limit
+from millstream.model.quota import Allotment, QuotaEntity, candidates, check_limit
 
 _logger = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ class ClientQuotas:
         """Whether anybody's bytes are limited in this way."""
         return any(key in limits for limits in self._limits.values())
 
-    def find(self, key: str, client_id: str) -> tuple[str, float] | None:
-        """The account that a client's bytes go to, and its bytes per second; None when nothing limits the client."""
-        for entity, account in candidates(client_id):
+    def find(self, key: str, client_id: str) -> Allotment | None:
+        """How many bytes a second a client may take; None when nothing limits it."""
+        for entity, is_shared in candidates(client_id):
             rate = self._limits.get(entity, {}).get(key)
             if rate is not None:
-                return account, rate
+                return Allotment(rate, is_shared)
         return None
 
     async def alter(

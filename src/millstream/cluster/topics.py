@@ -177,11 +177,13 @@ class Topics:
                 self._open(grown)
             return grown
 
-    async def alter(self, name: str, changes: Mapping[str, str | None], *, validate_only: bool = False) -> Topic:
-        """Set some of a topic's settings; None takes a setting back to the node's default."""
+    async def alter(
+        self, name: str, changes: Mapping[str, str | None], *, replace: bool = False, validate_only: bool = False
+    ) -> Topic:
+        """Set some of a topic's settings; None takes a setting back to the node's default, `replace` all others."""
         async with self._changing:
             topic = self._require(name)
-            overrides = dict(topic.overrides)
+            overrides = {} if replace else dict(topic.overrides)
             for setting_name, text in changes.items():
                 if text is None:
                     overrides.pop(setting_name, None)

@@ -7,6 +7,7 @@ any version into that one, `handle` answers it, `downgrade` turns the answer bac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -18,15 +19,26 @@ RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
 
+def _cannot_mute(seconds: float) -> None:
+    """For clients without a connection: there is nobody to hold back."""
+
+
 @dataclass(slots=True, kw_only=True)
 class ClientInfo:
-    """Who is at the other end of a connection; one per connection, filled in as the client tells more."""
+    """Who is at the other end of a connection; one per connection, filled in as the client tells and does more."""
 
     connection_id: int
     host: str
+    address: str = ""
     client_id: str = ""
     software_name: str = "unknown"
     software_version: str = "unknown"
+    mute: Callable[[float], None] = _cannot_mute
+    """Takes no more requests from the client for some seconds."""
+    produce_requests: int = 0
+    produced_bytes: int = 0
+    fetch_requests: int = 0
+    fetched_bytes: int = 0
 
 
 class Api(ABC, Generic[RequestT, ResponseT]):

@@ -95,7 +95,12 @@ class Dispatch:
     def _client(self, connection: Connection, header: RequestHeader) -> ClientInfo:
         client: ClientInfo | None = connection.state
         if client is None:
-            client = ClientInfo(connection_id=next(self._connection_ids), host=connection.host)
+            client = ClientInfo(
+                connection_id=next(self._connection_ids),
+                host=connection.host,
+                address=connection.peer,
+                mute=connection.mute,
+            )
             connection.state = client
         if header.client_id is not None:
             client.client_id = header.client_id

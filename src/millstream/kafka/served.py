@@ -8,19 +8,31 @@ from typing import Any
 
 from millstream.cluster.membership import Membership
 from millstream.cluster.producer_ids import ProducerIds
+from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.groups.coordinator import GroupCoordinator
 from millstream.kafka.api import Api
+from millstream.kafka.apis.alter_client_quotas import AlterClientQuotas
+from millstream.kafka.apis.alter_configs import AlterConfigs
+from millstream.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
 from millstream.kafka.apis.api_versions import ApiVersions
+from millstream.kafka.apis.create_acls import CreateAcls
 from millstream.kafka.apis.create_partitions import CreatePartitions
 from millstream.kafka.apis.create_topics import CreateTopics
+from millstream.kafka.apis.delete_acls import DeleteAcls
 from millstream.kafka.apis.delete_groups import DeleteGroups
 from millstream.kafka.apis.delete_records import DeleteRecords
 from millstream.kafka.apis.delete_topics import DeleteTopics
+from millstream.kafka.apis.describe_acls import DescribeAcls
+from millstream.kafka.apis.describe_client_quotas import DescribeClientQuotas
 from millstream.kafka.apis.describe_cluster import DescribeCluster
 from millstream.kafka.apis.describe_configs import DescribeConfigs
 from millstream.kafka.apis.describe_groups import DescribeGroups
+from millstream.kafka.apis.describe_log_dirs import DescribeLogDirs
+from millstream.kafka.apis.describe_producers import DescribeProducers
+from millstream.kafka.apis.describe_topic_partitions import DescribeTopicPartitions
+from millstream.kafka.apis.elect_leaders import ElectLeaders
 from millstream.kafka.apis.fetch import Fetch
 from millstream.kafka.apis.find_coordinator import FindCoordinator
 from millstream.kafka.apis.heartbeat import Heartbeat
@@ -28,8 +40,10 @@ from millstream.kafka.apis.incremental_alter_configs import IncrementalAlterConf
 from millstream.kafka.apis.init_producer_id import InitProducerId
 from millstream.kafka.apis.join_group import JoinGroup
 from millstream.kafka.apis.leave_group import LeaveGroup
+from millstream.kafka.apis.list_config_resources import ListConfigResources
 from millstream.kafka.apis.list_groups import ListGroups
 from millstream.kafka.apis.list_offsets import ListOffsets
+from millstream.kafka.apis.list_partition_reassignments import ListPartitionReassignments
 from millstream.kafka.apis.metadata import Metadata
 from millstream.kafka.apis.node_status import READY, STOPPING, NodeState, NodeStatus
 from millstream.kafka.apis.offset_commit import OffsetCommit
@@ -38,8 +52,10 @@ from millstream.kafka.apis.offset_fetch import OffsetFetch
 from millstream.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
 from millstream.kafka.apis.produce import Produce
 from millstream.kafka.apis.sync_group import SyncGroup
+from millstream.kafka.apis.update_features import UpdateFeatures
 from millstream.kafka.dispatch import RawApi
 from millstream.kafka.node_metrics import GroupMetrics, ProcessMetrics
+from millstream.kafka.quota_meter import QuotaMeters
 from millstream.model.clock import Clock
 from millstream.model.metric import MetricSource
 from millstream.net.budget import Budget
@@ -54,6 +70,7 @@ class Parts:
     topics: Topics
     membership: Membership
     producer_ids: ProducerIds
+    quotas: ClientQuotas
     budget: Budget
     sources: Sequence[MetricSource]
     troubles: Callable[[], Iterable[str]]
@@ -66,19 +83,22 @@ class Served:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._groups = GroupCoordinator(parts.topics, parts.config, parts.clock)
-        self._fetch = Fetch(parts.topics, parts.budget, bytes_max=parts.config.fetch_bytes_max)
-        self._produce = Produce(parts.topics)
+        self._meters = QuotaMeters(parts.quotas)
+        self._fetch = Fetch(parts.topics, parts.budget, self._meters.fetch, bytes_max=parts.config.fetch_bytes_max)
+        self._produce = Produce(parts.topics, self._meters.produce)
         self.apis: list[Api[Any, Any] | RawApi] = [
             self._produce,
             self._fetch,
             *self._topic_apis(),
             *self._group_apis(),
             *self._cluster_apis(),
+            *self._client_apis(),
         ]
-        self.apis.append(ApiVersions(self.apis))
+        self.apis += [ApiVersions(self.apis), UpdateFeatures(self.apis)]
 
     async def start(self) -> None:
         """Begin to load what the coordinators keep in the log."""
+        await self._parts.quotas.load()
         await self._groups.start()
         self._parts.topics.when_deleted(lambda _topic: self._groups.topic_deleted())
         self._parts.node.state = READY
@@ -92,6 +112,7 @@ class Served:
     def _topic_apis(self) -> Iterable[Api[Any, Any]]:
         topics, membership = self._parts.topics, self._parts.membership
         yield Metadata(topics, membership)
+        yield DescribeTopicPartitions(topics, membership)
         yield ListOffsets(topics)
         yield OffsetForLeaderEpoch(topics)
         yield CreateTopics(topics, membership)
@@ -100,6 +121,13 @@ class Served:
         yield DeleteRecords(topics)
         yield DescribeConfigs(topics, membership, self._parts.config)
         yield IncrementalAlterConfigs(topics)
+        yield AlterConfigs(topics)
+        yield ListConfigResources(topics, membership)
+        yield DescribeProducers(topics)
+        yield DescribeLogDirs(topics, folder=self._parts.node.data)
+        yield ElectLeaders(topics)
+        yield AlterPartitionReassignments(topics, membership)
+        yield ListPartitionReassignments()
 
     def _group_apis(self) -> Iterable[Api[Any, Any]]:
         groups, topics = self._groups, self._parts.topics
@@ -121,5 +149,12 @@ class Served:
         yield InitProducerId(parts.producer_ids)
         process = ProcessMetrics(started_ms=parts.node.started_ms)
         lag = GroupMetrics(self._groups, parts.topics)
-        sources = (*parts.sources, self._produce, self._fetch, lag, process)
+        sources = (*parts.sources, self._produce, self._fetch, self._meters, lag, process)
         yield NodeStatus(parts.node, sources, parts.clock, troubles=parts.troubles)
+
+    def _client_apis(self) -> Iterable[Api[Any, Any]]:
+        yield DescribeClientQuotas(self._parts.quotas)
+        yield AlterClientQuotas(self._parts.quotas)
+        yield DescribeAcls()
+        yield CreateAcls()
+        yield DeleteAcls()

@@ -1,4 +1,4 @@
-"""The throttle time that answers carry: clients are held back by not reading from them, so it is always zero."""
+"""The throttle time of answers that no quota limits: all but those of Produce and Fetch."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from millstream.model.errors import InvalidRequest
 
@@ -88,21 +89,26 @@ def check_limit(key: str, value: float) -> None:
         raise InvalidRequest(f"{key} must be a whole number of bytes per second, not {value:g}")
 
 
-def candidates(client_id: str) -> Iterator[tuple[QuotaEntity, str]]:
-    """The entities whose quota may hold for a client, the most specific first, each with the name of its account.
+def candidates(client_id: str) -> Iterator[tuple[QuotaEntity, bool]]:
+    """The entities whose quota may hold for a client, the most specific first, and whether its user shares it.
 
-    Clients that share an account share the limit: a quota of a user is for all clients of that user together, while
-    one that speaks of client ids is for each client id alone, also where it is the default.
+    A quota of a user is for all clients of that user together. One that speaks of client ids is for each client id
+    alone, also where it is the default.
     """
-    user_client = f"{USER} {ANONYMOUS} {CLIENT_ID} {client_id}"
-    user = f"{USER} {ANONYMOUS}"
-    client = f"{CLIENT_ID} {client_id}"
-    for user_name in (ANONYMOUS, DEFAULT):
-        yield QuotaEntity(((USER, user_name), (CLIENT_ID, client_id))), user_client
-        yield QuotaEntity(((USER, user_name), (CLIENT_ID, DEFAULT))), user_client
-        yield QuotaEntity(((USER, user_name),)), user
-    yield QuotaEntity(((CLIENT_ID, client_id),)), client
-    yield QuotaEntity(((CLIENT_ID, DEFAULT),)), client
+    for user in (ANONYMOUS, DEFAULT):
+        yield QuotaEntity(((USER, user), (CLIENT_ID, client_id))), False
+        yield QuotaEntity(((USER, user), (CLIENT_ID, DEFAULT))), False
+        yield QuotaEntity(((USER, user),)), True
+    yield QuotaEntity(((CLIENT_ID, client_id),)), False
+    yield QuotaEntity(((CLIENT_ID, DEFAULT),)), False
+
+
+class Allotment(NamedTuple):
+    """What a client may take."""
+
+    rate: float
+    is_shared: bool
+    """Whether it is for all clients of the user together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

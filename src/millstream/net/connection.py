@@ -118,6 +118,7 @@ class Connection(asyncio.BufferedProtocol):
         self._draining = False
         self._write_paused = False
         self._read_paused = False
+        self._muted: asyncio.TimerHandle | None = None
         self._held_out_bytes = 0
         self.peer = ""
         self.host = ""
@@ -141,6 +142,8 @@ class Connection(asyncio.BufferedProtocol):
         """Give back whatever the connection held."""
         self._closed(self)
         self._budget.stop_waiting(self)
+        if self._muted is not None:
+            self._muted.cancel()
         if self._task is not None:
             self._task.cancel()
         self._transport = None
@@ -216,6 +219,28 @@ class Connection(asyncio.BufferedProtocol):
     def drain(self) -> None:
         """Read nothing more, answer what is under way, then close."""
         self._draining = True
+        if self._muted is not None:
+            self._muted.cancel()
+            self._unmute()
+        self._adjust_reading()
+        self._close_when_drained()
+
+    def mute(self, seconds: float) -> None:
+        """Take no more requests for some seconds; replies to those before still leave."""
+        if self._transport is None or self._draining:
+            return
+        until = self._loop.time() + seconds
+        if self._muted is not None:
+            if self._muted.when() >= until:
+                return
+            self._muted.cancel()
+        self._muted = self._loop.call_at(until, self._unmute)
+        self._adjust_reading()
+
+    def _unmute(self) -> None:
+        self._muted = None
+        self.last_activity = self._loop.time()
+        self._serve_waiting()
         self._adjust_reading()
         self._close_when_drained()
 
@@ -293,7 +318,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _take_frame(self, frame: _Frame) -> None:
         self._traffic.frames_in += 1
-        if self._task is not None or self._waiting or self._write_paused:
+        if self._task is not None or self._waiting or self._write_paused or self._muted is not None:
             self._waiting.append(frame)
         else:
             self._serve(frame)
@@ -351,6 +376,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _serve_waiting(self) -> None:
         while self._waiting and self._task is None and not self._write_paused and self._transport is not None:
+            if self._muted is not None:
+                return
             try:
                 self._serve(self._waiting.popleft())
             except ProtocolViolation as error:
@@ -404,6 +431,7 @@ class Connection(asyncio.BufferedProtocol):
             no_room
             or self._draining
             or self._write_paused
+            or self._muted is not None
             or len(self._waiting) >= FRAMES_WAITING_MAX
             or len(self._replies) >= REPLIES_WAITING_MAX
         )

@@ -45,7 +45,7 @@ async def test_limits_are_set_changed_and_taken_away(catalog: Catalog) -> None:
     assert quotas.all() == {ONE: {CONSUMER_BYTE_RATE: 30.0}} == catalog.client_quotas()
     again = ClientQuotas(catalog)
     await again.load()
-    assert again.find(CONSUMER_BYTE_RATE, "one") == ("client-id one", 30.0)
+    assert again.find(CONSUMER_BYTE_RATE, "one") == (30.0, False)
     await again.alter(ONE, {CONSUMER_BYTE_RATE: None, "no_such": None})
     assert again.all() == {} == catalog.client_quotas()
 
@@ -54,15 +54,15 @@ async def test_the_most_specific_limit_holds(catalog: Catalog) -> None:
     quotas = ClientQuotas(catalog)
     assert quotas.find(PRODUCER_BYTE_RATE, "one") is None
     await quotas.alter(REST, {PRODUCER_BYTE_RATE: 1.0})
-    assert quotas.find(PRODUCER_BYTE_RATE, "one") == ("client-id one", 1.0)
-    assert quotas.find(PRODUCER_BYTE_RATE, "") == ("client-id ", 1.0)
+    assert quotas.find(PRODUCER_BYTE_RATE, "one") == (1.0, False)
+    assert quotas.find(PRODUCER_BYTE_RATE, "") == (1.0, False)
     await quotas.alter(ONE, {PRODUCER_BYTE_RATE: 2.0, CONSUMER_BYTE_RATE: 9.0})
-    assert quotas.find(PRODUCER_BYTE_RATE, "one") == ("client-id one", 2.0)
-    assert quotas.find(PRODUCER_BYTE_RATE, "two") == ("client-id two", 1.0)
+    assert quotas.find(PRODUCER_BYTE_RATE, "one") == (2.0, False)
+    assert quotas.find(PRODUCER_BYTE_RATE, "two") == (1.0, False)
     await quotas.alter(EVERYBODY, {PRODUCER_BYTE_RATE: 3.0})
-    assert quotas.find(PRODUCER_BYTE_RATE, "one") == ("user ANONYMOUS", 3.0)
+    assert quotas.find(PRODUCER_BYTE_RATE, "one") == (3.0, True)
     # Each kind of limit is looked for on its own.
-    assert quotas.find(CONSUMER_BYTE_RATE, "one") == ("client-id one", 9.0)
+    assert quotas.find(CONSUMER_BYTE_RATE, "one") == (9.0, False)
 
 
 async def test_what_is_only_checked_or_refused_changes_nothing(

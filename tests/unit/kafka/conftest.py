@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from millstream.catalog.catalog import Catalog
 from millstream.cluster.membership import Membership, Node
+from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.log.files import DiskFiles
@@ -32,17 +33,29 @@ def membership() -> Membership:
 
 
 @pytest.fixture
-async def topics(tmp_path: Path, config: Config) -> AsyncIterator[Topics]:
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    """A new catalog."""
+    opened = Catalog.open_folder(tmp_path)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+async def quotas(catalog: Catalog) -> ClientQuotas:
+    """No quotas yet."""
+    return ClientQuotas(catalog)
+
+
+@pytest.fixture
+async def topics(tmp_path: Path, config: Config, catalog: Catalog) -> AsyncIterator[Topics]:
     """No topics yet."""
     store = LogStore.open(
         tmp_path, files=DiskFiles(), clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=1 << 40
     )
     running = asyncio.create_task(store.run())
-    catalog = Catalog.open_folder(tmp_path)
     loaded = Topics(catalog, store, config, SystemClock())
     await loaded.load()
     yield loaded
     loaded.close()
     await store.close()
     await running
-    catalog.close()

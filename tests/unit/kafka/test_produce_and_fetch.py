@@ -14,15 +14,18 @@ import pytest
 from kio.schema.errors import ErrorCode
 
 from millstream.catalog.catalog import Catalog
+from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.kafka.api import ClientInfo
 from millstream.kafka.apis.fetch import Fetch
 from millstream.kafka.apis.produce import Produce
+from millstream.kafka.quota_meter import QuotaMeter
 from millstream.log.files import DiskFiles
 from millstream.log.store import LogStore
 from millstream.model.clock import SystemClock
 from millstream.model.errors import ProtocolViolation
+from millstream.model.quota import PRODUCER_BYTE_RATE
 from millstream.net.budget import Budget
 from millstream.net.connection import Answer
 from millstream.records.record import NewRecord, decode_records, encode_batch
@@ -54,7 +57,11 @@ async def topics_in(data: Path) -> AsyncIterator[Topics]:
 
 
 def fetch_api(topics: Topics, budget: Budget | None = None) -> Fetch:
-    return Fetch(topics, budget or Budget(1 << 30), bytes_max=1 << 25)
+    return Fetch(topics, budget or Budget(1 << 30), no_quota(), bytes_max=1 << 25)
+
+
+def no_quota() -> QuotaMeter:
+    return QuotaMeter(ClientQuotas(Catalog("sqlite://")), PRODUCER_BYTE_RATE)
 
 
 async def settled(answer: Answer) -> bytes | None:
@@ -124,7 +131,7 @@ def batch(*contents: bytes) -> bytes:
 async def test_produce_in_every_version(tmp_path: Path, version: int) -> None:
     async with topics_in(tmp_path) as topics:
         topic = await topics.create("t")
-        produce = Produce(topics)
+        produce = Produce(topics, no_quota())
         for expected in (0, 2):
             response = await ask(produce, produce_request(version, "t", topic.topic_id, batch(b"a", b"b")))
             (answered,) = response.responses
@@ -151,7 +158,7 @@ async def test_fetch_in_every_version(tmp_path: Path, version: int) -> None:
 async def test_produce_errors_are_told_by_partition(tmp_path: Path, version: int) -> None:
     async with topics_in(tmp_path) as topics:
         topic = await topics.create("t")
-        produce = Produce(topics)
+        produce = Produce(topics, no_quota())
 
         async def code(**changes: Any) -> ErrorCode:
             given: dict[str, Any] = {"topic": "t", "topic_id": topic.topic_id, "records": batch(b"x"), **changes}
@@ -176,7 +183,7 @@ async def test_produce_errors_are_told_by_partition(tmp_path: Path, version: int
 async def test_acks_0_has_no_reply_and_closes_on_error(tmp_path: Path) -> None:
     async with topics_in(tmp_path) as topics:
         topic = await topics.create("t", overrides={"flush": "os"})
-        produce = Produce(topics)
+        produce = Produce(topics, no_quota())
         assert await ask(produce, produce_request(9, "t", topic.topic_id, batch(b"x"), acks=0)) is None
         assert topics.partition("t", 0).high_watermark == 1
         with pytest.raises(ProtocolViolation):
@@ -188,13 +195,13 @@ async def test_versions_before_3_are_refused(tmp_path: Path) -> None:
         frame = memoryview(bytearray(write_request(1, "c", produce_request(3, "t", uuid4(), b""))[4:]))
         header = read_request_header(frame)._replace(version=2)
         with pytest.raises(ProtocolViolation, match="v2"):
-            Produce(topics).handle_frame(frame, header, CLIENT)
+            Produce(topics, no_quota()).handle_frame(frame, header, CLIENT)
 
 
 async def test_pipelined_requests_are_appended_before_the_first_is_synced(tmp_path: Path) -> None:
     async with topics_in(tmp_path) as topics:
         topic = await topics.create("t")
-        produce = Produce(topics)
+        produce = Produce(topics, no_quota())
         answers = []
         for number in range(5):
             request = produce_request(9, "t", topic.topic_id, batch(b"%d" % number))

@@ -65,18 +65,16 @@ def test_unknown_limits_are_refused() -> None:
     check_limit(CONSUMER_BYTE_RATE, 1.0)
 
 
-def test_the_most_specific_comes_first_and_users_share_an_account() -> None:
-    order = [(str(entity), account) for entity, account in candidates("x")]
-    both, user, client = "user ANONYMOUS client-id x", "user ANONYMOUS", "client-id x"
-    assert order == [
-        ("user ANONYMOUS, client-id x", both),
-        ("user ANONYMOUS, client-id (default)", both),
-        ("user ANONYMOUS", user),
-        ("user (default), client-id x", both),
-        ("user (default), client-id (default)", both),
-        ("user (default)", user),
-        ("client-id x", client),
-        ("client-id (default)", client),
+def test_the_most_specific_comes_first_and_a_users_quota_is_shared() -> None:
+    assert [(str(entity), is_shared) for entity, is_shared in candidates("x")] == [
+        ("user ANONYMOUS, client-id x", False),
+        ("user ANONYMOUS, client-id (default)", False),
+        ("user ANONYMOUS", True),
+        ("user (default), client-id x", False),
+        ("user (default), client-id (default)", False),
+        ("user (default)", True),
+        ("client-id x", False),
+        ("client-id (default)", False),
     ]
 
 

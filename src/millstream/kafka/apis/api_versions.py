@@ -1,32 +1,41 @@
 """ApiVersions (key 18), versions 0 to 4: tells clients which APIs are served, and in which versions.
 
 The list is made from the APIs that are registered, so there is no second one to keep true. Millstream's private
-requests are left out; whoever sends them knows them.
+requests are left out; whoever sends them knows them. The features and their levels are those of `kafka/feature.py`.
 
 Version notes: 1 adds the throttle time, 3 is flexible and tells the client's software, whose name and version are
-checked as Kafka does. The response header is that of version 0 in every version, since a client reads it before it
+checked as Kafka does, and adds the features, without those that may be off, since older clients cannot read a level of
+0; 4 has these too. The response header is that of version 0 in every version, since a client reads it before it
 knows what the broker serves. A version that is not served is answered in version 0 with UNSUPPORTED_VERSION and the
 versions of this API alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from kio.schema.api_versions.v4.request import ApiVersionsRequest
-from kio.schema.api_versions.v4.response import ApiVersion, ApiVersionsResponse
+from kio.schema.api_versions.v4.response import (
+    ApiVersion,
+    ApiVersionsResponse,
+    FinalizedFeatureKey,
+    SupportedFeatureKey,
+)
 from kio.schema.errors import ErrorCode
-from kio.static.primitive import i16
+from kio.static.primitive import i16, i64
 
 from millstream.kafka.api import Api, ClientInfo
+from millstream.kafka.feature import epoch_of, features_of
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.wire.codec import PRIVATE_KEY_MIN, load_response_class
 from millstream.wire.shape import reshape
 
 _SOFTWARE: Final = re.compile(r"[a-zA-Z0-9](?:[a-zA-Z0-9\-.]*[a-zA-Z0-9])?")
 _FIRST_WITH_SOFTWARE: Final = 3
+_FIRST_WITH_LEVEL_0: Final = 4
 
 
 class ServedApi(Protocol):
@@ -55,13 +64,35 @@ class ApiVersions(Api[ApiVersionsRequest, ApiVersionsResponse]):
         client.software_name = request.client_software_name
         client.software_version = request.client_software_version
         public = sorted((api for api in self._served if api.key < PRIVATE_KEY_MIN), key=lambda api: api.key)
-        return _response(ErrorCode.none, public)
+        features = tuple(features_of({api.key for api in public}))
+        return dataclasses.replace(
+            _response(ErrorCode.none, public),
+            supported_features=tuple(
+                SupportedFeatureKey(name=feature.name, min_version=i16(feature.oldest), max_version=i16(feature.newest))
+                for feature in features
+            ),
+            finalized_features_epoch=i64(epoch_of(features)),
+            finalized_features=tuple(
+                FinalizedFeatureKey(
+                    name=feature.name, max_version_level=i16(feature.level), min_version_level=i16(feature.level)
+                )
+                for feature in features
+                if feature.level
+            ),
+        )
 
     def upgrade(self, version: int, request: Any) -> ApiVersionsRequest:
         """Older versions do not tell the software."""
         if version < _FIRST_WITH_SOFTWARE:
             return ApiVersionsRequest(client_software_name="unknown", client_software_version="unknown")
         return super().upgrade(version, request)
+
+    def downgrade(self, version: int, response: ApiVersionsResponse) -> Any:
+        """Older clients cannot read features that may be off."""
+        if version < _FIRST_WITH_LEVEL_0:
+            readable = tuple(feature for feature in response.supported_features if feature.min_version)
+            response = dataclasses.replace(response, supported_features=readable)
+        return super().downgrade(version, response)
 
     async def answer(self, version: int, request: Any, client: ClientInfo) -> Any:
         """Refuse a client that does not name its software properly; answer all others."""

@@ -28,6 +28,7 @@ from millstream.kafka.fetch_session import (
     PartitionKey,
     Position,
 )
+from millstream.kafka.quota_meter import QuotaMeter
 from millstream.model.errors import MillstreamError, ProtocolViolation
 from millstream.model.ids import Offset
 from millstream.model.metric import Metric, gauge
@@ -76,6 +77,8 @@ class _Context(NamedTuple):
     positions: dict[PartitionKey, Position]
     session: FetchSession | None
     incremental: bool
+    client: ClientInfo
+    bytes_max: int
 
 
 class _Wait:
@@ -100,8 +103,9 @@ class Fetch:
     key = 1
     versions = (4, 18)
 
-    def __init__(self, topics: Topics, budget: Budget, *, bytes_max: int) -> None:
+    def __init__(self, topics: Topics, budget: Budget, quota: QuotaMeter, *, bytes_max: int) -> None:
         self._topics = topics
+        self._quota = quota
         self._budget = budget
         self._bytes_max = bytes_max
         self._sessions = FetchSessions()
@@ -122,29 +126,33 @@ class Fetch:
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
         """Answer at once when there is enough to send, else have the connection wait."""
         request = _read(frame, header)
-        context = self._context(request, header)
+        client.fetch_requests += 1
+        context = self._context(request, header, client)
         if isinstance(context, ErrorCode):
-            return _write(header, context, 0, [])
+            return _write(header, context, 0, [], 0)
         found, size = self._look(context)
         if self._is_enough(context, found, size):
-            return self._answer(header, context, found)
+            return self._answer(header, context, found, size)
         return self._wait(header, context)
 
     # -- sessions -------------------------------------------------------------------------------------------
 
-    def _context(self, request: _Request, header: RequestHeader) -> _Context | ErrorCode:
+    def _context(self, request: _Request, header: RequestHeader, client: ClientInfo) -> _Context | ErrorCode:
         by_id = header.version >= FIRST_WITH_TOPIC_IDS
+        bytes_max = min(request.max_bytes, self._bytes_max)
+        if self._quota.is_limiting:
+            bytes_max = self._quota.allowance(client, bytes_max)
         if request.session_epoch in (SESSIONLESS_EPOCH, FIRST_EPOCH):
             self._sessions.close(request.session_id)
             session = None
             if request.session_epoch == FIRST_EPOCH and header.version >= FIRST_WITH_SESSIONS:
                 session = self._sessions.open(request.wanted, by_id=by_id)
-            return _Context(request, request.wanted, session, incremental=False)
+            return _Context(request, request.wanted, session, False, client, bytes_max)
         resumed = self._sessions.resume(request.session_id, request.session_epoch, by_id=by_id)
         if isinstance(resumed, ErrorCode):
             return resumed
         resumed.update(request.wanted, request.forgotten)
-        return _Context(request, resumed.positions, resumed, incremental=True)
+        return _Context(request, resumed.positions, resumed, True, client, bytes_max)
 
     # -- reading --------------------------------------------------------------------------------------------
 
@@ -156,7 +164,7 @@ class Fetch:
 
     def _look(self, context: _Context) -> tuple[list[_Found], int]:
         """Read what is there now, within the limits of the request and of the broker."""
-        left = min(context.request.max_bytes, self._bytes_max) if self._budget.has_room else 0
+        left = context.bytes_max if self._budget.has_room else 0
         found: list[_Found] = []
         size = 0
         for key, position in context.positions.items():
@@ -181,7 +189,7 @@ class Fetch:
 
     def _is_enough(self, context: _Context, found: list[_Found], size: int) -> bool:
         return (
-            size >= context.request.min_bytes
+            size >= min(context.request.min_bytes, max(context.bytes_max, 1))
             or context.request.max_wait_ms <= 0
             or not context.positions
             or self._stopping
@@ -200,7 +208,7 @@ class Fetch:
                 # The look comes after the listening, so that no advance falls between the two.
                 found, size = self._look(context)
                 if loop.time() >= deadline or self._is_enough(context, found, size):
-                    return self._answer(header, context, found)
+                    return self._answer(header, context, found, size)
                 async with asyncio.timeout_at(deadline):
                     await wait.moved
             except TimeoutError:
@@ -224,7 +232,9 @@ class Fetch:
                 listening.append(partition)
         return listening
 
-    def _answer(self, header: RequestHeader, context: _Context, found: list[_Found]) -> Buffers:
+    def _answer(self, header: RequestHeader, context: _Context, found: list[_Found], size: int) -> Buffers:
+        context.client.fetched_bytes += size
+        throttle_ms = self._quota.charge(context.client, size) if self._quota.is_limiting else 0
         session = context.session
         if session is not None:
             for one in found:
@@ -235,7 +245,8 @@ class Fetch:
                 position.log_start_told = Offset(one.log_start)
                 if one.records:
                     session.served(one.key)
-        return _write(header, ErrorCode.none, 0 if session is None else session.session_id, found)
+        session_id = 0 if session is None else session.session_id
+        return _write(header, ErrorCode.none, session_id, found, throttle_ms)
 
 
 def _is_news(one: _Found, position: Position) -> bool:
@@ -297,11 +308,11 @@ def _read_wanted(reader: Reader, version: int) -> dict[PartitionKey, Position]:
     return wanted
 
 
-def _write(header: RequestHeader, code: ErrorCode, session_id: int, found: list[_Found]) -> Buffers:
+def _write(header: RequestHeader, code: ErrorCode, session_id: int, found: list[_Found], throttle_ms: int) -> Buffers:
     """Lay out the reply as a list of buffers, so that records are sent from where they were read to."""
     version = header.version
     writer = Writer(flexible=header.flexible)
-    writer.int32(0)
+    writer.int32(throttle_ms)
     if version >= FIRST_WITH_SESSIONS:
         writer.int16(code)
         writer.int32(session_id)

@@ -66,12 +66,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         return IncrementalAlterConfigsResponse(throttle_time=NO_THROTTLE, responses=tuple(responses))
 
     async def _alter(self, resource: AlterConfigsResource, *, validate_only: bool) -> None:
-        if resource.resource_type == NODE_RESOURCE:
-            raise InvalidRequest(
-                "the settings of a node are in its flags, environment and millstream.toml, and need a restart to change"
-            )
-        if resource.resource_type != TOPIC_RESOURCE:
-            raise InvalidRequest(f"resource type {resource.resource_type} has no settings here; topics have")
+        check_alterable(resource.resource_type)
         topic = topic_named(self._topics, resource.resource_name)
         changes = self._changes(topic, resource.configs)
         await self._topics.alter(topic.name, changes, validate_only=validate_only)
@@ -105,6 +100,16 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         if config.config_operation == SUBTRACT:
             return ",".join(value for value in values if value not in given)
         return ",".join(dict.fromkeys([*values, *given]))
+
+
+def check_alterable(resource_type: int) -> None:
+    """Raise `InvalidRequest` for everything but topics."""
+    if resource_type == NODE_RESOURCE:
+        raise InvalidRequest(
+            "the settings of a node are in its flags, environment and millstream.toml, and need a restart to change"
+        )
+    if resource_type != TOPIC_RESOURCE:
+        raise InvalidRequest(f"resource type {resource_type} has no settings here; topics have")
 
 
 def _response(resource: AlterConfigsResource, code: ErrorCode, message: str | None) -> AlterConfigsResourceResponse:

@@ -22,6 +22,7 @@ from kio.schema.errors import ErrorCode
 from millstream.cluster.topics import Topics
 from millstream.kafka.api import ClientInfo
 from millstream.kafka.errors import error_code
+from millstream.kafka.quota_meter import QuotaMeter
 from millstream.log.log import AppendedRange
 from millstream.model.errors import CorruptBatch, MillstreamError, ProtocolViolation
 from millstream.model.metric import Metric, counter, gauge
@@ -73,11 +74,12 @@ class _Outcome:
 class _Pending:
     """A request whose reply waits for acknowledgements."""
 
-    __slots__ = ("deadline", "header", "outcomes", "promise", "remaining")
+    __slots__ = ("deadline", "header", "outcomes", "promise", "remaining", "throttle_ms")
 
-    def __init__(self, header: RequestHeader, outcomes: list[_Outcome], deadline: float) -> None:
+    def __init__(self, header: RequestHeader, outcomes: list[_Outcome], deadline: float, throttle_ms: int) -> None:
         self.header = header
         self.outcomes = outcomes
+        self.throttle_ms = throttle_ms
         self.deadline = deadline
         self.remaining: dict[_Outcome, asyncio.Future[None]] = {}
         self.promise: asyncio.Future[Buffers | None] = asyncio.get_running_loop().create_future()
@@ -89,8 +91,9 @@ class Produce:
     key = 0
     versions = (0, 13)
 
-    def __init__(self, topics: Topics) -> None:
+    def __init__(self, topics: Topics, quota: QuotaMeter) -> None:
         self._topics = topics
+        self._quota = quota
         self._pending: OrderedDict[_Pending, None] = OrderedDict()
         self._sweep: asyncio.TimerHandle | None = None
         self.batches_rejected = 0
@@ -106,10 +109,13 @@ class Produce:
             raise ProtocolViolation(f"Produce v{header.version} is not served; versions 3 and later are")
         request = _read(frame, header)
         outcomes = [self._append(given, request) for given in request.given]
+        client.produce_requests += 1
+        client.produced_bytes += len(frame)
+        throttle_ms = self._quota.charge(client, len(frame)) if self._quota.is_limiting else 0
         if request.acks == ACKS_NONE:
             _check_unanswered(outcomes)
             return None
-        return self._reply(header, request, outcomes)
+        return self._reply(header, request, outcomes, throttle_ms)
 
     def _append(self, given: _Given, request: _Request) -> _Outcome:
         outcome = _Outcome(given)
@@ -134,7 +140,7 @@ class Produce:
             return self._topics.partition_by_id(given.topic, given.partition)
         return self._topics.partition(given.topic, given.partition)
 
-    def _reply(self, header: RequestHeader, request: _Request, outcomes: list[_Outcome]) -> Answer:
+    def _reply(self, header: RequestHeader, request: _Request, outcomes: list[_Outcome], throttle_ms: int) -> Answer:
         pending: _Pending | None = None
         for outcome in outcomes:
             if outcome.appended is None:
@@ -144,10 +150,11 @@ class Produce:
                 continue
             if pending is None:
                 timeout_s = min(max(request.timeout_ms, 0) / 1000, _TIMEOUT_S_MAX)
-                pending = _Pending(header, outcomes, asyncio.get_running_loop().time() + timeout_s)
+                deadline = asyncio.get_running_loop().time() + timeout_s
+                pending = _Pending(header, outcomes, deadline, throttle_ms)
             pending.remaining[outcome] = acknowledged
         if pending is None:
-            return _write(header, outcomes)
+            return _write(header, outcomes, throttle_ms)
         self._wait(pending)
         return pending.promise
 
@@ -175,7 +182,7 @@ class Produce:
     def _keep(self, pending: _Pending) -> None:
         self._pending.pop(pending, None)
         if not pending.promise.done():
-            pending.promise.set_result(_write(pending.header, pending.outcomes))
+            pending.promise.set_result(_write(pending.header, pending.outcomes, pending.throttle_ms))
 
     def _time_out(self) -> None:
         """Answer what has waited longer than its client is willing to; the records may still become durable."""
@@ -221,7 +228,7 @@ def _read(frame: memoryview, header: RequestHeader) -> _Request:
     return _Request(transactional_id, acks, timeout_ms, given)
 
 
-def _write(header: RequestHeader, outcomes: list[_Outcome]) -> Buffers:
+def _write(header: RequestHeader, outcomes: list[_Outcome], throttle_ms: int) -> Buffers:
     version = header.version
     writer = Writer(flexible=header.flexible)
     by_topic: dict[str | UUID, list[_Outcome]] = {}
@@ -237,7 +244,7 @@ def _write(header: RequestHeader, outcomes: list[_Outcome]) -> Buffers:
         for outcome in of_topic:
             _write_outcome(writer, version, outcome)
         writer.no_tags()
-    writer.int32(0)
+    writer.int32(throttle_ms)
     writer.no_tags()
     return [response_head(0, version, header.correlation_id, len(writer.buffer)), writer.buffer]
 

@@ -1,0 +1,81 @@
+"""DescribeProducers (key 61), version 0: the idempotent producers that partitions remember.
+
+A producer is remembered for as long as `producer-expiry-ms` says. Without transactions none has one open, and none has
+a coordinator.
+
+Version notes: version 0 is the only one.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kio.schema.describe_producers.v0.request import DescribeProducersRequest
+from kio.schema.describe_producers.v0.response import (
+    DescribeProducersResponse,
+    PartitionResponse,
+    ProducerState,
+    TopicResponse,
+)
+from kio.schema.errors import ErrorCode
+from kio.schema.types import ProducerId
+from kio.static.primitive import i32, i64
+
+from millstream.cluster.topics import Topics
+from millstream.kafka.api import Api, ClientInfo
+from millstream.kafka.errors import error_code, error_message
+from millstream.kafka.throttle import NO_THROTTLE
+from millstream.log.producers import Producer
+from millstream.model.errors import MillstreamError
+from millstream.model.topic import check_topic_name
+
+_NO_COORDINATOR: Final = i32(-1)
+_NO_SEQUENCE: Final = -1
+
+
+class DescribeProducers(Api[DescribeProducersRequest, DescribeProducersResponse]):
+    """Tells who writes to partitions."""
+
+    key = 61
+    versions = (0, 0)
+
+    def __init__(self, topics: Topics) -> None:
+        self._topics = topics
+
+    async def handle(self, request: DescribeProducersRequest, client: ClientInfo) -> DescribeProducersResponse:
+        """Answer each partition on its own."""
+        topics = tuple(
+            TopicResponse(
+                name=topic.name, partitions=tuple(self._answer(topic.name, index) for index in topic.partition_indexes)
+            )
+            for topic in request.topics
+        )
+        return DescribeProducersResponse(throttle_time=NO_THROTTLE, topics=topics)
+
+    def _answer(self, topic: str, index: i32) -> PartitionResponse:
+        try:
+            check_topic_name(topic)
+            partition = self._topics.partition(topic, index)
+        except MillstreamError as error:
+            return PartitionResponse(
+                partition_index=index,
+                error_code=error_code(error),
+                error_message=error_message(error),
+                active_producers=(),
+            )
+        return PartitionResponse(
+            partition_index=index,
+            error_code=ErrorCode.none,
+            active_producers=tuple(_described(producer) for producer in partition.log.producers),
+        )
+
+
+def _described(producer: Producer) -> ProducerState:
+    last_sequence = producer.batches[-1].last_sequence if producer.batches else _NO_SEQUENCE
+    return ProducerState(
+        producer_id=ProducerId(producer.producer_id),
+        producer_epoch=i32(producer.epoch),
+        last_sequence=i32(last_sequence),
+        last_timestamp=i64(producer.last_ms),
+        coordinator_epoch=_NO_COORDINATOR,
+    )

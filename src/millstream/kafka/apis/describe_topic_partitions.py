@@ -1,0 +1,134 @@
+"""DescribeTopicPartitions (key 75), version 0: topics with their partitions, page by page (KIP-966).
+
+Topics come in the order of their names; no topics means all of them. An answer holds at most `response_partition_limit`
+partitions, and never more than 2,000; if there are more, `next_cursor` says where to go on, and the next request hands
+it back. A cursor whose topic is gone goes on with the topic after it.
+
+Version notes: version 0 is the only one. It has no error for the whole request, so an invalid one gives its error to
+each topic that it names, as in Kafka.
+"""
+
+from __future__ import annotations
+
+from typing import Final, cast
+
+from kio.schema.describe_topic_partitions.v0.request import DescribeTopicPartitionsRequest
+from kio.schema.describe_topic_partitions.v0.response import (
+    Cursor,
+    DescribeTopicPartitionsResponse,
+    DescribeTopicPartitionsResponsePartition,
+    DescribeTopicPartitionsResponseTopic,
+)
+from kio.schema.errors import ErrorCode
+from kio.schema.types import BrokerId, TopicName
+from kio.static.primitive import i32
+
+from millstream.cluster.membership import Membership
+from millstream.cluster.topics import Topics
+from millstream.kafka.api import Api, ClientInfo
+from millstream.kafka.errors import error_code
+from millstream.kafka.permission import TOPIC_OPERATIONS
+from millstream.kafka.throttle import NO_THROTTLE
+from millstream.kafka.topic_lookup import topic_named
+from millstream.model.errors import InvalidRequest, MillstreamError
+from millstream.model.topic import INTERNAL_TOPICS, Topic, check_topic_name
+
+PARTITIONS_MAX: Final = 2000
+
+
+class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicPartitionsResponse]):
+    """Describes topics, page by page."""
+
+    key = 75
+    versions = (0, 0)
+
+    def __init__(self, topics: Topics, membership: Membership) -> None:
+        self._topics = topics
+        self._membership = membership
+
+    async def handle(
+        self, request: DescribeTopicPartitionsRequest, client: ClientInfo
+    ) -> DescribeTopicPartitionsResponse:
+        """Fill one page."""
+        names = self._names(request)
+        left = min(request.response_partition_limit, PARTITIONS_MAX)
+        described: list[DescribeTopicPartitionsResponseTopic] = []
+        for name in names:
+            first = request.cursor.partition_index if request.cursor and request.cursor.topic_name == name else 0
+            try:
+                check_topic_name(name)
+                topic = topic_named(self._topics, name)
+            except MillstreamError as error:
+                described.append(_refused(name, error))
+                continue
+            if left == 0:
+                return _response(described, Cursor(topic_name=TopicName(name), partition_index=i32(0)))
+            described.append(self._describe(topic, first, left))
+            after = first + left
+            if after < topic.partitions:
+                return _response(described, Cursor(topic_name=TopicName(name), partition_index=i32(after)))
+            left -= len(described[-1].partitions)
+        return _response(described, None)
+
+    def failure(
+        self, error: MillstreamError, request: DescribeTopicPartitionsRequest
+    ) -> DescribeTopicPartitionsResponse:
+        """Give the error to every topic that is named."""
+        return _response([_refused(topic.name, error) for topic in request.topics], None)
+
+    def _names(self, request: DescribeTopicPartitionsRequest) -> list[str]:
+        """The topics of this page and of those behind it, in order."""
+        cursor = request.cursor
+        if request.response_partition_limit < 1:
+            raise InvalidRequest(f"a page has at least 1 partition, not {request.response_partition_limit}")
+        if cursor is not None and cursor.partition_index < 0:
+            raise InvalidRequest(f"the cursor begins with partition {cursor.partition_index}")
+        if request.topics:
+            names = sorted({str(topic.name) for topic in request.topics})
+            if cursor is not None and cursor.topic_name not in names:
+                raise InvalidRequest(f"the cursor's topic {cursor.topic_name!r} is not among those asked for")
+        else:
+            names = [topic.name for topic in self._topics.all()]
+        return names if cursor is None else [name for name in names if name >= cursor.topic_name]
+
+    def _describe(self, topic: Topic, first: int, number: int) -> DescribeTopicPartitionsResponseTopic:
+        # Plain casts, as in Metadata: the checked conversions of kio's types would double the cost.
+        leader = cast("BrokerId", self._membership.me.node_id)
+        nodes = (leader,)
+        partitions = tuple(
+            DescribeTopicPartitionsResponsePartition(
+                error_code=ErrorCode.none,
+                partition_index=cast("i32", partition.index),
+                leader_id=leader,
+                leader_epoch=cast("i32", partition.leader_epoch),
+                replica_nodes=nodes,
+                isr_nodes=nodes,
+                eligible_leader_replicas=(),
+                last_known_elr=(),
+            )
+            for partition in self._topics.partitions_of(topic)[first : first + number]
+        )
+        return DescribeTopicPartitionsResponseTopic(
+            error_code=ErrorCode.none,
+            name=TopicName(topic.name),
+            topic_id=topic.topic_id,
+            is_internal=topic.is_internal,
+            partitions=partitions,
+            topic_authorized_operations=TOPIC_OPERATIONS,
+        )
+
+
+def _refused(name: str, error: MillstreamError) -> DescribeTopicPartitionsResponseTopic:
+    return DescribeTopicPartitionsResponseTopic(
+        error_code=error_code(error),
+        name=TopicName(name),
+        topic_id=None,
+        is_internal=name in INTERNAL_TOPICS,
+        partitions=(),
+    )
+
+
+def _response(
+    topics: list[DescribeTopicPartitionsResponseTopic], next_cursor: Cursor | None
+) -> DescribeTopicPartitionsResponse:
+    return DescribeTopicPartitionsResponse(throttle_time=NO_THROTTLE, topics=tuple(topics), next_cursor=next_cursor)
