@@ -142,8 +142,11 @@ def _copy_jars(into: Path) -> None:
 def serve(arguments: argparse.Namespace) -> int:
     """Format the storage, start Kafka, tell the address once it answers, and stop it when asked to."""
     java = ["java", *_JVM, "-cp", f"{fetch()}/*"]
-    address, properties = _write_properties(arguments)
-    _format(java, properties)
+    properties: Path = arguments.data / "server.properties"
+    if not properties.exists():
+        _write_properties(arguments, properties)
+        _format(java, properties)
+    address = _advertised(properties)
     # Asked to stop before there is anything to stop, the process simply ends, and takes its group along.
     node = subprocess.Popen([*java, "kafka.Kafka", str(properties)], stdin=subprocess.DEVNULL, stdout=sys.stderr)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -155,19 +158,26 @@ def serve(arguments: argparse.Namespace) -> int:
     return 0 if code == 128 + signal.SIGTERM else code
 
 
-def _write_properties(arguments: argparse.Namespace) -> tuple[str, Path]:
+def _write_properties(arguments: argparse.Namespace, properties: Path) -> None:
     arguments.data.mkdir(parents=True, exist_ok=True)
-    address = arguments.kafka if not arguments.kafka.endswith(":0") else _free_address()
-    properties: Path = arguments.data / "server.properties"
     text = _PROPERTIES.format(
-        address=address,
+        address=_free_address() if arguments.kafka.endswith(":0") else arguments.kafka,
         controller=_free_address(),
         logs=arguments.data / "logs",
         partitions=arguments.partitions,
         flush=_FLUSH[arguments.flush],
     )
     properties.write_text(text, encoding="utf-8")
-    return address, properties
+
+
+def _advertised(properties: Path) -> str:
+    """Where the node listens, which it goes on doing after a restart."""
+    found = re.search(
+        r"^advertised\.listeners=PLAINTEXT://(\S+)$", properties.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    if found is None:
+        raise SystemExit(f"{properties} names no address")
+    return found[1]
 
 
 def _free_address() -> str:
@@ -178,8 +188,7 @@ def _free_address() -> str:
 def _format(java: Sequence[str], properties: Path) -> None:
     cluster = urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
     tool = ["kafka.tools.StorageTool", "format", f"--cluster-id={cluster}", f"--config={properties}"]
-    flags = ["--standalone", "--ignore-formatted"]
-    subprocess.run([*java, *tool, *flags], check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    subprocess.run([*java, *tool, "--standalone"], check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr)
 
 
 def _wait_until_ready(address: str, node: subprocess.Popen[bytes]) -> None:

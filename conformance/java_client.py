@@ -1,0 +1,63 @@
+"""Apache Kafka's Java client, fetched by Maven. The program is conformance/java."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from conformance.client import BUILT, HERE, Program, Unavailable, run_builder
+
+_JAVA_MIN = 17
+_SHARED = ("Producing", "Consuming", "Grouping", "Administration")
+_CURRENT = tuple(
+    f"current.{suite}"
+    for suite in ("CurrentProducing", "CurrentGroups", "CurrentAdministration", "Transactions", "Protocol")
+)
+_OLD = ("old.OldAdministration",)
+# How Maven and the network below it speak of a registry that cannot be reached.
+_OFFLINE = ("Could not transfer", "Unknown host", "UnknownHost", "Connection refused", "in offline mode", "timed out")
+
+
+@dataclass(frozen=True, slots=True)
+class JavaClient:
+    """One version of `kafka-clients`; an old one lacks some calls and has others that were dropped since."""
+
+    version: str
+    old: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is called in the report."""
+        return f"java kafka-clients {self.version}"
+
+    def build(self) -> Program:
+        """Let Maven fetch the client and compile the program against it."""
+        _check_java()
+        if shutil.which("mvn") is None:
+            raise Unavailable("Maven (mvn) is not on the PATH")
+        output = BUILT / f"java-{self.version}"
+        left_out = "current" if self.old else "old"
+        settings = [f"-Dkafka.version={self.version}", f"-Dleft.out={left_out}", f"-Doutput={output}"]
+        run_builder(["mvn", "-q", "-B", *settings, "compile"], folder=HERE / "java", offline_marks=_OFFLINE)
+        log = output / "client.log"
+        log.unlink(missing_ok=True)
+        logging = ["-Dorg.slf4j.simpleLogger.defaultLogLevel=info", f"-Dorg.slf4j.simpleLogger.logFile={log}"]
+        modest = ["-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
+        path = f"{output / 'classes'}:{output / 'lib' / '*'}"
+        return Program(["java", *modest, *logging, "-cp", path, "millstream.conformance.Trial"], log)
+
+    def arguments(self, address: str, served: str, only: str) -> Sequence[str]:
+        """The broker, what it serves, and the suites that this version has the calls for."""
+        return [address, served, only, *_SHARED, *(_OLD if self.old else _CURRENT)]
+
+
+def _check_java() -> None:
+    if shutil.which("java") is None or shutil.which("javac") is None:
+        raise Unavailable("a Java development kit (java, javac) is not on the PATH")
+    said = subprocess.run(["javac", "-version"], capture_output=True, text=True, timeout=60)
+    found = re.search(r"javac (\d+)", said.stdout + said.stderr)
+    if found is None or int(found[1]) < _JAVA_MIN:
+        raise Unavailable(f"Java {_JAVA_MIN} or newer is needed, found {found[0] if found else 'an unknown one'}")

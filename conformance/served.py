@@ -1,0 +1,40 @@
+"""What a broker says it serves, asked with the plainest request there is: ApiVersions in version 0, laid by hand."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Mapping
+
+API_VERSIONS_KEY = 18
+_ANSWER_S_MAX = 30.0
+
+
+def ask_served(address: str) -> Mapping[int, tuple[int, int]]:
+    """The keys of the APIs that the broker serves, each with its oldest and newest version."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=_ANSWER_S_MAX) as connection:
+        request = struct.pack(">hhih", API_VERSIONS_KEY, 0, 1, -1)
+        connection.sendall(struct.pack(">i", len(request)) + request)
+        size: int = struct.unpack(">i", _receive(connection, 4))[0]
+        answer = _receive(connection, size)
+    _correlation, error, count = struct.unpack_from(">ihi", answer)
+    if error:
+        raise ConnectionError(f"ApiVersions was answered with error code {error}")
+    entries = struct.iter_unpack(">hhh", answer[10 : 10 + 6 * count])
+    return {key: (oldest, newest) for key, oldest, newest in entries}
+
+
+def describe_served(served: Mapping[int, tuple[int, int]]) -> str:
+    """The same as one argument for the clients' programs: `key:oldest-newest,...`."""
+    return ",".join(f"{key}:{oldest}-{newest}" for key, (oldest, newest) in sorted(served.items()))
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        chunk = connection.recv(size - len(received))
+        if not chunk:
+            raise ConnectionError("the broker closed the connection instead of answering ApiVersions")
+        received += chunk
+    return bytes(received)
