@@ -51,9 +51,27 @@ class Damage:
         found = bisect_right(self._lost, offset, key=_first)
         return self._lost[found].first if found < len(self._lost) else None
 
-    def cut(self, start_offset: int, end_offset: int) -> None:
-        """Forget what lies wholly outside of the log."""
-        self._lost = [known for known in self._lost if known.next_offset > start_offset and known.first < end_offset]
+    def cut_before(self, start_offset: int) -> None:
+        """Forget what lies wholly before a new start of the log."""
+        self._lost = [lost for lost in self._lost if lost.next_offset > start_offset]
+
+    def cut_after(self, end_offset: int, segment: int, size: int) -> None:
+        """Forget what lies beyond a new end of the log, which is at a position in a segment."""
+        self._lost = [
+            LostRange(
+                lost.first,
+                min(lost.next_offset, end_offset),
+                lost.segment,
+                lost.start,
+                min(lost.end, size) if lost.segment == segment else lost.end,
+            )
+            for lost in self._lost
+            if lost.first < end_offset
+        ]
+
+    def holes_of(self, segment: int) -> dict[int, tuple[int, int]]:
+        """The damaged stretches of a segment: start to end and to the offset that goes on there."""
+        return {lost.start: (lost.end, lost.next_offset) for lost in self._lost if lost.segment == segment}
 
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """Each range as (first, next)."""

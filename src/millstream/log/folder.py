@@ -25,8 +25,9 @@ DELETED_SUFFIX = ".deleted"
 
 
 class CleanStop(msgspec.Struct, frozen=True):
-    """What a clean stop leaves behind; the logs named here were not opened since an unclean one."""
+    """What a clean stop leaves behind: how long the ledger was, and the logs that nobody opened to recover them."""
 
+    ledger_bytes: int
     unrecovered: list[tuple[UUID, int]]
 
 
@@ -97,9 +98,9 @@ class DataFolder:
         except msgspec.DecodeError:
             return None
 
-    def mark_clean_stop(self, unrecovered: Iterable[LogKey]) -> None:
+    def mark_clean_stop(self, ledger_bytes: int, unrecovered: Iterable[LogKey]) -> None:
         """Leave the mark, for good when this returns."""
-        body = msgspec.msgpack.encode(CleanStop(sorted(unrecovered)))
+        body = msgspec.msgpack.encode(CleanStop(ledger_bytes, sorted(unrecovered)))
         content = crc32c(body).to_bytes(4, "big") + body
         replace_file(self._files, self.path, CLEAN_STOP_NAME, content)
 

@@ -54,6 +54,8 @@ class Ledger:
         self._last_version = 0
         self._live_bytes = 0
         self._end = 0
+        self.damaged = False
+        """Whether something was bad in the middle of the file when it was opened."""
         self._broken = False
         self._lock = threading.Lock()
         new = not files.exists(self._path)
@@ -64,6 +66,11 @@ class Ledger:
 
     def __contains__(self, key: object) -> bool:
         return key in self._places
+
+    @property
+    def size_bytes(self) -> int:
+        """Where the last group ends."""
+        return self._end
 
     def state_of(self, key: LogKey) -> bytes | None:
         """The last checkpoint of a log."""
@@ -83,14 +90,15 @@ class Ledger:
             try:
                 if self._broken or self._end > REWRITE_BYTES_MIN + 2 * self._live_bytes:
                     self._rewrite()
-                self._append([(key, state) for key, _, state in fresh])
+                places = self._append([(key, state) for key, _, state in fresh])
                 self._files.sync(self._descriptor)
             except OSError:
                 # What a failed sync left behind cannot be trusted, so the next one goes into another file.
                 self._broken = True
                 raise
-            for key, version, _ in fresh:
-                self._versions[key] = version
+            for key, place in places:
+                self._place(key, place)
+            self._versions.update((key, version) for key, version, _ in fresh)
 
     def forget(self, key: LogKey) -> None:
         """The log was deleted; its entry goes when the file is rewritten."""
@@ -106,15 +114,15 @@ class Ledger:
 
     # -- inside ---------------------------------------------------------------------------------------------
 
-    def _append(self, states: list[tuple[LogKey, bytes]]) -> None:
-        """Write one group behind the last, and note where its entries are."""
+    def _append(self, states: list[tuple[LogKey, bytes]]) -> list[tuple[LogKey, _Place]]:
+        """Write one group behind the last. Its entries count once it is synced."""
         body = b"".join(_ENTRY.pack(key[0].bytes, key[1], len(state)) + state for key, state in states)
         size = len(body).to_bytes(4, "big")
         group = _MAGIC + crc32c(body, crc32c(size)).to_bytes(4, "big") + size + body
         write_fully(self._files, self._descriptor, group, self._end)
-        for key, place in _places(body, self._end + _GROUP.size):
-            self._place(key, place)
+        places = list(_places(body, self._end + _GROUP.size))
         self._end += len(group)
+        return places
 
     def _place(self, key: LogKey, place: _Place) -> None:
         old = self._places.get(key)
@@ -130,6 +138,7 @@ class Ledger:
         for position, end in _groups(content):
             if position != self._end:
                 _logger.error("the ledger of checkpoints is damaged", extra={"file": self._path, "byte": self._end})
+                self.damaged = True
                 self._places.clear()
                 self._live_bytes = 0
             for key, place in _places(content[position + _GROUP.size : end], position + _GROUP.size):
@@ -144,20 +153,20 @@ class Ledger:
         states = [(key, self._files.read_at(self._descriptor, *place[::-1])) for key, place in self._places.items()]
         new = self._path + ".new"
         old, self._descriptor = self._descriptor, self._files.open(new, create=True)
-        kept = (self._places, self._end, self._live_bytes)
-        self._places, self._end, self._live_bytes = {}, 0, 0
+        end, self._end = self._end, 0
         try:
             self._files.truncate(self._descriptor, 0)
-            self._append(states)
+            places = self._append(states)
             self._files.sync(self._descriptor)
             self._files.rename(new, self._path)
             self._files.sync_directory(self._directory)
         except OSError:
             self._files.close(self._descriptor)
-            self._descriptor = old
-            self._places, self._end, self._live_bytes = kept
+            self._descriptor, self._end = old, end
             raise
         self._files.close(old)
+        self._places = dict(places)
+        self._live_bytes = sum(place.size for place in self._places.values())
         self._broken = False
 
 

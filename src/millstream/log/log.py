@@ -107,7 +107,8 @@ class Log:
         self.on_synced: Callable[[], None] | None = None
         self.on_sync_failed: Callable[[StorageFailure], None] | None = None
         self.failure: str | None = None
-        """What is wrong with the disk now, or None."""
+        """What the disk last failed at, until it does something right."""
+        self.failed_at = 0.0
         self.broken = False
         """A sync of a segment failed; writes are refused until its tail is in another file."""
         self.closed = False
@@ -263,7 +264,7 @@ class Log:
 
     def refuse(self, doing: str, error: OSError) -> StorageFailure:
         """The error for a write that the disk did not take; also told by the log itself until a write succeeds."""
-        self.failure = f"{doing} failed: {error.strerror or error}"
+        self._note_failure(f"{doing} failed: {error.strerror or error}")
         _logger.error("the disk refused a write", extra={"partition": str(self.partition), "error": self.failure})
         return StorageFailure(
             f"{self.partition}: {self.failure}. Nothing was stored and reads go on; free space on the disk of "
@@ -491,16 +492,22 @@ class Log:
 
     def advance_synced(self, end_offset: int) -> None:
         """Everything below an offset is durable, in the segments or in the journal."""
+        if not self.broken:
+            self.failure = None
         if end_offset > self.synced_offset:
             self.synced_offset = Offset(end_offset)
             if self.on_synced is not None:
                 self.on_synced()
 
+    def _note_failure(self, what: str) -> None:
+        self.failure = what
+        self.failed_at = self._clock.monotonic()
+
     def distrust(self, segment: Segment) -> None:
         """A sync of a segment failed: refuse writes until what it held is safe in another file."""
         if not self.broken:
             self.broken = True
-            self.failure = f"{segment.path} could not be synced"
+            self._note_failure(f"{segment.path} could not be synced")
             _logger.error(
                 "a file could not be synced and is not trusted again",
                 extra={"partition": str(self.partition), "file": segment.path},
@@ -508,7 +515,7 @@ class Log:
 
     def fail_sync(self, error: OSError, doing: str) -> None:
         """Tell whoever waits for a sync that it did not come about."""
-        self.failure = f"{doing} failed: {error.strerror or error}"
+        self._note_failure(f"{doing} failed: {error.strerror or error}")
         _logger.error("a log could not be synced", extra={"partition": str(self.partition), "error": self.failure})
         if self.on_sync_failed is not None:
             self.on_sync_failed(

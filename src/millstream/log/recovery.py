@@ -61,16 +61,9 @@ def _believe(opening: Opening, directory: str, state: LogState) -> Contents:
         journal_mark=(state.journal_id, state.journal_sequence),
         known=True,
     )
-    for lost in contents.damage:
-        _dig(contents, lost)
+    for segment in segments if contents.damage else ():
+        segment.holes = contents.damage.holes_of(segment.base_offset)
     return contents
-
-
-def _dig(contents: Contents, lost: LostRange) -> None:
-    """Note the hole that a lost range leaves in its segment."""
-    for segment in contents.segments:
-        if segment.base_offset == lost.segment:
-            segment.holes[lost.start] = (lost.end, lost.next_offset)
 
 
 class Recovery:

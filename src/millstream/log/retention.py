@@ -68,7 +68,7 @@ def _drop_front(log: Log, count: int) -> None:
     log.replace_segments(kept)
     log.start_offset = max(log.start_offset, Offset(kept[0].base_offset))
     log.epochs.cut_before(kept[0].base_offset)
-    log.lost.cut(log.start_offset, log.end_offset)
+    log.lost.cut_before(log.start_offset)
     log.keeper.checkpoint_soon(log)
 
 

@@ -39,6 +39,7 @@ CHECKPOINT_S = 10.0
 """So long after a write a log is checkpointed, which bounds what has to be scanned after a crash."""
 
 RETRY_S = 1.0
+FAILURE_S = 30.0
 CLOSE_ATTEMPTS = 3
 RETENTION_SLICE = 500
 UPKEEP_SLICE = 32
@@ -130,7 +131,7 @@ class LogStore:
     def _recover(self) -> None:
         mark = self._folder.take_clean_stop()
         self._folder.remove_deleted()
-        if mark is not None:
+        if mark is not None and mark.ledger_bytes == self._ledger.size_bytes and not self._ledger.damaged:
             self._unrecovered = {(topic_id, PartitionIndex(partition)) for topic_id, partition in mark.unrecovered}
             remove_journal(self._files, self._folder.journal)
             return
@@ -453,7 +454,7 @@ class LogStore:
         try:
             if clean:
                 self._journal.remove()
-                self._folder.mark_clean_stop(self._unrecovered)
+                self._folder.mark_clean_stop(self._ledger.size_bytes, self._unrecovered)
             else:
                 self._journal.close()
                 _logger.error("the logs could not all be made durable; the next start will recover them")
@@ -471,8 +472,16 @@ class LogStore:
 
     @property
     def failures(self) -> dict[TopicPartition, str]:
-        """The partitions that the disk fails now, and how."""
-        return {log.partition: log.failure for log in self._logs.values() if log.failure is not None}
+        """The partitions that the disk fails now, and how.
+
+        A refused write counts for a while only: nobody may be writing any more that would find the disk well again.
+        """
+        since = self._clock.monotonic() - FAILURE_S
+        return {
+            log.partition: log.failure
+            for log in self._logs.values()
+            if log.failure is not None and (log.broken or log.failed_at > since)
+        }
 
     def metrics(self) -> Iterable[Metric]:
         """The numbers of the log."""

@@ -47,29 +47,28 @@ def truncate_to(log: Log, offset: int, files: Files) -> None:
 def _cut_end(log: Log, offset: int) -> None:
     last, position, end = log.boundary(offset)
     at = log.segments.index(last)
-    dropped = log.segments[at + 1 :]
-    for segment in dropped:
+    # A segment that begins with a lost range may begin beyond the new end, and then goes as a whole.
+    kept = log.segments[: at + 1] if last.base_offset <= end else log.segments[:at]
+    for segment in log.segments[len(kept) :]:
         log.open_files.release(segment)
-    log.doomed += dropped
-    _cut_segment(log, last, position, end)
-    log.replace_segments(log.segments[: at + 1])
+        log.doomed.append(segment)
+    if last in kept:
+        _cut_segment(log, last, position, end)
+    log.replace_segments(kept)
     log.end_offset = Offset(end)
-    if last.broken:
-        # Nothing may be written to it again, so the log goes on in another file.
-        _go_on_after(log, last)
     log.start_offset = min(log.start_offset, log.end_offset)
     log.synced_offset = min(log.synced_offset, log.end_offset)
     log.stored_offset = min(log.stored_offset, log.end_offset)
     log.epochs.cut_after(end)
     log.producers.drop_range(end, _EVERYTHING)
-    log.lost.cut(log.start_offset, end)
-
-
-def _go_on_after(log: Log, last: Segment) -> None:
-    if not last.size:
+    log.lost.cut_after(end, last.base_offset, position)
+    last.holes = log.lost.holes_of(last.base_offset)
+    if last.broken and not last.size and last in kept:
         log.open_files.release(last)
-        log.replace_segments(log.segments[:-1])
-    log.roll()
+        log.replace_segments(kept[:-1])
+    if last.broken or last not in kept:
+        # Nothing may be written to the last file that is left, so the log goes on in another one.
+        log.roll()
 
 
 def _cut_segment(log: Log, segment: Segment, position: int, end: int) -> None:
@@ -86,4 +85,3 @@ def _cut_segment(log: Log, segment: Segment, position: int, end: int) -> None:
     segment.unverified_to = min(segment.unverified_to, position)
     segment.verified_from = segment.verified_to = 0
     segment.verified_offset = segment.base_offset
-    segment.holes = {start: hole for start, hole in segment.holes.items() if start < position}
