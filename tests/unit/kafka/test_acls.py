@@ -1,0 +1,45 @@
+"""Access rules: there are none, and nobody is made to believe that there are."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.kafka.apis.create_acls import CreateAcls
+from millstream.kafka.apis.delete_acls import DeleteAcls
+from millstream.kafka.apis.describe_acls import DescribeAcls
+from millstream.testing.asking import ask_in
+
+DESCRIBE: Any = importlib.import_module("kio.schema.describe_acls.v3.request")
+CREATE: Any = importlib.import_module("kio.schema.create_acls.v3.request")
+DELETE: Any = importlib.import_module("kio.schema.delete_acls.v3.request")
+
+ANY = {
+    "resource_type_filter": 1,
+    "resource_name_filter": None,
+    "principal_filter": None,
+    "host_filter": None,
+    "operation": 1,
+    "permission_type": 1,
+}
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+async def test_nothing_is_enforced_so_nothing_is_kept(version: int) -> None:
+    described = await ask_in(DescribeAcls(), version, DESCRIBE.DescribeAclsRequest(**ANY))
+    assert (described.error_code, described.resources) == (ErrorCode.security_disabled, ())
+    assert "no authorization" in described.error_message
+    rule = CREATE.AclCreation(
+        resource_type=2, resource_name="orders", principal="User:a", host="*", operation=3, permission_type=3
+    )
+    created = await ask_in(CreateAcls(), version, CREATE.CreateAclsRequest(creations=(rule, rule)))
+    assert [one.error_code for one in created.results] == [ErrorCode.security_disabled] * 2
+    deleted = await ask_in(
+        DeleteAcls(), version, DELETE.DeleteAclsRequest(filters=(DELETE.DeleteAclsFilter(**ANY),) * 2)
+    )
+    assert [(one.error_code, one.matching_acls) for one in deleted.filter_results] == [
+        (ErrorCode.security_disabled, ())
+    ] * 2

@@ -1,0 +1,112 @@
+"""AlterConfigs, which replaces all settings, and ListConfigResources, which tells what has some."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.cluster.membership import Membership
+from millstream.cluster.topics import Topics
+from millstream.kafka.apis.alter_configs import AlterConfigs
+from millstream.kafka.apis.describe_configs import NODE_RESOURCE, TOPIC_RESOURCE
+from millstream.kafka.apis.list_config_resources import ListConfigResources
+from millstream.testing.asking import ask, ask_in
+from millstream.wire.codec import load_request_class
+
+MESSAGES: Any = importlib.import_module("kio.schema.alter_configs.v2.request")
+LIST: Any = importlib.import_module("kio.schema.list_config_resources.v1.request")
+
+
+def alter(
+    *configs: tuple[str, str | None], kind: int = TOPIC_RESOURCE, name: str = "orders", check: bool = False
+) -> Any:
+    resource = MESSAGES.AlterConfigsResource(
+        resource_type=kind,
+        resource_name=name,
+        configs=tuple(MESSAGES.AlterableConfig(name=key, value=value) for key, value in configs),
+    )
+    return MESSAGES.AlterConfigsRequest(resources=(resource,), validate_only=check)
+
+
+class TestAlterConfigs:
+    @pytest.fixture
+    async def api(self, topics: Topics) -> AlterConfigs:
+        await topics.create("orders", overrides={"segment.ms": "1000", "millstream.owner": "me"})
+        return AlterConfigs(topics)
+
+    def overrides(self, topics: Topics) -> dict[str, str]:
+        topic = topics.get("orders")
+        assert topic is not None
+        return dict(topic.overrides)
+
+    @pytest.mark.parametrize("version", range(3))
+    async def test_what_is_not_named_goes_back_to_the_default(
+        self, api: AlterConfigs, topics: Topics, version: int
+    ) -> None:
+        before = self.overrides(topics)
+        changes = (("retention.ms", "77"), ("millstream.owner", "you"))
+        (answer,) = (await ask_in(api, version, alter(*changes, check=True))).responses
+        assert (answer.error_code, answer.error_message) == (ErrorCode.none, None)
+        assert self.overrides(topics) == before
+        (answer,) = (await ask_in(api, version, alter(*changes))).responses
+        assert (answer.error_code, answer.resource_type, answer.resource_name) == (ErrorCode.none, 2, "orders")
+        assert self.overrides(topics) == dict(changes)
+        settings = topics.partition("orders", 0).log.settings
+        assert (settings.retention_ms, settings.segment_ms) == (77, 3600_000)
+        await ask_in(api, version, alter())
+        assert self.overrides(topics) == {}
+
+    @pytest.mark.parametrize(
+        ("asked", "code", "says"),
+        [
+            (alter(("retention.ms", "soon")), ErrorCode.invalid_config, "whole number"),
+            (alter(("retention.ms", None)), ErrorCode.invalid_config, "no value"),
+            (alter(("no.such", "1")), ErrorCode.invalid_config, "known are"),
+            (alter(("local.retention.ms", "1")), ErrorCode.invalid_config, "a setting of Kafka that"),
+            (alter(("flush", "os"), ("flush", "os")), ErrorCode.invalid_request, "more than once"),
+            (alter(name="nope"), ErrorCode.unknown_topic_or_partition, "nope"),
+            (alter(kind=NODE_RESOURCE, name="5"), ErrorCode.invalid_request, "restart"),
+            (alter(kind=16, name="x"), ErrorCode.invalid_request, "no settings here"),
+        ],
+    )
+    async def test_what_cannot_be_is_told(
+        self, api: AlterConfigs, topics: Topics, asked: Any, code: ErrorCode, says: str
+    ) -> None:
+        before = self.overrides(topics)
+        (answer,) = (await ask(api, asked)).responses
+        assert answer.error_code is code
+        assert says in answer.error_message
+        assert self.overrides(topics) == before
+
+    async def test_a_topic_named_twice_is_refused(self, api: AlterConfigs) -> None:
+        twice = MESSAGES.AlterConfigsRequest(resources=alter().resources * 2, validate_only=False)
+        assert {one.error_code for one in (await ask(api, twice)).responses} == {ErrorCode.invalid_request}
+
+
+class TestListConfigResources:
+    @pytest.fixture
+    async def api(self, topics: Topics, membership: Membership) -> ListConfigResources:
+        await topics.create("orders")
+        await topics.create("bills")
+        return ListConfigResources(topics, membership)
+
+    async def list(self, api: ListConfigResources, *kinds: int) -> list[tuple[int, str]]:
+        answer = await ask(api, LIST.ListConfigResourcesRequest(resource_types=kinds))
+        assert answer.error_code is ErrorCode.none
+        return [(one.resource_type, one.resource_name) for one in answer.config_resources]
+
+    async def test_topics_and_nodes_have_settings(self, api: ListConfigResources) -> None:
+        assert await self.list(api) == [(2, "bills"), (2, "orders"), (4, "5")]
+        assert await self.list(api, 4) == [(4, "5")]
+        assert await self.list(api, 8, 16, 32) == []
+
+    async def test_an_unknown_type_is_refused(self, api: ListConfigResources) -> None:
+        answer = await ask(api, LIST.ListConfigResourcesRequest(resource_types=(2, 3)))
+        assert (answer.error_code, answer.config_resources) == (ErrorCode.unsupported_version, ())
+
+    async def test_version_0_is_about_client_metrics(self, api: ListConfigResources) -> None:
+        answer = await ask(api, load_request_class(74, 0)())
+        assert (answer.error_code, answer.config_resources) == (ErrorCode.none, ())

@@ -1,0 +1,167 @@
+"""DescribeClientQuotas and AlterClientQuotas."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.cluster.quotas import ClientQuotas
+from millstream.kafka.apis.alter_client_quotas import AlterClientQuotas
+from millstream.kafka.apis.describe_client_quotas import ANY_NAME, EXACT, THE_DEFAULT, DescribeClientQuotas
+from millstream.model.quota import CONSUMER_BYTE_RATE, PRODUCER_BYTE_RATE
+from millstream.testing.asking import ask, ask_in
+
+ALTER: Any = importlib.import_module("kio.schema.alter_client_quotas.v1.request")
+DESCRIBE: Any = importlib.import_module("kio.schema.describe_client_quotas.v1.request")
+
+Entity = tuple[tuple[str, str | None], ...]
+ONE: Entity = (("client-id", "one"),)
+REST: Entity = (("client-id", None),)
+BOTH: Entity = (("user", "ANONYMOUS"), ("client-id", "one"))
+USER: Entity = (("user", None),)
+
+
+def alteration(entity: Entity, **limits: float | None) -> Any:
+    return ALTER.EntryData(
+        entity=tuple(ALTER.EntityData(entity_type=kind, entity_name=name) for kind, name in entity),
+        ops=tuple(
+            ALTER.OpData(key=key, value=0.0 if value is None else value, remove=value is None)
+            for key, value in limits.items()
+        ),
+    )
+
+
+def alter(*entries: Any, validate_only: bool = False) -> Any:
+    return ALTER.AlterClientQuotasRequest(entries=entries, validate_only=validate_only)
+
+
+def describe(*components: tuple[str, int, str | None], strict: bool = False) -> Any:
+    return DESCRIBE.DescribeClientQuotasRequest(
+        components=tuple(
+            DESCRIBE.ComponentData(entity_type=kind, match_type=how, match=match) for kind, how, match in components
+        ),
+        strict=strict,
+    )
+
+
+def shown(answer: Any) -> dict[Entity, dict[str, float]]:
+    assert answer.error_code is ErrorCode.none
+    return {
+        tuple((part.entity_type, part.entity_name) for part in entry.entity): {
+            value.key: value.value for value in entry.values
+        }
+        for entry in answer.entries
+    }
+
+
+@pytest.mark.parametrize("version", [0, 1])
+async def test_limits_are_set_shown_and_removed(quotas: ClientQuotas, version: int) -> None:
+    change, show = AlterClientQuotas(quotas), DescribeClientQuotas(quotas)
+    asked = alter(
+        alteration(ONE, producer_byte_rate=1000.0, consumer_byte_rate=2000.0), alteration(USER, consumer_byte_rate=5.0)
+    )
+    answer = await ask_in(change, version, asked)
+    assert [entry.error_code for entry in answer.entries] == [ErrorCode.none, ErrorCode.none]
+    assert [(part.entity_type, part.entity_name) for part in answer.entries[0].entity] == list(ONE)
+    assert shown(await ask_in(show, version, describe())) == {
+        ONE: {CONSUMER_BYTE_RATE: 2000.0, PRODUCER_BYTE_RATE: 1000.0},
+        USER: {CONSUMER_BYTE_RATE: 5.0},
+    }
+    asked = alter(alteration(ONE, producer_byte_rate=None), alteration(USER, consumer_byte_rate=None, no_such=None))
+    await ask_in(change, version, asked)
+    assert shown(await ask_in(show, version, describe())) == {ONE: {CONSUMER_BYTE_RATE: 2000.0}}
+
+
+async def test_what_is_only_checked_is_not_changed(quotas: ClientQuotas) -> None:
+    asked = alter(alteration(ONE, producer_byte_rate=1.0), alteration(REST, rate=1.0), validate_only=True)
+    answer = await ask(AlterClientQuotas(quotas), asked)
+    assert [entry.error_code for entry in answer.entries] == [ErrorCode.none, ErrorCode.invalid_request]
+    assert quotas.all() == {}
+
+
+@pytest.mark.parametrize(
+    ("entity", "limits", "says"),
+    [
+        ((), {"producer_byte_rate": 1.0}, "is empty"),
+        ((("ip", "10.0.0.1"),), {"connection_creation_rate": 1.0}, "by address are not available"),
+        ((("team", "x"),), {"producer_byte_rate": 1.0}, "'team' is unknown"),
+        ((("user", "alice"),), {"producer_byte_rate": 1.0}, "every client is the user ANONYMOUS"),
+        (ONE, {"request_percentage": 50.0}, "request_percentage is a quota of Kafka"),
+        (ONE, {"controller_mutation_rate": 5.0}, "controller_mutation_rate is a quota of Kafka"),
+        (ONE, {"producer_byte_rate": 0.0}, "greater than 0"),
+        (ONE, {"producer_byte_rate": 0.5}, "whole number"),
+        (ONE, {"no_such": 5.0}, "'no_such' is unknown"),
+    ],
+)
+async def test_what_cannot_be_is_refused_and_its_neighbour_is_not(
+    quotas: ClientQuotas, entity: Entity, limits: dict[str, float], says: str
+) -> None:
+    asked = alter(alteration(entity, **limits), alteration(REST, producer_byte_rate=7.0))
+    answer = await ask(AlterClientQuotas(quotas), asked)
+    assert [entry.error_code for entry in answer.entries] == [ErrorCode.invalid_request, ErrorCode.none]
+    assert says in answer.entries[0].error_message
+    assert len(quotas.all()) == 1
+
+
+async def test_what_is_named_twice_is_refused(quotas: ClientQuotas) -> None:
+    twice = alter(alteration(BOTH, producer_byte_rate=1.0), alteration(BOTH[::-1], producer_byte_rate=2.0))
+    answer = await ask(AlterClientQuotas(quotas), twice)
+    assert {entry.error_code for entry in answer.entries} == {ErrorCode.invalid_request}
+    entry = ALTER.EntryData(entity=alteration(ONE).entity, ops=alteration(ONE, producer_byte_rate=1.0).ops * 2)
+    (answered,) = (await ask(AlterClientQuotas(quotas), alter(entry))).entries
+    assert answered.error_code is ErrorCode.invalid_request
+    assert quotas.all() == {}
+
+
+class TestFilters:
+    @pytest.fixture
+    async def api(self, quotas: ClientQuotas) -> DescribeClientQuotas:
+        entities = [ONE, REST, BOTH, USER]
+        answer = await ask(
+            AlterClientQuotas(quotas), alter(*(alteration(entity, producer_byte_rate=1.0) for entity in entities))
+        )
+        assert {entry.error_code for entry in answer.entries} == {ErrorCode.none}
+        return DescribeClientQuotas(quotas)
+
+    @pytest.mark.parametrize(
+        ("components", "strict", "expected"),
+        [
+            ([], False, {ONE, REST, BOTH, USER}),
+            ([], True, set()),
+            ([("client-id", EXACT, "one")], False, {ONE, BOTH}),
+            ([("client-id", EXACT, "one")], True, {ONE}),
+            ([("client-id", THE_DEFAULT, None)], False, {REST}),
+            ([("client-id", ANY_NAME, None)], False, {ONE, REST, BOTH}),
+            ([("client-id", ANY_NAME, None)], True, {ONE, REST}),
+            ([("client-id", ANY_NAME, None), ("user", EXACT, "ANONYMOUS")], True, {BOTH}),
+            ([("user", EXACT, "nobody")], False, set()),
+            ([("ip", ANY_NAME, None)], False, set()),
+        ],
+    )
+    async def test_the_filter_decides(
+        self, api: DescribeClientQuotas, components: list[Any], strict: bool, expected: set[Entity]
+    ) -> None:
+        assert shown(await ask(api, describe(*components, strict=strict))).keys() == expected
+
+    @pytest.mark.parametrize(
+        ("components", "code"),
+        [
+            ([("", EXACT, "x")], ErrorCode.invalid_request),
+            ([("team", EXACT, "x")], ErrorCode.unsupported_version),
+            ([("user", EXACT, "x"), ("user", ANY_NAME, None)], ErrorCode.invalid_request),
+            ([("user", EXACT, None)], ErrorCode.invalid_request),
+            ([("user", THE_DEFAULT, "x")], ErrorCode.invalid_request),
+            ([("user", ANY_NAME, "x")], ErrorCode.invalid_request),
+            ([("user", 9, None)], ErrorCode.invalid_request),
+            ([("user", EXACT, "x"), ("ip", EXACT, "x")], ErrorCode.invalid_request),
+        ],
+    )
+    async def test_a_filter_that_cannot_be_is_refused(
+        self, api: DescribeClientQuotas, components: list[Any], code: ErrorCode
+    ) -> None:
+        answer = await ask(api, describe(*components))
+        assert (answer.error_code, answer.entries) == (code, None)
+        assert answer.error_message

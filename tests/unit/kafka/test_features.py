@@ -1,0 +1,128 @@
+"""Features: what ApiVersions tells of them, and what UpdateFeatures says to those who want others."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.kafka.apis.api_versions import ApiVersions, ServedApi
+from millstream.kafka.apis.update_features import UpdateFeatures
+from millstream.kafka.feature import CONSUMER_GROUP_HEARTBEAT_KEY, epoch_of, features_of
+from millstream.testing.asking import ask
+from millstream.wire import codec
+
+REFUSED = ErrorCode.invalid_update_version
+NEWEST: Any = importlib.import_module("kio.schema.update_features.v2.request")
+
+
+class Other:
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.versions = (0, 1)
+
+
+def told(version: int, *keys: int) -> Any:
+    served: list[ServedApi] = [Other(key) for key in keys]
+    software = {"client_software_name": "x", "client_software_version": "1"} if version >= 3 else {}
+    return ask(ApiVersions(served), codec.load_request_class(18, version)(**software))
+
+
+async def test_the_levels_are_told_as_clients_read_them() -> None:
+    answer = await told(4)
+    assert {one.name: (one.min_version, one.max_version) for one in answer.supported_features} == {
+        "metadata.version": (25, 25),
+        "transaction.version": (0, 0),
+    }
+    # A feature at level 0 is off, and not finalized: that is how a Java producer knows not to use it.
+    assert [(one.name, one.min_version_level, one.max_version_level) for one in answer.finalized_features] == [
+        ("metadata.version", 25, 25)
+    ]
+    assert answer.finalized_features_epoch == 25
+
+
+async def test_the_group_protocol_is_a_feature_once_it_is_served() -> None:
+    answer = await told(4, CONSUMER_GROUP_HEARTBEAT_KEY)
+    assert ("group.version", 0, 1) in {
+        (one.name, one.min_version, one.max_version) for one in answer.supported_features
+    }
+    assert {one.name: one.max_version_level for one in answer.finalized_features}["group.version"] == 1
+    assert answer.finalized_features_epoch == 26
+
+
+async def test_older_clients_are_not_told_of_features_that_may_be_off() -> None:
+    answer = await told(3, CONSUMER_GROUP_HEARTBEAT_KEY)
+    assert [one.name for one in answer.supported_features] == ["metadata.version"]
+    assert {one.name for one in answer.finalized_features} == {"metadata.version", "group.version"}
+    for version in range(3):
+        assert not hasattr(await told(version), "finalized_features")
+
+
+def test_the_epoch_grows_with_every_level() -> None:
+    features = list(features_of({CONSUMER_GROUP_HEARTBEAT_KEY}))
+    for at, feature in enumerate(features):
+        raised = [*features[:at], feature._replace(level=feature.level + 1), *features[at + 1 :]]
+        assert epoch_of(raised) > epoch_of(features)
+
+
+def update(version: int, *wanted: tuple[str, int]) -> Any:
+    module = importlib.import_module(f"kio.schema.update_features.v{version}.request")
+    kind = {"allow_downgrade": True} if version == 0 else {"upgrade_type": 2}
+    updates = tuple(module.FeatureUpdateKey(feature=name, max_version_level=level, **kind) for name, level in wanted)
+    return module.UpdateFeaturesRequest(feature_updates=updates)
+
+
+def update_api() -> UpdateFeatures:
+    return UpdateFeatures([Other(CONSUMER_GROUP_HEARTBEAT_KEY)])
+
+
+@pytest.mark.parametrize("version", range(3))
+async def test_the_level_in_force_is_accepted(version: int) -> None:
+    answer = await ask(update_api(), update(version, ("metadata.version", 25), ("group.version", 1)))
+    assert (answer.error_code, answer.error_message) == (ErrorCode.none, None)
+    if version < 2:
+        assert [(one.feature, one.error_code) for one in answer.results] == [
+            ("metadata.version", ErrorCode.none),
+            ("group.version", ErrorCode.none),
+        ]
+
+
+@pytest.mark.parametrize("version", range(3))
+@pytest.mark.parametrize(
+    ("name", "level", "says"),
+    [
+        ("metadata.version", 24, "levels 25 to 25"),
+        ("metadata.version", 26, "levels 25 to 25"),
+        ("group.version", 0, "fixed by the release"),
+        ("transaction.version", 2, "levels 0 to 0"),
+        ("kraft.version", 1, "there is no feature 'kraft.version'"),
+    ],
+)
+async def test_other_levels_are_refused(version: int, name: str, level: int, says: str) -> None:
+    answer = await ask(update_api(), update(version, (name, level)))
+    (refused,) = answer.results if version < 2 else (answer,)
+    assert refused.error_code is REFUSED
+    assert says in refused.error_message
+
+
+@pytest.mark.parametrize("version", range(3))
+async def test_one_of_many_is_refused_by_itself_or_with_all(version: int) -> None:
+    wanted = (("metadata.version", 25), ("kraft.version", 1), ("group.version", 1), ("group.version", 1))
+    answer = await ask(update_api(), update(version, *wanted))
+    if version == 2:
+        assert answer.error_code is REFUSED
+        return
+    assert {one.feature: one.error_code for one in answer.results} == {
+        "metadata.version": ErrorCode.none,
+        "kraft.version": REFUSED,
+        "group.version": ErrorCode.invalid_request,
+    }
+
+
+async def test_an_unknown_kind_of_upgrade_is_refused() -> None:
+    asked = NEWEST.UpdateFeaturesRequest(
+        feature_updates=(NEWEST.FeatureUpdateKey(feature="metadata.version", max_version_level=25, upgrade_type=9),)
+    )
+    assert (await ask(update_api(), asked)).error_code is REFUSED

@@ -1,0 +1,169 @@
+"""What is asked about partitions: their folder, their producers, their leaders and where they are moved to."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.cluster.membership import Membership
+from millstream.cluster.topics import Topics
+from millstream.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
+from millstream.kafka.apis.describe_log_dirs import DescribeLogDirs
+from millstream.kafka.apis.describe_producers import DescribeProducers
+from millstream.kafka.apis.elect_leaders import ElectLeaders
+from millstream.kafka.apis.list_partition_reassignments import ListPartitionReassignments
+from millstream.records.record import NewRecord, encode_batch
+from millstream.testing.asking import ask, ask_in
+
+LOG_DIRS: Any = importlib.import_module("kio.schema.describe_log_dirs.v5.request")
+PRODUCERS: Any = importlib.import_module("kio.schema.describe_producers.v0.request")
+ELECT: Any = importlib.import_module("kio.schema.elect_leaders.v2.request")
+MOVE: Any = importlib.import_module("kio.schema.alter_partition_reassignments.v1.request")
+MOVES: Any = importlib.import_module("kio.schema.list_partition_reassignments.v0.request")
+
+
+def batch(value: bytes, *, producer_id: int = -1, epoch: int = -1, sequence: int = -1) -> bytearray:
+    records = [NewRecord(None, value, (), 1000), NewRecord(None, value, (), 1000)]
+    return encode_batch(records, producer_id=producer_id, producer_epoch=epoch, base_sequence=sequence)
+
+
+class TestDescribeLogDirs:
+    @pytest.fixture
+    async def api(self, topics: Topics, tmp_path: Path) -> DescribeLogDirs:
+        await topics.create("a", partitions=2)
+        await topics.create("b", partitions=1)
+        await topics.partition("a", 1).append(batch(b"x" * 100))
+        return DescribeLogDirs(topics, folder=str(tmp_path))
+
+    def request(self, **wanted: tuple[int, ...]) -> Any:
+        named = tuple(LOG_DIRS.DescribableLogDirTopic(topic=name, partitions=given) for name, given in wanted.items())
+        return LOG_DIRS.DescribeLogDirsRequest(topics=named or None)
+
+    @pytest.mark.parametrize("version", range(1, 6))
+    async def test_sizes_are_told(self, api: DescribeLogDirs, topics: Topics, tmp_path: Path, version: int) -> None:
+        answer = await ask_in(api, version, self.request())
+        (folder,) = answer.results
+        assert (answer.error_code, folder.error_code, folder.log_dir) == (
+            ErrorCode.none,
+            ErrorCode.none,
+            str(tmp_path),
+        )
+        sizes = {
+            (topic.name, one.partition_index): one.partition_size for topic in folder.topics for one in topic.partitions
+        }
+        written = topics.partition("a", 1).size_bytes
+        assert written > 200
+        assert sizes == {("a", 0): 0, ("a", 1): written, ("b", 0): 0}
+        assert not any(one.is_future_key or one.offset_lag for topic in folder.topics for one in topic.partitions)
+        if version >= 4:
+            assert folder.total_bytes == shutil.disk_usage(tmp_path).total
+            assert 0 < folder.usable_bytes <= folder.total_bytes
+        assert not folder.is_cordoned
+
+    async def test_only_what_is_asked_for_and_is_there_is_told(self, api: DescribeLogDirs) -> None:
+        answer = await ask(api, self.request(a=(1, 1, 7, -1), nope=(0,), b=()))
+        (folder,) = answer.results
+        assert [(topic.name, [one.partition_index for one in topic.partitions]) for topic in folder.topics] == [
+            ("a", [1])
+        ]
+
+    async def test_a_folder_that_is_gone_is_an_error(self, topics: Topics, tmp_path: Path) -> None:
+        api = DescribeLogDirs(topics, folder=str(tmp_path / "nope"))
+        (folder,) = (await ask(api, self.request())).results
+        assert (folder.error_code, folder.topics) == (ErrorCode.kafka_storage_error, ())
+
+
+class TestDescribeProducers:
+    async def test_producers_are_told_until_forgotten(self, topics: Topics) -> None:
+        await topics.create("orders", partitions=2)
+        log = topics.partition("orders", 0)
+        await log.append(batch(b"x", producer_id=7, epoch=1, sequence=0))
+        await log.append(batch(b"y", producer_id=7, epoch=1, sequence=2))
+        await log.append(batch(b"z", producer_id=9, epoch=0, sequence=5))
+        await log.append(batch(b"nobody"))
+        asked = PRODUCERS.DescribeProducersRequest(
+            topics=(
+                PRODUCERS.TopicRequest(name="orders", partition_indexes=(0, 1, 2)),
+                PRODUCERS.TopicRequest(name="bad name", partition_indexes=(0,)),
+            )
+        )
+        answer = await ask(DescribeProducers(topics), asked)
+        orders, bad = answer.topics
+        first, second, third = orders.partitions
+        assert [(one.producer_id, one.producer_epoch, one.last_sequence) for one in first.active_producers] == [
+            (7, 1, 3),
+            (9, 0, 6),
+        ]
+        assert all(one.last_timestamp > 0 for one in first.active_producers)
+        unknown = {(one.coordinator_epoch, one.current_txn_start_offset) for one in first.active_producers}
+        assert unknown == {(-1, -1)}
+        assert (second.error_code, second.active_producers) == (ErrorCode.none, ())
+        assert (third.error_code, third.active_producers) == (ErrorCode.unknown_topic_or_partition, ())
+        assert bad.partitions[0].error_code is ErrorCode.invalid_topic_exception
+
+
+class TestElectLeaders:
+    def request(self, kind: int = 0, **wanted: tuple[int, ...]) -> Any:
+        named = tuple(ELECT.TopicPartitions(topic=name, partitions=given) for name, given in wanted.items())
+        return ELECT.ElectLeadersRequest(election_type=kind, topic_partitions=named or None)
+
+    @pytest.mark.parametrize("version", range(3))
+    @pytest.mark.parametrize("kind", [0, 1])
+    async def test_no_election_is_needed(self, topics: Topics, version: int, kind: int) -> None:
+        await topics.create("orders", partitions=1)
+        answer = await ask_in(ElectLeaders(topics), version, self.request(kind, orders=(0, 3), nope=(0,)))
+        assert answer.error_code is ErrorCode.none
+        codes = {
+            (topic.topic, one.partition_id): one.error_code
+            for topic in answer.replica_election_results
+            for one in topic.partition_result
+        }
+        assert codes == {
+            ("orders", 0): ErrorCode.election_not_needed,
+            ("orders", 3): ErrorCode.unknown_topic_or_partition,
+            ("nope", 0): ErrorCode.unknown_topic_or_partition,
+        }
+        everything = await ask_in(ElectLeaders(topics), version, self.request(kind))
+        assert (everything.error_code, everything.replica_election_results) == (ErrorCode.none, ())
+
+    async def test_an_unknown_kind_is_refused(self, topics: Topics) -> None:
+        answer = await ask(ElectLeaders(topics), self.request(7, orders=(0,)))
+        assert (answer.error_code, answer.replica_election_results) == (ErrorCode.invalid_request, ())
+
+
+class TestReassignments:
+    @pytest.mark.parametrize("version", [0, 1])
+    async def test_partitions_stay_where_they_are(self, topics: Topics, membership: Membership, version: int) -> None:
+        await topics.create("orders", partitions=9)
+        wanted: list[tuple[int, tuple[int, ...] | None]] = [
+            (0, (5,)),
+            (1, (6,)),
+            (2, (5, 5)),
+            (3, ()),
+            (4, None),
+            (9, (5,)),
+        ]
+        partitions = tuple(MOVE.ReassignablePartition(partition_index=at, replicas=nodes) for at, nodes in wanted)
+        asked = MOVE.AlterPartitionReassignmentsRequest(
+            topics=(MOVE.ReassignableTopic(name="orders", partitions=partitions),)
+        )
+        answer = await ask_in(AlterPartitionReassignments(topics, membership), version, asked)
+        assert (answer.error_code, answer.allow_replication_factor_change) == (ErrorCode.none, True)
+        (topic,) = answer.responses
+        assert [one.error_code for one in topic.partitions] == [
+            ErrorCode.none,
+            ErrorCode.invalid_replica_assignment,
+            ErrorCode.invalid_replica_assignment,
+            ErrorCode.invalid_replica_assignment,
+            ErrorCode.no_reassignment_in_progress,
+            ErrorCode.unknown_topic_or_partition,
+        ]
+
+    async def test_nothing_is_being_moved(self) -> None:
+        answer = await ask(ListPartitionReassignments(), MOVES.ListPartitionReassignmentsRequest(topics=None))
+        assert (answer.error_code, answer.error_message, answer.topics) == (ErrorCode.none, None, ())

@@ -1,0 +1,219 @@
+"""Quotas hold: by the bytes, by the clock, and in the answers of Produce and Fetch in every version."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.cluster.quotas import ClientQuotas
+from millstream.cluster.topics import Topics
+from millstream.kafka import quota_meter
+from millstream.kafka.api import ClientInfo
+from millstream.kafka.apis.fetch import Fetch
+from millstream.kafka.apis.produce import Produce
+from millstream.kafka.quota_meter import THROTTLE_MS_MAX, WINDOW_S, Bucket, QuotaMeter, QuotaMeters
+from millstream.model.quota import (
+    ANONYMOUS,
+    CLIENT_ID,
+    CONSUMER_BYTE_RATE,
+    DEFAULT,
+    PRODUCER_BYTE_RATE,
+    USER,
+    QuotaEntity,
+)
+from millstream.net.budget import Budget
+from millstream.records.record import NewRecord, encode_batch
+from millstream.wire.codec import load_request_class, read_request_header, read_response, write_request
+from millstream.wire.shape import reshape
+
+EACH_CLIENT = QuotaEntity(((CLIENT_ID, DEFAULT),))
+EVERYBODY = QuotaEntity(((USER, ANONYMOUS),))
+
+
+class Hand:
+    """A clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Muted:
+    """A client that remembers for how long it was muted."""
+
+    def __init__(self, client_id: str = "one") -> None:
+        self.seconds: list[float] = []
+        self.info = ClientInfo(connection_id=1, host="127.0.0.1", client_id=client_id, mute=self.seconds.append)
+
+
+steps = st.lists(st.tuples(st.integers(0, 5000), st.floats(0, 20)), min_size=1, max_size=50)
+
+
+@given(st.integers(1, 10_000), steps)
+def test_no_client_that_waits_gets_more_than_its_rate_and_the_first_burst(
+    rate: int, requests: list[tuple[int, float]]
+) -> None:
+    clock = Hand()
+    bucket = Bucket(rate, clock.now)
+    taken = 0
+    for size, pause_s in requests:
+        clock.now += pause_s
+        taken += size
+        clock.now += bucket.take(size, clock.now)
+        assert taken <= rate * (clock.now + WINDOW_S) * (1 + 1e-9) + 1e-6
+
+
+@given(st.integers(1, 10_000), st.integers(1, 100))
+def test_a_client_below_its_rate_never_waits(rate: int, seconds: int) -> None:
+    bucket = Bucket(rate, 0.0)
+    assert all(bucket.take(rate, float(now)) == 0 for now in range(seconds))
+
+
+async def test_nobody_is_limited_until_somebody_has_a_quota(quotas: ClientQuotas) -> None:
+    meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE)
+    limiting = [meter.is_limiting]
+    for change in ({CONSUMER_BYTE_RATE: 1.0}, {PRODUCER_BYTE_RATE: 1.0}, {PRODUCER_BYTE_RATE: None}):
+        await quotas.alter(EACH_CLIENT, change)
+        limiting.append(meter.is_limiting)
+    assert limiting == [False, False, True, False]
+
+
+async def test_a_debt_is_waited_for_and_then_forgotten(quotas: ClientQuotas) -> None:
+    clock = Hand()
+    meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=clock)
+    await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 100.0})
+    one, other = Muted("one"), Muted("other")
+    assert meter.charge(one.info, 1000) == 0
+    assert meter.charge(one.info, 150) == 1500
+    # Each client id has a bucket of its own.
+    assert meter.charge(other.info, 1000) == 0
+    clock.now += 1.5
+    assert meter.charge(one.info, 0) == 0
+    assert meter.charge(one.info, 1) == 10
+    assert (one.seconds, other.seconds) == ([1.5, 0.01], [])
+    assert (meter.throttled, meter.throttled_ms) == (2, 1510)
+
+
+async def test_a_users_clients_share_one_bucket(quotas: ClientQuotas) -> None:
+    meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand())
+    await quotas.alter(EVERYBODY, {PRODUCER_BYTE_RATE: 100.0})
+    assert meter.charge(Muted("one").info, 1000) == 0
+    assert meter.charge(Muted("other").info, 1) == 10
+
+
+async def test_no_wait_is_endless_and_a_change_begins_anew(quotas: ClientQuotas) -> None:
+    meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand())
+    client = Muted()
+    await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 1.0})
+    assert meter.charge(client.info, 10**9) == THROTTLE_MS_MAX
+    assert meter.allowance(client.info, 10**9) == 10
+    await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 10.0})
+    assert meter.charge(client.info, 100) == 0
+    assert meter.allowance(client.info, 10**9) == 100
+
+
+async def test_only_so_many_clients_are_remembered(quotas: ClientQuotas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quota_meter, "CLIENTS_MAX", 2)
+    meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand())
+    await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 1.0})
+    assert [meter.charge(Muted(name).info, 11) for name in ("a", "b", "a", "c", "a")] == [1000, 1000, 12000, 1000, 1000]
+
+
+async def test_the_numbers_are_told_for_each_kind(quotas: ClientQuotas) -> None:
+    meters = QuotaMeters(quotas)
+    await quotas.alter(EACH_CLIENT, {CONSUMER_BYTE_RATE: 1.0})
+    meters.fetch.charge(Muted().info, 12)
+    told = {metric.name: {sample.labels: sample.value for sample in metric.samples} for metric in meters.metrics()}
+    assert told["millstream_quotas"] == {(): 1}
+    requests = told["millstream_throttled_requests_total"]
+    assert requests == {(("quota", PRODUCER_BYTE_RATE),): 0, (("quota", CONSUMER_BYTE_RATE),): 1}
+    assert told["millstream_throttled_seconds_total"].keys() == requests.keys()
+
+
+async def exchange(api: Produce | Fetch, request: Any, client: ClientInfo) -> Any:
+    """Send a kio request through a hand-laid API and read the answer with kio."""
+    frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
+    answer = api.handle_frame(frame, read_request_header(frame), client)
+    if answer is None:
+        return None
+    buffers = answer if isinstance(answer, list) else await answer
+    assert buffers is not None
+    return read_response(api.key, request.__version__, b"".join(map(bytes, buffers))[4:])
+
+
+def produce_request(version: int, topic: Any, *, acks: int = -1) -> Any:
+    cls = load_request_class(0, version)
+    module = __import__(cls.__module__, fromlist=["*"])
+    name = {"topic_id": topic.topic_id} if version >= 13 else {"name": topic.name}
+    records = bytes(encode_batch([NewRecord(None, bytes(500), (), 1000)]))
+    data = module.TopicProduceData(partition_data=(module.PartitionProduceData(index=0, records=records),), **name)
+    return cls(transactional_id=None, acks=acks, timeout=timedelta(seconds=5), topic_data=(data,))
+
+
+def fetch_request(version: int, topic: Any, *, min_bytes: int = 1, max_wait_ms: int = 0) -> Any:
+    newest = load_request_class(1, 17 if version >= 13 else 12)
+    module = __import__(newest.__module__, fromlist=["*"])
+    name = {"topic_id": topic.topic_id} if version >= 13 else {"topic": topic.name}
+    wanted = module.FetchPartition(partition=0, fetch_offset=0, partition_max_bytes=1 << 20)
+    request = newest(
+        max_wait=timedelta(milliseconds=max_wait_ms),
+        min_bytes=min_bytes,
+        topics=(module.FetchTopic(partitions=(wanted,), **name),),
+        forgotten_topics_data=(),
+    )
+    return reshape(request, load_request_class(1, version))
+
+
+def milliseconds(answer: Any) -> int:
+    return int(answer.throttle_time / timedelta(milliseconds=1))
+
+
+@pytest.mark.parametrize("version", range(3, 14))
+async def test_produce_is_stored_and_throttled(topics: Topics, quotas: ClientQuotas, version: int) -> None:
+    topic = await topics.create("orders", partitions=1)
+    produce = Produce(topics, QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand()))
+    client = Muted()
+    assert milliseconds(await exchange(produce, produce_request(version, topic), client.info)) == 0
+    await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 50.0})
+    answer = await exchange(produce, produce_request(version, topic), client.info)
+    assert milliseconds(answer) > 0
+    assert client.seconds == [milliseconds(answer) / 1000]
+    # What went beyond the quota is stored all the same.
+    assert topics.partition("orders", 0).high_watermark == 2
+    assert client.info.produce_requests == 2
+    assert client.info.produced_bytes > 1000
+
+
+async def test_produce_without_an_answer_is_muted_too(topics: Topics, quotas: ClientQuotas) -> None:
+    topic = await topics.create("orders", partitions=1)
+    await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 1.0})
+    produce = Produce(topics, QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand()))
+    client = Muted()
+    assert await exchange(produce, produce_request(9, topic, acks=0), client.info) is None
+    assert len(client.seconds) == 1
+
+
+@pytest.mark.parametrize("version", range(4, 18))
+async def test_fetch_is_answered_and_throttled(topics: Topics, quotas: ClientQuotas, version: int) -> None:
+    topic = await topics.create("orders", partitions=1)
+    for _ in range(3):
+        await topics.partition("orders", 0).append(encode_batch([NewRecord(None, bytes(1000), (), 1000)]))
+    fetch = Fetch(topics, Budget(1 << 30), QuotaMeter(quotas, CONSUMER_BYTE_RATE, clock=Hand()), bytes_max=1 << 20)
+    client = Muted()
+    answer = await exchange(fetch, fetch_request(version, topic), client.info)
+    everything = len(answer.responses[0].partitions[0].records)
+    assert (milliseconds(answer), client.seconds) == (0, [])
+    await quotas.alter(EACH_CLIENT, {CONSUMER_BYTE_RATE: 10.0})
+    # The quota allows less than one batch at once; one comes anyway, or nothing ever would.
+    answer = await exchange(fetch, fetch_request(version, topic, min_bytes=5000, max_wait_ms=600_000), client.info)
+    records = answer.responses[0].partitions[0].records
+    assert 1000 < len(records) < everything
+    assert client.seconds == [milliseconds(answer) / 1000]
+    assert milliseconds(answer) == (len(records) - 100) * 100
+    assert (client.info.fetch_requests, client.info.fetched_bytes) == (2, everything + len(records))

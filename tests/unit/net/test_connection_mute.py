@@ -1,0 +1,129 @@
+"""A muted connection: nothing of it is served for a while, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from millstream.net.budget import Budget
+from millstream.net.connection import Answer, Connection, ConnectionLimits
+from millstream.net.listener import Listener, bind
+
+FOR_EVER_S = 3600.0
+A_MOMENT_S = 0.01
+
+
+class MutesOnDemand:
+    """Echoes frames; one that begins with `mute` mutes its connection."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.handled: list[bytes] = []
+        self.connections: list[Connection] = []
+
+    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+        body = bytes(frame)
+        self.handled.append(body)
+        if body.startswith(b"mute"):
+            self.connections.append(connection)
+            connection.mute(self._seconds)
+        if body == b"mute later":
+            return self._later(body)
+        return [framed(body)]
+
+    async def _later(self, body: bytes) -> list[bytes | bytearray | memoryview]:
+        await asyncio.sleep(0)
+        return [framed(body)]
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack(">i", len(body)) + body
+
+
+@asynccontextmanager
+async def listening(service: MutesOnDemand, budget: Budget) -> AsyncIterator[tuple[Listener, int]]:
+    limits = ConnectionLimits(frame_bytes_max=1 << 25)
+    listener = Listener(service, limits=limits, budget=budget, connections_max=10, idle_s=600)
+    sock = bind("127.0.0.1", 0, flag="kafka")
+    await listener.start(sock)
+    try:
+        yield listener, sock.getsockname()[1]
+    finally:
+        await listener.drain(5)
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    (size,) = struct.unpack(">i", await reader.readexactly(4))
+    return await reader.readexactly(size)
+
+
+async def echo(port: int, body: bytes) -> bytes:
+    """A round trip of another client, during which the loop has served everything that it is going to serve."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(framed(body))
+    answer = await read_frame(reader)
+    writer.close()
+    return answer
+
+
+async def test_the_reply_leaves_and_what_comes_behind_waits_until_the_end_of_the_mute() -> None:
+    service = MutesOnDemand(FOR_EVER_S)
+    budget = Budget(1 << 30)
+    async with listening(service, budget) as (listener, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(b"mute") + framed(b"behind it") + framed(b"and this"))
+        assert await read_frame(reader) == b"mute"
+        assert await echo(port, b"other") == b"other"
+        assert service.handled == [b"mute", b"other"]
+        # A broker that stops keeps nobody waiting: what was read is answered.
+        drained = asyncio.create_task(listener.drain(5))
+        assert await read_frame(reader) == b"behind it"
+        assert await read_frame(reader) == b"and this"
+        assert await reader.read() == b""
+        await drained
+        writer.close()
+    assert budget.used_bytes == 0
+
+
+async def test_a_mute_ends_by_itself() -> None:
+    service = MutesOnDemand(A_MOMENT_S)
+    async with listening(service, Budget(1 << 30)) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(3):
+            writer.write(framed(b"mute") + framed(b"mute later") + framed(b"behind it"))
+            assert [await read_frame(reader) for _ in range(3)] == [b"mute", b"mute later", b"behind it"]
+        writer.close()
+
+
+async def test_the_longer_of_two_mutes_holds() -> None:
+    service = MutesOnDemand(FOR_EVER_S)
+    async with listening(service, Budget(1 << 30)) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(b"mute") + framed(b"behind it"))
+        assert await read_frame(reader) == b"mute"
+        (connection,) = service.connections
+        connection.mute(0)
+        assert await echo(port, b"other") == b"other"
+        assert b"behind it" not in service.handled
+        writer.close()
+
+
+async def test_a_muted_connection_that_is_cut_gives_everything_back() -> None:
+    service = MutesOnDemand(FOR_EVER_S)
+    budget = Budget(1 << 30)
+    async with listening(service, budget) as (listener, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(b"mute") + framed(b"behind it"))
+        assert await read_frame(reader) == b"mute"
+        assert budget.used_bytes > 0
+        (connection,) = service.connections
+        connection.abort()
+        assert await reader.read() == b""
+        writer.close()
+        while listener.connections:
+            await asyncio.sleep(0)
+        connection.mute(1)
+        assert budget.used_bytes == 0
+    assert service.handled == [b"mute"]
