@@ -10,7 +10,10 @@ MillstreamError
 │   ├── InvalidGroupId
 │   ├── InvalidSessionTimeout
 │   ├── InvalidTimestamp
+│   ├── InvalidExpression          a regular expression that cannot be used
 │   ├── MetadataTooLarge           what a consumer wants kept beside its offset
+│   ├── UnsupportedAssignor        a way to share partitions out that is not known here
+│   ├── UnsupportedVersion         the request has to come in a newer version
 │   └── PolicyViolation
 ├── NotFound
 │   ├── UnknownTopic
@@ -25,6 +28,9 @@ MillstreamError
 │   ├── IllegalGeneration
 │   ├── RebalanceInProgress        join again
 │   ├── FencedInstance             another process runs under this instance id now
+│   ├── FencedMemberEpoch          give up every partition and join again
+│   ├── StaleMemberEpoch           try again with the epoch of the next heartbeat
+│   ├── UnreleasedInstance         another process still runs under this instance id
 │   ├── InconsistentProtocol       no protocol that all members know
 │   ├── GroupFull
 │   └── SubscribedToTopic          offsets of a topic in use are not deleted
@@ -101,8 +107,20 @@ class InvalidTimestamp(InvalidRequest):
     """A record's timestamp is outside what its topic allows."""
 
 
+class InvalidExpression(InvalidRequest):
+    """A regular expression that is wrong, too large, or cannot be matched in bounded time."""
+
+
 class MetadataTooLarge(InvalidRequest):
     """What a consumer wants kept beside its offset is too long."""
+
+
+class UnsupportedAssignor(InvalidRequest):
+    """A member wants partitions shared out in a way that this broker does not know."""
+
+
+class UnsupportedVersion(InvalidRequest):
+    """The request has to come in a newer version of its API."""
 
 
 class PolicyViolation(InvalidRequest):
@@ -163,6 +181,18 @@ class RebalanceInProgress(GroupRejected):
 
 class FencedInstance(GroupRejected):
     """Another process runs under this group instance id now."""
+
+
+class FencedMemberEpoch(GroupRejected):
+    """The member's epoch is not the group's: it has to give up every partition and join again."""
+
+
+class StaleMemberEpoch(GroupRejected):
+    """The member speaks of an epoch that it has left, or has not reached yet."""
+
+
+class UnreleasedInstance(GroupRejected):
+    """Another process runs under this group instance id, and has not left."""
 
 
 class InconsistentProtocol(GroupRejected):

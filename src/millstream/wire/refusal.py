@@ -28,6 +28,7 @@ _ERRORS: Final[dict[int, type[errors.MillstreamError]]] = {
     26: errors.InvalidSessionTimeout,
     27: errors.RebalanceInProgress,
     32: errors.InvalidTimestamp,
+    35: errors.UnsupportedVersion,
     36: errors.TopicExists,
     37: errors.InvalidPartitions,
     38: errors.InvalidReplication,
@@ -50,6 +51,11 @@ _ERRORS: Final[dict[int, type[errors.MillstreamError]]] = {
     87: errors.InvalidBatch,
     91: errors.NotFound,
     100: errors.UnknownTopicId,
+    110: errors.FencedMemberEpoch,
+    111: errors.UnreleasedInstance,
+    112: errors.UnsupportedAssignor,
+    113: errors.StaleMemberEpoch,
+    128: errors.InvalidExpression,
 }
 OFFSET_OUT_OF_RANGE: Final = 1
 
