@@ -70,13 +70,13 @@ async def _run(*, keep: bool) -> None:
 
 
 async def _keep(broker: DemoBroker, account: Account) -> None:
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     account.step("The broker keeps running")
     account.tell(f"Kafka clients: {broker.kafka}    health and metrics: http://{broker.http}")
     account.tell(f"Try: millstream tail {TOPIC} --brokers {broker.kafka}")
     account.tell("Ctrl-C stops it and removes its folder.")
-    stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     await stopped.wait()
 
 
