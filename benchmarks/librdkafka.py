@@ -14,7 +14,8 @@ from typing import Any
 import confluent_kafka
 
 PRODUCER, CONSUMER = 0, 1
-OFFSET_BEGINNING = -2
+# A number, not "the beginning": looking that up makes the client wait half a second for some of the partitions.
+START_OFFSET = 0
 _BLOCK = 0x4
 _ERROR_TEXT_BYTES = 512
 _UNASSIGNED = -1
@@ -132,7 +133,7 @@ class Consumer(Client):
         # its arguments; abs() of the C library does.
         self._ignore = ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p)
         for partition in partitions:
-            if self._library.rd_kafka_consume_start_queue(self._topic, partition, OFFSET_BEGINNING, self._queue):
+            if self._library.rd_kafka_consume_start_queue(self._topic, partition, START_OFFSET, self._queue):
                 raise RuntimeError(f"librdkafka could not start on partition {partition}")
 
     def poll(self, timeout_ms: int) -> int:
