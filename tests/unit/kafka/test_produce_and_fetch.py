@@ -28,6 +28,7 @@ from millstream.model.errors import ProtocolViolation
 from millstream.model.quota import PRODUCER_BYTE_RATE
 from millstream.net.budget import Budget
 from millstream.net.connection import Answer
+from millstream.records.batch import COMPRESSION_ZSTD
 from millstream.records.record import NewRecord, decode_records, encode_batch
 from millstream.wire.codec import load_request_class, read_request_header, read_response, write_request
 from millstream.wire.shape import reshape
@@ -178,6 +179,28 @@ async def test_produce_errors_are_told_by_partition(tmp_path: Path, version: int
         assert await code(records=batch(bytes(2 * 1024 * 1024))) is ErrorCode.message_too_large
         assert await code(acks=2) is ErrorCode.invalid_required_acks
         assert await code() is ErrorCode.none
+
+
+@pytest.mark.parametrize("version", [3, 6, 7, 13])
+async def test_what_a_client_may_not_write_is_not_written(tmp_path: Path, version: int) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t")
+        offsets = await topics.create("__consumer_offsets", internal=True)
+        produce = Produce(topics, no_quota())
+
+        async def code(name: str, topic_id: UUID, **settings: Any) -> ErrorCode:
+            records = bytes(encode_batch([NewRecord(None, b"x", (), 1000)], **settings))
+            response = await ask(produce, produce_request(version, name, topic_id, records))
+            return ErrorCode(response.responses[0].partition_responses[0].error_code)
+
+        assert await code(offsets.name, offsets.topic_id) is ErrorCode.invalid_topic_exception
+        in_transaction = {"producer_id": 5, "producer_epoch": 0, "base_sequence": 0, "transactional": True}
+        refused = await code(topic.name, topic.topic_id, **in_transaction)
+        assert refused is ErrorCode.transactional_id_authorization_failed
+        zstd = await code(topic.name, topic.topic_id, compression=COMPRESSION_ZSTD)
+        assert zstd is (ErrorCode.unsupported_compression_type if version < 7 else ErrorCode.none)
+        assert topics.partition("t", 0).log.end_offset == (0 if version < 7 else 1)
+        assert topics.partition("__consumer_offsets", 0).log.end_offset == 0
 
 
 async def test_acks_0_has_no_reply_and_closes_on_error(tmp_path: Path) -> None:

@@ -60,6 +60,12 @@ async def test_a_producer_that_begins_anew_gets_a_new_id(version: int) -> None:
     assert (answer.error_code, answer.producer_id, answer.producer_epoch) == (ErrorCode.none, 1000, 0)
 
 
+@pytest.mark.parametrize(("producer_id", "epoch"), [(7, -1), (-1, 3)])
+async def test_an_id_and_its_epoch_come_together(producer_id: int, epoch: int) -> None:
+    answer = await ask(InitProducerId(Counting()), init(producer_id=producer_id, epoch=epoch))
+    assert (answer.error_code, answer.producer_id) == (ErrorCode.invalid_request, -1)
+
+
 @pytest.mark.parametrize("version", range(6))
 async def test_transactions_are_refused_for_good(version: int) -> None:
     answer = await ask_in(InitProducerId(Counting()), version, init("my-transactions"))

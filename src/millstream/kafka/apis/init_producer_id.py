@@ -1,7 +1,8 @@
 """InitProducerId (key 22), versions 0 to 5: the number that makes a producer idempotent.
 
 Every call without a transactional id gets a new producer id at epoch 0, also one that names the id it has (version 3
-and later), as in Kafka: the client begins anew and its old numbers are never used again.
+and later), as in Kafka: the client begins anew and its old numbers are never used again. An id without its epoch, or
+an epoch without its id, is INVALID_REQUEST.
 
 Transactions are not available yet. Only a few error codes make both the Java client and librdkafka give up at once
 instead of asking again for ever; TRANSACTIONAL_ID_AUTHORIZATION_FAILED is the one that names the transactional id, and
@@ -11,7 +12,7 @@ the broker's log says what it means. Version 6 (two-phase commit) is not stable 
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from typing import Final, Protocol
 
 from kio.schema.errors import ErrorCode
 from kio.schema.init_producer_id.v5.request import InitProducerIdRequest
@@ -26,6 +27,7 @@ from millstream.model.errors import MillstreamError
 from millstream.model.ids import NO_PRODUCER_ID, ProducerId
 
 _logger = logging.getLogger(__name__)
+_NO_PRODUCER_EPOCH: Final = -1
 
 
 class ProducerIds(Protocol):
@@ -46,6 +48,8 @@ class InitProducerId(Api[InitProducerIdRequest, InitProducerIdResponse]):
 
     async def handle(self, request: InitProducerIdRequest, client: ClientInfo) -> InitProducerIdResponse:
         """Give an idempotent producer its id; refuse a transactional one."""
+        if (request.producer_id == NO_PRODUCER_ID) != (request.producer_epoch == _NO_PRODUCER_EPOCH):
+            return _response(ErrorCode.invalid_request)
         if request.transactional_id is None:
             return _response(ErrorCode.none, await self._producer_ids.next(), epoch=0)
         if not request.transactional_id:
@@ -61,7 +65,9 @@ class InitProducerId(Api[InitProducerIdRequest, InitProducerIdResponse]):
         return _response(error_code(error))
 
 
-def _response(code: ErrorCode, producer_id: ProducerId = NO_PRODUCER_ID, *, epoch: int = -1) -> InitProducerIdResponse:
+def _response(
+    code: ErrorCode, producer_id: ProducerId = NO_PRODUCER_ID, *, epoch: int = _NO_PRODUCER_EPOCH
+) -> InitProducerIdResponse:
     return InitProducerIdResponse(
         throttle_time=NO_THROTTLE,
         error_code=code,

@@ -5,7 +5,10 @@ arrived in. All partitions of a request are appended before the first await, in 
 requests of one connection are appended in the order they were sent, and the reply is a promise that is kept once
 every partition is acknowledged as `acks` and the topic's `flush` say.
 
-Version notes: 9 is flexible, 8 adds the error message, 10 the current leader (a tag we leave out), 13 names topics
+What only the internals of the broker may write is refused here: internal topics, and batches of a transaction that
+the request does not name.
+
+Version notes: 7 is the first that may send zstd, 9 is flexible, 8 adds the error message, 10 the current leader (a tag we leave out), 13 names topics
 by id. With `acks=0` there is no reply; an error then closes the connection, as in Kafka.
 """
 
@@ -24,21 +27,31 @@ from millstream.kafka.api import ClientInfo
 from millstream.kafka.errors import error_code
 from millstream.kafka.quota_meter import QuotaMeter
 from millstream.log.log import AppendedRange
-from millstream.model.errors import CorruptBatch, MillstreamError, ProtocolViolation
+from millstream.model.errors import (
+    CorruptBatch,
+    InvalidTopicName,
+    MillstreamError,
+    ProtocolViolation,
+    UnsupportedCompression,
+)
 from millstream.model.metric import Metric, counter, gauge
 from millstream.net.connection import Answer, Buffers
+from millstream.records.batch import COMPRESSION_MASK, COMPRESSION_ZSTD, TRANSACTIONAL_FLAG
 from millstream.replication.partition import Partition
 from millstream.wire.codec import RequestHeader, response_head
 from millstream.wire.primitives import Reader, Writer
 
 FIRST_SERVED = 3
 FIRST_WITH_LOG_START = 5
+FIRST_WITH_ZSTD = 7
 FIRST_WITH_MESSAGES = 8
 FIRST_WITH_TOPIC_IDS = 13
 ACKS_NONE = 0
 _ACKS_VALID = (-1, 0, 1)
 _PENDING_SWEEP_S = 0.25
 _TIMEOUT_S_MAX = 600.0
+# The lower byte of a batch's attributes, which holds the codec and all flags.
+_FLAGS_AT = 22
 
 
 class _Given(NamedTuple):
@@ -48,6 +61,7 @@ class _Given(NamedTuple):
 
 
 class _Request(NamedTuple):
+    version: int
     transactional_id: str | None
     acks: int
     timeout_ms: int
@@ -125,11 +139,16 @@ class Produce:
         elif request.transactional_id is not None:
             outcome.code = ErrorCode.invalid_producer_id_mapping
             outcome.message = "transactions are not available yet"
+        elif _flags(given.records) & TRANSACTIONAL_FLAG:
+            outcome.code = ErrorCode.transactional_id_authorization_failed
+            outcome.message = "the record batch belongs to a transaction, but the request names none"
         else:
             try:
                 if given.records is None:
                     raise CorruptBatch("the request holds no records for this partition")
-                outcome.appended = self._partition(given).write(given.records, acks=request.acks)
+                partition = self._partition(given)
+                _check_allowed(partition, given.records, request.version)
+                outcome.appended = partition.write(given.records, acks=request.acks)
             except MillstreamError as error:
                 self.batches_rejected += 1
                 outcome.fail(error)
@@ -202,6 +221,18 @@ class Produce:
             self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
 
 
+def _flags(records: memoryview | None) -> int:
+    """Codec and flags of the first batch; what is too short to have them, the log refuses."""
+    return 0 if records is None or len(records) <= _FLAGS_AT else records[_FLAGS_AT]
+
+
+def _check_allowed(partition: Partition, records: memoryview, version: int) -> None:
+    if partition.topic.is_internal:
+        raise InvalidTopicName(f"topic {partition.topic.name!r} is internal; clients may not write to it")
+    if version < FIRST_WITH_ZSTD and _flags(records) & COMPRESSION_MASK == COMPRESSION_ZSTD:
+        raise UnsupportedCompression(f"zstd needs Produce v{FIRST_WITH_ZSTD} or later, not v{version}")
+
+
 def _check_unanswered(outcomes: list[_Outcome]) -> None:
     for outcome in outcomes:
         if outcome.code is not ErrorCode.none:
@@ -225,7 +256,7 @@ def _read(frame: memoryview, header: RequestHeader) -> _Request:
             reader.skip_tags()
         reader.skip_tags()
     reader.skip_tags()
-    return _Request(transactional_id, acks, timeout_ms, given)
+    return _Request(header.version, transactional_id, acks, timeout_ms, given)
 
 
 def _write(header: RequestHeader, outcomes: list[_Outcome], throttle_ms: int) -> Buffers:
