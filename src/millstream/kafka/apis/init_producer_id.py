@@ -12,7 +12,7 @@ the broker's log says what it means. Version 6 (two-phase commit) is not stable 
 from __future__ import annotations
 
 import logging
-from typing import Final, Protocol
+from typing import Protocol
 
 from kio.schema.errors import ErrorCode
 from kio.schema.init_producer_id.v5.request import InitProducerIdRequest
@@ -27,7 +27,6 @@ from millstream.model.errors import MillstreamError
 from millstream.model.ids import NO_PRODUCER_ID, ProducerId
 
 _logger = logging.getLogger(__name__)
-_NO_PRODUCER_EPOCH: Final = -1
 
 
 class ProducerIds(Protocol):
@@ -48,7 +47,7 @@ class InitProducerId(Api[InitProducerIdRequest, InitProducerIdResponse]):
 
     async def handle(self, request: InitProducerIdRequest, client: ClientInfo) -> InitProducerIdResponse:
         """Give an idempotent producer its id; refuse a transactional one."""
-        if (request.producer_id == NO_PRODUCER_ID) != (request.producer_epoch == _NO_PRODUCER_EPOCH):
+        if (request.producer_id < 0) != (request.producer_epoch < 0):
             return _response(ErrorCode.invalid_request)
         if request.transactional_id is None:
             return _response(ErrorCode.none, await self._producer_ids.next(), epoch=0)
@@ -65,9 +64,7 @@ class InitProducerId(Api[InitProducerIdRequest, InitProducerIdResponse]):
         return _response(error_code(error))
 
 
-def _response(
-    code: ErrorCode, producer_id: ProducerId = NO_PRODUCER_ID, *, epoch: int = _NO_PRODUCER_EPOCH
-) -> InitProducerIdResponse:
+def _response(code: ErrorCode, producer_id: ProducerId = NO_PRODUCER_ID, *, epoch: int = -1) -> InitProducerIdResponse:
     return InitProducerIdResponse(
         throttle_time=NO_THROTTLE,
         error_code=code,

@@ -8,8 +8,9 @@ every partition is acknowledged as `acks` and the topic's `flush` say.
 What only the internals of the broker may write is refused here: internal topics, and batches of a transaction that
 the request does not name.
 
-Version notes: 7 is the first that may send zstd, 9 is flexible, 8 adds the error message, 10 the current leader (a tag we leave out), 13 names topics
-by id. With `acks=0` there is no reply; an error then closes the connection, as in Kafka.
+Version notes: 7 is the first that may send zstd, 8 adds the error message, 9 is flexible, 10 adds the current leader
+(a tag we leave out), 13 names topics by id. With `acks=0` there is no reply; an error then closes the connection, as in
+Kafka.
 """
 
 from __future__ import annotations
