@@ -146,6 +146,7 @@ class Broker:
             producer_ids=ProducerIds(catalog),
             quotas=ClientQuotas(catalog),
             budget=budget,
+            connections=listener.connections,
             sources=[listener, dispatch, topics, store],
             troubles=lambda: _troubles(store),
             node=node,

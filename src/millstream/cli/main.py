@@ -10,14 +10,25 @@ import typer
 from typer.core import TyperGroup
 
 from millstream import __version__
-from millstream.cli import config_reference, demo, doctor, group, publish, serve, tail, topic
+from millstream.cli import client, config_reference, demo, doctor, group, message, publish, serve, tail, topic
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.output import OutputClosed
 from millstream.model.errors import MillstreamError
 
 PROGRAM = "millstream"
 TRACEBACK_VARIABLE = "MILLSTREAM_TRACEBACK"
-ORDER = ("serve", "topic", "publish", "tail", "group", "doctor", "demo", "config-reference")
+ORDER = (
+    "serve",
+    "topic",
+    "publish",
+    "tail",
+    "message",
+    "group",
+    "client",
+    "doctor",
+    "demo",
+    "config-reference",
+)
 
 
 class InOrder(TyperGroup):
@@ -42,7 +53,9 @@ app.command("serve", help=serve.HELP)(serve.serve)
 app.add_typer(topic.app, name="topic")
 app.command("publish")(publish.publish)
 app.command("tail")(tail.tail)
+app.add_typer(message.app, name="message")
 app.add_typer(group.app, name="group")
+app.add_typer(client.app, name="client")
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 app.command("config-reference", hidden=True)(config_reference.config_reference)

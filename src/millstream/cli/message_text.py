@@ -30,31 +30,40 @@ def as_document(topic: str, topic_id: object, partition: int, record: Record) ->
 
 def as_text(topic: str, partition: int, record: Record, *, colour: bool) -> str:
     """The message for people: a line about it, then its value; JSON is laid out to be read."""
-    facts = [f"{topic}/{partition}@{record.offset}", _local(record.timestamp_ms)]
+    facts = [f"{topic}/{partition}@{record.offset}", local_time(record.timestamp_ms)]
     if record.key is not None:
-        facts.append(f"key={_readable(record.key)}")
-    facts += [f"{name}={_readable(value)}" for name, value in record.headers]
+        facts.append(f"key={readable(record.key)}")
+    facts += [f"{one_line(name)}={readable(value)}" for name, value in record.headers]
     head = "  ".join(facts)
-    return f"{_DIM}{head}{_PLAIN}\n{_value(record.value)}" if colour else f"{head}\n{_value(record.value)}"
+    value = readable_value(record.value)
+    return f"{_DIM}{head}{_PLAIN}\n{value}" if colour else f"{head}\n{value}"
 
 
-def _value(value: bytes | None) -> str:
+def readable_value(value: bytes | None) -> str:
+    """A value for people; JSON is laid out to be read."""
     if value is None:
         return "(null)"
     if value[:1] in (b"{", b"["):
         try:
-            return json.dumps(json.loads(value), indent=2, ensure_ascii=False)
+            return harmless(json.dumps(json.loads(value), indent=2, ensure_ascii=False))
         except ValueError:
             pass
-    return _readable(value)
+    return readable(value)
 
 
-def _readable(value: bytes | None) -> str:
-    if value is None:
-        return "(null)"
-    text = value.decode(errors="backslashreplace")
-    # A message must not be able to move the cursor or change the terminal of whoever looks at it.
+def readable(value: bytes | None) -> str:
+    """Bytes for people."""
+    return "(null)" if value is None else harmless(value.decode(errors="backslashreplace"))
+
+
+def harmless(text: str) -> str:
+    """A text from elsewhere, which must not be able to move the cursor or change the terminal of whoever reads it."""
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+
+
+def one_line(text: str) -> str:
+    """A name from elsewhere, which must not be able to break its line either."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def _as_json(value: bytes | None) -> Any:
@@ -71,7 +80,8 @@ def _utc(timestamp_ms: int) -> str | None:
     return None if moment is None else moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _local(timestamp_ms: int) -> str:
+def local_time(timestamp_ms: int) -> str:
+    """A message's time for people, where they are."""
     moment = _moment(timestamp_ms)
     if moment is None:
         return "no time"

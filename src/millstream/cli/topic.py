@@ -20,6 +20,7 @@ from millstream.cli.options import (
 )
 from millstream.cli.output import counted, print_json, print_line, print_table
 from millstream.model.errors import TopicExists
+from millstream.model.topic import CONTRACT, DESCRIPTION, OWNER
 
 if TYPE_CHECKING:
     from millstream.wire.client import Client
@@ -34,6 +35,18 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A setting, such as retention.ms=86400000; may be repeated."),
 ]
+Owner = Annotated[
+    str | None, typer.Option("--owner", metavar="TEXT", help="Who answers for the topic.", show_default=False)
+]
+Description = Annotated[
+    str | None, typer.Option("--description", metavar="TEXT", help="What the topic is about.", show_default=False)
+]
+Contract = Annotated[
+    str | None,
+    typer.Option("--contract", metavar="LINK", help="Where its messages are defined.", show_default=False),
+]
+_CARD = {"owner": OWNER, "description": DESCRIPTION, "contract": CONTRACT}
+"""What is said about a topic, and the setting that holds it."""
 
 
 @app.command("create")
@@ -59,6 +72,9 @@ def create(
             show_default=False,
         ),
     ] = None,
+    owner: Owner = None,
+    description: Description = None,
+    contract: Contract = None,
     settings: Settings = None,
     if_missing: Annotated[
         bool, typer.Option("--if-not-exists", help="Succeed, and change nothing, when the topic is there already.")
@@ -69,6 +85,7 @@ def create(
 ) -> None:
     """Create a topic."""
     overrides = parse_assignments(settings or [], flag="--set")
+    overrides.update({key: text for key, text in _card(owner, description, contract).items() if text})
 
     async def question(client: Client) -> tuple[bool, TopicMetadata]:
         from millstream.cli.topic_admin import create_topic, find_topic
@@ -143,6 +160,9 @@ def describe(
 @app.command("alter")
 def alter(
     name: Name,
+    owner: Owner = None,
+    description: Description = None,
+    contract: Contract = None,
     settings: Settings = None,
     unset: Annotated[
         list[str] | None,
@@ -162,13 +182,15 @@ def alter(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Change a topic's settings, or give it more partitions.
+    """Change a topic's settings and what is said about it, or give it more partitions.
 
-    Growing moves keys: a key's new messages may go to another partition than its old ones.
+    An empty text takes an owner, description or contract away. Growing moves keys: a key's new messages may go to
+    another partition than its old ones.
     """
     changes: dict[str, str | None] = {**parse_assignments(settings or [], flag="--set"), **dict.fromkeys(unset or [])}
+    changes.update({key: text or None for key, text in _card(owner, description, contract).items()})
     if not changes and partitions is None:
-        raise typer.BadParameter("nothing to change; give --set, --unset or --partitions")
+        raise typer.BadParameter("nothing to change; give --set, --unset, --partitions or what is said about the topic")
 
     async def question(client: Client) -> None:
         from millstream.cli.topic_admin import alter_topic, find_topic, grow_topic
@@ -210,6 +232,12 @@ def delete(
         print_line(f"Deleted topic {name}.")
 
 
+def _card(owner: str | None, description: str | None, contract: str | None) -> dict[str, str]:
+    """The settings for what was given of a topic's card."""
+    given = {OWNER: owner, DESCRIPTION: description, CONTRACT: contract}
+    return {key: text for key, text in given.items() if text is not None}
+
+
 async def _describe(client: Client, name: str) -> dict[str, Any]:
     from millstream.cli.topic_admin import find_topic, offset_bounds, topic_configs
 
@@ -221,6 +249,7 @@ async def _describe(client: Client, name: str) -> dict[str, Any]:
         "topic": name,
         "id": str(topic.topic_id),
         "internal": topic.is_internal,
+        **{word: configs[key].value or None if key in configs else None for word, key in _CARD.items()},
         "partitions": [
             {
                 "partition": one.partition,
@@ -245,7 +274,10 @@ def _print_description(described: dict[str, Any]) -> None:
     partitions = described["partitions"]
     messages = sum(one["end"] - one["start"] for one in partitions)
     print_line(f"{described['topic']}  ({counted(len(partitions), 'partition')}, {counted(messages, 'message')})")
-    print_line(f"id {described['id']}")
+    facts = {"id": described["id"], **{word: described[word] for word in _CARD}}
+    for word, text in facts.items():
+        if text is not None:
+            print_line(f"{word.ljust(11)}  {text}")
     print_line()
     keys = ("partition", "leader", "start", "end")
     rows = [
@@ -259,5 +291,6 @@ def _print_description(described: dict[str, Any]) -> None:
         [
             [name, value, "this topic" if name in described["overrides"] else "the node"]
             for name, value in sorted(described["settings"].items())
+            if name not in _CARD.values()
         ],
     )

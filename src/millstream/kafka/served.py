@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from millstream.kafka.apis.alter_client_quotas import AlterClientQuotas
 from millstream.kafka.apis.alter_configs import AlterConfigs
 from millstream.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
 from millstream.kafka.apis.api_versions import ApiVersions
+from millstream.kafka.apis.client_list import ClientList
 from millstream.kafka.apis.create_acls import CreateAcls
 from millstream.kafka.apis.create_partitions import CreatePartitions
 from millstream.kafka.apis.create_topics import CreateTopics
@@ -59,6 +60,7 @@ from millstream.kafka.quota_meter import QuotaMeters
 from millstream.model.clock import Clock
 from millstream.model.metric import MetricSource
 from millstream.net.budget import Budget
+from millstream.net.connection import Connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,7 @@ class Parts:
     producer_ids: ProducerIds
     quotas: ClientQuotas
     budget: Budget
+    connections: Collection[Connection]
     sources: Sequence[MetricSource]
     troubles: Callable[[], Iterable[str]]
     node: NodeState
@@ -152,7 +155,8 @@ class Served:
         sources = (*parts.sources, self._produce, self._fetch, self._meters, lag, process)
         yield NodeStatus(parts.node, sources, parts.clock, troubles=parts.troubles)
 
-    def _client_apis(self) -> Iterable[Api[Any, Any]]:
+    def _client_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
+        yield ClientList(self._parts.connections)
         yield DescribeClientQuotas(self._parts.quotas)
         yield AlterClientQuotas(self._parts.quotas)
         yield DescribeAcls()

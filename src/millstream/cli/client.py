@@ -1,0 +1,76 @@
+"""`millstream client`: the producers and consumers that are connected."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.output import counted, print_json, print_line, print_note, print_table, sized
+
+if TYPE_CHECKING:
+    from millstream.cli.client_admin import Clients, ConnectedClient
+    from millstream.wire.client import Client
+
+DEFAULT_INTERVAL_S = 1.0
+
+app = typer.Typer(help="Show the producers and consumers that are connected.", no_args_is_help=True)
+
+
+@app.callback()
+def client() -> None:
+    """Show the producers and consumers that are connected."""
+
+
+@app.command("list")
+def list_(
+    everybody: Annotated[
+        bool, typer.Option("--all", help="Show connections too that neither produce nor consume.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=0.0, max=60.0, help="How long to measure rates for.")
+    ] = DEFAULT_INTERVAL_S,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """List live producers and consumers: address, client id, software, and bytes per second."""
+
+    async def question(asking: Client) -> Clients:
+        from millstream.cli.client_admin import list_clients
+
+        return await list_clients(asking, interval_s=interval)
+
+    found = ask(brokers, timeout, question)
+    shown = [one for one in found.clients if everybody or one.roles]
+    if as_json:
+        print_json({"clients": [dataclasses.asdict(one) for one in shown], "left_out": found.left_out})
+    elif shown:
+        header = ["client id", "address", "software", "version", "role", "in/s", "out/s", "idle"]
+        print_table(header, [_row(one) for one in shown])
+    else:
+        print_line("No producer and no consumer is connected; --all shows every connection.")
+    if found.left_out:
+        print_note(f"{counted(found.left_out, 'connection')} more, which the nodes do not list.")
+
+
+def _row(one: ConnectedClient) -> list[str | None]:
+    from millstream.cli.message_text import one_line
+
+    return [
+        one_line(one.client_id) or None,
+        one.address,
+        one.software,
+        one.version,
+        ", ".join(one.roles) or None,
+        _rate(one.produced_bytes_per_s),
+        _rate(one.fetched_bytes_per_s),
+        f"{one.idle_s:.0f} s",
+    ]
+
+
+def _rate(bytes_per_s: float | None) -> str | None:
+    return None if bytes_per_s is None else sized(bytes_per_s)

@@ -1,0 +1,109 @@
+"""`millstream client list` against a real broker with real clients."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, Producer
+
+from millstream.testing.command import CommandLine
+from millstream.testing.server import Server
+
+WAIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def millstream(server: Server) -> CommandLine:
+    return CommandLine(server.kafka)
+
+
+@pytest.fixture
+def producer(server: Server, topic: str) -> Producer:
+    """A producer that has sent something and stays connected."""
+    client = Producer({"bootstrap.servers": server.kafka, "client.id": f"{topic}-p", "log_level": 0})
+    client.produce(topic, b"x" * 5000)
+    assert client.flush(WAIT_S) == 0
+    return client
+
+
+@pytest.fixture
+def consumer(server: Server, topic: str, producer: Producer) -> Iterator[Consumer]:
+    """A consumer that has read something and stays connected."""
+    settings = {"bootstrap.servers": server.kafka, "client.id": f"{topic}-c", "group.id": topic, "log_level": 0}
+    with closing(Consumer({**settings, "auto.offset.reset": "earliest"})) as client:
+        client.subscribe([topic])
+        message = client.poll(WAIT_S)
+        assert message is not None
+        assert message.error() is None
+        yield client
+
+
+def of(listed: Any, client_id: str) -> list[dict[str, Any]]:
+    return [one for one in listed["clients"] if one["client_id"] == client_id]
+
+
+@pytest.mark.usefixtures("consumer")
+def test_producers_and_consumers_are_listed_with_what_they_are(millstream: CommandLine, topic: str) -> None:
+    listed = millstream("client", "list", "--interval", 0.1, "--json")
+    assert listed.code == 0
+    (producing,) = of(listed.document, f"{topic}-p")
+    assert producing["roles"] == ["producer"]
+    assert producing["address"].startswith("127.0.0.1:")
+    assert (producing["software"], producing["node"]) == ("confluent-kafka-python", 1)
+    assert producing["version"][0].isdigit()
+    assert producing["produced_bytes"] > 5000
+    assert (producing["fetched_bytes"], producing["produced_bytes_per_s"]) == (0, 0.0)
+    (consuming,) = of(listed.document, f"{topic}-c")
+    assert consuming["roles"] == ["consumer"]
+    assert consuming["fetched_bytes"] > 5000
+    assert listed.document["left_out"] == 0
+
+
+@pytest.mark.usefixtures("consumer")
+def test_people_get_a_table_and_everybody_on_request(millstream: CommandLine, topic: str) -> None:
+    shown = millstream("client", "list", "--interval", 0)
+    assert shown.lines[0].split() == ["CLIENT", "ID", "ADDRESS", "SOFTWARE", "VERSION", "ROLE", "IN/S", "OUT/S", "IDLE"]
+    assert any(line.startswith(f"{topic}-p ") and " producer " in line for line in shown.lines)
+    assert "millstream-cli" not in shown.out
+    everybody = millstream("client", "list", "--all", "--interval", 0, "--json").document
+    assert of(everybody, "millstream-cli")[0]["roles"] == []
+
+
+@contextmanager
+def flowing(producer: Producer, topic: str) -> Iterator[None]:
+    """Keep a little data flowing."""
+    stop = threading.Event()
+
+    def flow() -> None:
+        while not stop.wait(0.01):
+            producer.produce(topic, b"x" * 100)
+            producer.poll(0)
+
+    thread = threading.Thread(target=flow)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        assert producer.flush(WAIT_S) == 0
+
+
+def test_a_rate_is_measured_while_data_flows(millstream: CommandLine, producer: Producer, topic: str) -> None:
+    with flowing(producer, topic):
+        for _ in range(20):
+            listed = millstream("client", "list", "--interval", 0.3, "--json").document
+            (producing,) = of(listed, f"{topic}-p")
+            if producing["produced_bytes_per_s"]:
+                break
+        else:
+            pytest.fail("no rate was measured although data flows")
+
+
+def test_nobody_there_is_said(start_server: Any) -> None:
+    alone = CommandLine(start_server().kafka)
+    assert "No producer and no consumer" in alone("client", "list", "--interval", 0).out

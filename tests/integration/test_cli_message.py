@@ -1,0 +1,83 @@
+"""`millstream message show` against a real broker."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from confluent_kafka import Producer
+
+from millstream.testing.command import CommandLine
+from millstream.testing.server import Server
+
+WAIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def millstream(server: Server) -> CommandLine:
+    return CommandLine(server.kafka)
+
+
+@pytest.fixture
+def written(server: Server, millstream: CommandLine, topic: str) -> str:
+    """A topic with one compressed batch of an idempotent producer."""
+    assert millstream("topic", "create", topic).code == 0
+    settings = {"bootstrap.servers": server.kafka, "enable.idempotence": True, "compression.type": "zstd"}
+    producer = Producer({**settings, "linger.ms": 500, "log_level": 0})
+    for number in range(3):
+        headers: list[tuple[str, str | bytes | None]] = [("region", b"eu"), ("raw", b"\xff"), ("empty", None)]
+        body = json.dumps({"order": number, "text": "x" * 50}).encode()
+        producer.produce(topic, body, key=f"customer-{number}", headers=headers, timestamp=1_700_000_000_000)
+    producer.produce(topic, None, key="gone", timestamp=1_700_000_000_000)
+    assert producer.flush(WAIT_S) == 0
+    return topic
+
+
+def test_a_message_is_shown_with_its_batch(millstream: CommandLine, written: str) -> None:
+    shown = millstream("message", "show", written, 0, 1, "--json")
+    assert shown.code == 0
+    document = shown.document
+    assert (document["topic"], document["partition"], document["offset"]) == (written, 0, 1)
+    assert document["key"] == "customer-1"
+    assert json.loads(document["value"])["order"] == 1
+    assert document["headers"] == [["region", "eu"], ["raw", {"base64": "/w=="}], ["empty", None]]
+    assert (document["timestamp_ms"], document["timestamp_type"]) == (1_700_000_000_000, "CreateTime")
+    batch = document["batch"]
+    assert batch["first_offset"] <= 1 <= batch["last_offset"]
+    assert batch["records"] == batch["last_offset"] - batch["first_offset"] + 1
+    assert (batch["compression"], batch["transactional"], batch["control"]) == ("zstd", False, False)
+    assert batch["producer_id"] >= 0
+    assert batch["last_sequence"] - batch["first_sequence"] == batch["records"] - 1
+
+
+def test_people_get_it_laid_out(millstream: CommandLine, written: str) -> None:
+    shown = millstream("message", "show", written, 0, 0)
+    assert shown.lines[0] == f"{written}/0@0"
+    assert "key       customer-0" in shown.lines
+    assert "header    region = eu" in shown.lines
+    assert "header    raw = \\xff" in shown.lines
+    assert any(line.startswith("batch     offsets 0 to ") and "checksum right" in line for line in shown.lines)
+    assert any(line.startswith("producer  id ") for line in shown.lines)
+    assert '  "order": 0,' in shown.lines
+    deletion = millstream("message", "show", written, 0, 3)
+    assert any(line.startswith("value     null") for line in deletion.lines)
+
+
+def test_the_value_alone(millstream: CommandLine, written: str) -> None:
+    shown = millstream.process("message", "show", written, 0, 2, "--raw")
+    assert json.loads(shown.out)["order"] == 2
+    assert not shown.out.endswith("\n")
+    assert millstream("message", "show", written, 0, 2, "--raw", "--json").code == 2
+
+
+def test_what_is_not_there_is_told(millstream: CommandLine, written: str) -> None:
+    at_the_end = millstream("message", "show", written, 0, 4)
+    beyond = millstream("message", "show", written, 0, 99)
+    for outcome in (at_the_end, beyond):
+        assert outcome.code == 3
+        assert "holds offsets 0 to 3" in outcome.err
+    assert millstream("message", "show", written, 7, 0).code == 3
+    nowhere = millstream("message", "show", "no-such-topic", 0, 0)
+    assert nowhere.code == 3
+    assert millstream("topic", "create", f"{written}-empty").code == 0
+    assert "the partition is empty" in millstream("message", "show", f"{written}-empty", 0, 0).err
