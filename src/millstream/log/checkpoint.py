@@ -23,7 +23,7 @@ from millstream.log.segment import (
     segment_path,
 )
 from millstream.log.state import FORMAT, LogState, encode_state
-from millstream.log.sync import Capture, sync_segments
+from millstream.log.sync import Capture, sync_folders, sync_segments
 
 _logger = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ class Checkpoints:
             checkpoint.execute(self._files)
         good = [checkpoint for checkpoint in self.checkpoints if checkpoint.error is None]
         try:
+            sync_folders(self._files, [checkpoint.capture for checkpoint in good])
             self._ledger.write([(one.log.key, one.version, one.state) for one in good])
         except OSError as error:
             for checkpoint in good:

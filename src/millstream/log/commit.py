@@ -10,16 +10,18 @@ import logging
 from collections.abc import Iterable
 
 from millstream.log.files import Files
-from millstream.log.folder import sync_log_folder
 from millstream.log.journal import Journal, Reservation
 from millstream.log.log import Log
 from millstream.log.repair import Repair
-from millstream.log.sync import Capture, sync_segments
+from millstream.log.sync import Capture, sync_folders, sync_segments, unjournaled_bytes
 
 _logger = logging.getLogger(__name__)
 
 DIRECT_LOGS_MAX = 4
 """So many logs are synced one by one; the journal costs a copy of the bytes and pays from here on."""
+
+JOURNAL_BYTES_MAX = 128 * 1024
+"""With more than this to write for each log, writing it twice costs more than syncing each file."""
 
 
 class Commit:
@@ -37,10 +39,15 @@ class Commit:
         self._errors: dict[Log, OSError] = {}
         self._reservation: Reservation | None = None
         for log in logs:
-            if not log.closed:
+            # A log under repair comes back by itself when that is done.
+            if not log.closed and not log.repairing:
                 self._prepare(log)
-        if len(self._captures) > DIRECT_LOGS_MAX and not direct:
+        if not direct and self._pays_to_journal():
             self._reservation = journal.reserve(self._captures)
+
+    def _pays_to_journal(self) -> bool:
+        count = len(self._captures)
+        return count > DIRECT_LOGS_MAX and sum(map(unjournaled_bytes, self._captures)) <= count * JOURNAL_BYTES_MAX
 
     def _prepare(self, log: Log) -> None:
         try:
@@ -62,15 +69,21 @@ class Commit:
             repair.execute(self._files)
         if self._reservation is not None:
             try:
-                for capture in self._captures:
-                    if not capture.folder_synced:
-                        sync_log_folder(self._files, capture.log.directory)
+                sync_folders(self._files, self._captures)
                 self._journal.write(self._reservation, self._captures)
                 return
             except OSError as error:
                 _logger.error("the journal failed; segments are synced directly", extra={"error": str(error)})
                 self._journal.broken = True
                 self._reservation = None
+        self._sync_directly()
+
+    def _sync_directly(self) -> None:
+        try:
+            sync_folders(self._files, self._captures)
+        except OSError as error:
+            self._errors = {capture.log: error for capture in self._captures}
+            return
         for capture in self._captures:
             try:
                 sync_segments(self._files, capture)

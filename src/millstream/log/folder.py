@@ -160,9 +160,7 @@ def _parse_topic_id(name: str) -> UUID | None:
         return None
 
 
-def sync_log_folder(files: Files, directory: str) -> None:
-    """Make the folder of a log durable in the folders above it; called in a thread."""
-    topic = directory.rpartition("/")[0]
-    files.sync_directory(directory)
-    files.sync_directory(topic)
-    files.sync_directory(topic.rpartition("/")[0])
+def folders_above(log_folder: str) -> tuple[str, str]:
+    """The folders that hold the name of a log and the name of its topic."""
+    topic = log_folder.rpartition("/")[0]
+    return topic, topic.rpartition("/")[0]

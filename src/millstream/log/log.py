@@ -35,7 +35,7 @@ from millstream.model.errors import (
     StorageFailure,
 )
 from millstream.model.ids import Epoch, Offset
-from millstream.model.topic import TopicPartition, TopicSettings
+from millstream.model.topic import FLUSH_OS, TopicPartition, TopicSettings
 from millstream.records.batch import BatchHeader, check_crc, place_batch, stamp_append_time
 
 _logger = logging.getLogger(__name__)
@@ -111,6 +111,7 @@ class Log:
         self.failed_at = 0.0
         self.broken = False
         """A sync of a segment failed; writes are refused until its tail is in another file."""
+        self.repairing = False
         self.closed = False
         self.generation = 0
         """Changes when segments are cut or replaced, so that a job that is under way knows."""
@@ -294,7 +295,7 @@ class Log:
             offset += header.last_offset_delta + 1
         self.end_offset = Offset(offset)
         self.unchecked_bytes += segment.size - start
-        if self.unchecked_bytes > CHECKPOINT_BYTES:
+        if self.unchecked_bytes > CHECKPOINT_BYTES and self.settings.flush != FLUSH_OS:
             self.unchecked_bytes = 0
             self.keeper.checkpoint_soon(self)
         if not self.dirty:
@@ -307,7 +308,7 @@ class Log:
 
     def read(self, offset: int, *, max_bytes: int, up_to: int) -> bytes | memoryview:
         """Whole batches from the one that holds `offset`: at least one, then no more than `max_bytes`."""
-        if not self.start_offset <= offset <= self.end_offset:
+        if not self.start_offset <= offset <= self.end_offset or self.closed:
             raise self._out_of_range(offset)
         if offset >= up_to or offset >= self.end_offset:
             return b""
@@ -330,7 +331,9 @@ class Log:
         self.hint(stretch.next_offset, segment, stretch.end_position)
         return stretch.data
 
-    def _out_of_range(self, offset: int) -> OffsetOutOfRange:
+    def _out_of_range(self, offset: int) -> OffsetOutOfRange | PartitionClosed:
+        if self.closed:
+            return PartitionClosed(f"{self.partition} is closed")
         return OffsetOutOfRange(
             f"{self.partition} holds offsets {self.start_offset} to {self.end_offset}, not {offset}",
             start=self.start_offset,
@@ -394,6 +397,8 @@ class Log:
         return self._looked_up(lambda: self._lookup.latest(self.segments, self.start_offset, up_to))
 
     def _looked_up(self, look_up: Callable[[], Found | None]) -> Found | None:
+        if self.closed:
+            raise PartitionClosed(f"{self.partition} is closed")
         while True:
             try:
                 return look_up()

@@ -12,7 +12,7 @@ from millstream.log.contents import Contents, RecoveryReport
 from millstream.log.damage import Damage, LostRange
 from millstream.log.epochs import EpochHistory
 from millstream.log.files import Files
-from millstream.log.folder import sync_log_folder
+from millstream.log.folder import folders_above
 from millstream.log.index import Index
 from millstream.log.indexes import build_index, load_index
 from millstream.log.producers import Producers
@@ -248,7 +248,8 @@ class Recovery:
             self._report.cut_from_offset = contents.end_offset
         if contents.changed:
             # Names may be in memory only, too.
-            sync_log_folder(self._files, self._directory)
+            for folder in (self._directory, *folders_above(self._directory)):
+                self._files.sync_directory(folder)
             contents.known = True
 
     def _truncate(self, segment: Segment) -> None:

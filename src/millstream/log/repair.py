@@ -29,11 +29,15 @@ class Repair:
         self._generation = log.generation
         self._old = segment
         self._descriptor = log.open_files.pin(segment)
+        # A sync in another thread that began earlier may still succeed; what it covers is copied all the same.
+        self._start = segment.synced_bytes
+        self._start_offset = segment.synced_offset
         self._new = Segment(log.directory, segment.synced_offset)
         self._new.first_append_ms = segment.first_append_ms
         self._new.last_append_ms = segment.last_append_ms
         self._interval_bytes = log.settings.index_interval_bytes
         self._lost: list[Bad] = []
+        log.repairing = True
 
     def execute(self, files: Files) -> None:
         """Copy the tail into a file of its own and sync that; called in a thread."""
@@ -56,7 +60,7 @@ class Repair:
     def _bring_back(self, files: Files) -> None:
         """Write into the old file again what the journal holds of it: that much was acknowledged."""
         old = self._old
-        if old.journaled_bytes > old.synced_bytes:
+        if old.journaled_bytes > self._start:
             for entry, data in self._journal.entries_of(self.log, old.base_offset):
                 write_fully(files, self._descriptor, data, entry.position)
 
@@ -64,7 +68,7 @@ class Repair:
         old, new, self._lost = self._old, self._new, []
         end = min(old.size, files.size(self._descriptor))
         window = Window(files, self._descriptor, end)
-        scan = Scan(window, old.synced_bytes, old.synced_offset, limit=old.next_offset)
+        scan = Scan(window, self._start, self._start_offset, limit=old.next_offset)
         for found in scan:
             if isinstance(found, Bad):
                 after = found.next_offset if found.next_offset >= 0 else old.next_offset
@@ -86,12 +90,13 @@ class Repair:
         """Go on with the new segment; called on the loop."""
         log, old, new = self.log, self._old, self._new
         log.open_files.unpin(old)
+        log.repairing = False
         if self.error is not None or self._generation != log.generation:
             return
         new.mark_synced(new.size, new.next_offset)
         new.sealed = old.sealed
         at = log.segments.index(old)
-        if old.synced_bytes:
+        if self._start:
             self._cut(old)
             log.replace_segments([*log.segments[: at + 1], new, *log.segments[at + 1 :]])
         else:
@@ -127,8 +132,8 @@ class Repair:
     def _cut(self, old: Segment) -> None:
         """What the old file holds beyond its last good sync is in the new one now."""
         old.sealed = True
-        old.size = old.journaled_bytes = old.synced_bytes
-        old.next_offset = old.synced_offset
+        old.size = old.journaled_bytes = old.synced_bytes = self._start
+        old.next_offset = old.synced_offset = self._start_offset
         try:
             index = self.log.reader.index_of(old)
             index.cut(old.size)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 from uuid import UUID
@@ -42,8 +43,7 @@ RETRY_S = 1.0
 FAILURE_S = 30.0
 CLOSE_ATTEMPTS = 3
 RETENTION_SLICE = 500
-UPKEEP_SLICE = 32
-LAST_SLICE = 1000
+UPKEEP_LOGS_MAX = 32
 
 
 class Job(Protocol):
@@ -77,6 +77,9 @@ class LogStore:
         self._producer_expiry_ms = producer_expiry_ms
         self._retention_check_ms = retention_check_ms
         self._open_files = OpenFiles(files, files.open_files_max())
+        # What is in a thread's hands stays open, so one job may have a part of the descriptors only.
+        self._together_max = max(1, files.open_files_max() // 4)
+        self._upkeep_max = min(UPKEEP_LOGS_MAX, self._together_max)
         self._indexes = LoadedIndexes()
         self._journal = Journal(files, folder.journal, journal_bytes)
         self._ledger = Ledger(files, folder.path)
@@ -153,6 +156,8 @@ class LogStore:
     def open_log(self, topic_id: UUID, partition: TopicPartition, settings: TopicSettings) -> Log:
         """Open the log of a partition, making it if it is not there; recover it after an unclean stop."""
         key = (topic_id, partition.partition)
+        if key in self._logs:
+            raise StorageFailure(f"{partition} is open already")
         directory = self._folder.of_log(topic_id, partition.partition)
         opening = Opening(
             files=self._files,
@@ -193,7 +198,8 @@ class LogStore:
         if not report.eventful:
             return
         self.recovery_reports.append(report)
-        _logger.log(logging.ERROR if report.lost else logging.WARNING, "recovered a log", extra={"what": str(report)})
+        level = logging.ERROR if report.lost else logging.WARNING if report.cut_bytes else logging.INFO
+        _logger.log(level, "recovered a log", extra={"what": str(report)})
 
     def stored(self) -> Iterable[LogKey]:
         """Every partition that is on disk."""
@@ -313,17 +319,19 @@ class LogStore:
     def _begin_commit(self) -> Commit | None:
         if not self._wanted:
             return None
-        logs, self._wanted = self._wanted, {}
+        logs = list(islice(self._wanted, self._together_max))
+        for log in logs:
+            del self._wanted[log]
         return Commit(logs, self._files, self._journal)
 
     def _begin_upkeep(self) -> Job | None:
         if self._catch_up:
-            logs = list(self._catch_up)[:UPKEEP_SLICE]
+            logs = list(islice(self._catch_up, self._upkeep_max))
             for log in logs:
                 del self._catch_up[log]
             return Commit(logs, self._files, self._journal, direct=True)
         while self._due:
-            some = list(self._due)[:UPKEEP_SLICE]
+            some = list(islice(self._due, self._upkeep_max))
             for log in some:
                 del self._due[log]
             due = [log for log in some if not log.closed and not log.broken]
@@ -361,9 +369,10 @@ class LogStore:
         """Commit, checkpoint and delete until the store is closed."""
         self._loop = asyncio.get_running_loop()
         self._running = self._loop.create_future()
-        for log in self._logs.values():
-            if log.dirty:
-                self.touched(log)
+        # What was asked for before there was a loop has no timer yet.
+        stale, self._stale = self._stale, {}
+        for log in {**stale, **{log: None for log in self._logs.values() if log.dirty}}:
+            self.touched(log)
         self._retention_timer()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -433,14 +442,14 @@ class LogStore:
         for log in self._logs.values():
             if log.synced_offset < log.end_offset:
                 self._wanted[log] = None
-        for _ in range(CLOSE_ATTEMPTS):
+        for _ in range(CLOSE_ATTEMPTS * (1 + len(self._wanted) // self._together_max)):
             commit = self._begin_commit()
             if commit is None:
                 break
             yield commit
         behind = [log for log in self._logs.values() if log.changed and not log.broken]
-        for at in range(0, len(behind), LAST_SLICE):
-            yield Checkpoints(behind[at : at + LAST_SLICE], self._files, self._ledger)
+        for at in range(0, len(behind), self._together_max):
+            yield Checkpoints(behind[at : at + self._together_max], self._files, self._ledger)
 
     def _let_go(self) -> None:
         """Leave the folder, with the mark if everything in it is as it should be."""

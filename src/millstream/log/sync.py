@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from millstream.log.files import Files
-from millstream.log.folder import sync_log_folder
+from millstream.log.folder import folders_above
 from millstream.log.log import Log
 from millstream.log.segment import Segment
 
@@ -30,6 +31,7 @@ class Capture:
         self.names_version = log.names_version
         self.names_synced = log.names_synced == log.names_version
         self.folder_synced = log.folder_synced
+        self.folders_above = () if log.folder_synced else folders_above(log.directory)
         self.targets: list[Target] = []
         try:
             for segment in log.unsynced_segments():
@@ -78,11 +80,21 @@ class Capture:
         self.log.advance_synced(self.end_offset)
 
 
+def unjournaled_bytes(capture: Capture) -> int:
+    """How much the journal would have to take."""
+    return sum(target.size - target.journaled for target in capture.targets)
+
+
+def sync_folders(files: Files, captures: Iterable[Capture]) -> None:
+    """Make the folders of new logs durable in the folders above them; called in a thread."""
+    above = {folder for capture in captures if not capture.folder_synced for folder in capture.folders_above}
+    for folder in sorted(above):
+        files.sync_directory(folder)
+
+
 def sync_segments(files: Files, capture: Capture) -> None:
     """Sync every file of a capture, and the names of new ones; called in a thread."""
     for target in capture.targets:
         target.segment.sync(files, target.descriptor)
-    if not capture.folder_synced:
-        sync_log_folder(files, capture.log.directory)
-    elif not capture.names_synced:
+    if not capture.names_synced:
         files.sync_directory(capture.log.directory)

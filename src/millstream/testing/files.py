@@ -31,6 +31,8 @@ class MemoryFile:
 
     def write(self, position: int, data: bytes) -> None:
         """Write into the page cache."""
+        if not data:
+            return
         _put(self.data, position, data)
         self.pending.append((position, data))
 

@@ -1,0 +1,39 @@
+"""A store on a disk in memory, opened as often as a test likes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from millstream.log.store import LogStore
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import MemoryFiles
+
+OpenStore = Callable[[], LogStore]
+
+
+@pytest.fixture
+def files() -> MemoryFiles:
+    return MemoryFiles(open_files_max=64)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def open_store(files: MemoryFiles, clock: ManualClock) -> OpenStore:
+    def open_one() -> LogStore:
+        return LogStore.open(
+            Path("/data"), files=files, clock=clock, journal_bytes=100_000, producer_expiry_ms=3_600_000
+        )
+
+    return open_one
+
+
+@pytest.fixture
+def store(open_store: OpenStore) -> LogStore:
+    return open_store()

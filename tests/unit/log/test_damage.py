@@ -1,0 +1,171 @@
+"""Bits that flip on disk: the batches they hit are reported with their exact range and never served; all others are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from uuid import UUID
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millstream.log.log import Log
+from millstream.log.store import LogStore
+from millstream.model.errors import DamagedRange
+from millstream.model.ids import Epoch, PartitionIndex
+from millstream.model.topic import TopicPartition, TopicSettings
+from millstream.records.batch import iterate_headers
+from millstream.records.record import NewRecord, encode_batch
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import MemoryFiles
+
+TOPIC_ID = UUID(int=1)
+PARTITION = TopicPartition("t", PartitionIndex(0))
+SETTINGS = TopicSettings(segment_bytes=900, index_interval_bytes=150)
+EPOCH_BYTES = range(12, 16)
+
+Batches = dict[int, tuple[int, bytes]]
+"""Base offset to next offset and bytes."""
+
+
+def open_log(files: MemoryFiles) -> tuple[LogStore, Log]:
+    store = LogStore.open(
+        Path("/data"), files=files, clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**12
+    )
+    return store, store.open_log(TOPIC_ID, PARTITION, SETTINGS)
+
+
+def fill(files: MemoryFiles, sizes: list[int], *, checkpoint_after: int, clean: bool) -> tuple[Batches, int]:
+    """Write batches of given sizes; returns them and the offset of the checkpoint."""
+    store, log = open_log(files)
+    batches: Batches = {}
+    checkpoint = 0
+    for number, size in enumerate(sizes):
+        value = bytes((number + at) % 7 for at in range(size))
+        batch = encode_batch([NewRecord(None, value, (), 1000 + number)] * (1 + number % 3))
+        appended = log.append(batch, leader_epoch=Epoch(number // 4))
+        batches[appended.base_offset] = (appended.next_offset, bytes(batch))
+        if number == checkpoint_after:
+            store.checkpoint_soon(log)
+            while store.checkpoint_once():
+                pass
+            checkpoint = int(log.end_offset)
+    if clean:
+        store.close_now()
+        checkpoint = int(log.end_offset)
+    else:
+        store.sync_soon(log)
+        store.commit_once()
+        files.kill()
+    return batches, checkpoint
+
+
+def find(files: MemoryFiles, batches: Batches) -> dict[int, tuple[str, int]]:
+    """In which file and where each batch lies."""
+    places = {}
+    for path in files.walk():
+        if path.endswith(".log"):
+            content = files.content(path)
+            for base, (_, data) in batches.items():
+                if (position := content.find(data)) >= 0:
+                    places[base] = (path, position)
+    return places
+
+
+def read_all(log: Log) -> tuple[dict[int, bytes], set[int]]:
+    """What the log serves, by base offset, and the offsets that it says are damaged."""
+    served: dict[int, bytes] = {}
+    lost: set[int] = set()
+    offset = int(log.start_offset)
+    while offset < log.end_offset:
+        try:
+            data = bytes(log.read(offset, max_bytes=400, up_to=log.end_offset))
+        except DamagedRange as damaged:
+            lost.update(range(damaged.first, damaged.next_offset))
+            offset = damaged.next_offset
+            continue
+        assert data
+        for header in iterate_headers(data):
+            served[header.base_offset] = data[header.position : header.end_position]
+            offset = header.next_offset
+    return served, lost
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    sizes=st.lists(st.integers(0, 200), min_size=1, max_size=25),
+    flips=st.lists(
+        st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 400), st.integers(0, 7)), min_size=1, max_size=4
+    ),
+    checkpoint_share=st.floats(0, 1),
+    clean=st.booleans(),
+    index_too=st.booleans(),
+)
+@settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_flipped_bits_are_reported_and_cost_no_neighbour(
+    seed: int,
+    sizes: list[int],
+    flips: list[tuple[float, int, int]],
+    checkpoint_share: float,
+    clean: bool,
+    index_too: bool,
+) -> None:
+    files = MemoryFiles(seed)
+    batches, checkpoint = fill(files, sizes, checkpoint_after=int(checkpoint_share * len(sizes)), clean=clean)
+    places = find(files, batches)
+    assert places.keys() == batches.keys()
+    hit: set[int] = set()
+    for base, at, bit in {
+        (base, byte % len(batches[base][1]), bit)
+        for share, byte, bit in flips
+        for base in [sorted(batches)[int(share * len(batches))]]
+    }:
+        if at in EPOCH_BYTES and base >= checkpoint:
+            # Nothing but a later batch can tell that the epoch of a batch beyond the checkpoint is wrong.
+            continue
+        path, position = places[base]
+        files.flip_bit(path, position + at, bit)
+        hit.add(base)
+    if index_too:
+        for path in list(files.walk()):
+            if path.endswith("index") and files.content(path):
+                files.flip_bit(path, seed % len(files.content(path)), seed % 8)
+
+    store, log = open_log(files)
+    served, lost = read_all(log)
+
+    intact = {base for base in batches if base not in hit}
+    tail = {base for base in hit if base >= checkpoint and not any(other > base for other in intact)}
+    assert served == {base: batches[base][1] for base in intact}
+    expected = {offset for base in hit - tail for offset in range(base, batches[base][0])}
+    assert lost - {offset for base in tail for offset in range(base, batches[base][0])} == expected
+    assert log.damage == () or lost
+    end = max(next_offset for next_offset, _ in batches.values())
+    if tail and not clean:
+        assert log.end_offset == min(tail)
+        assert store.recovery_reports[0].cut_from_offset == min(tail)
+    else:
+        assert log.end_offset == end
+
+    # The damage is remembered, and the log goes on behind it.
+    appended = log.append(encode_batch([NewRecord(None, b"next", (), 5)]), leader_epoch=log.latest_epoch)
+    assert appended.base_offset == log.end_offset - 1
+    store.close_now()
+    _, again = open_log(files)
+    served_again, lost_again = read_all(again)
+    assert lost_again == lost
+    assert served_again.keys() == served.keys() | {appended.base_offset}
+
+
+@given(st.integers(0, 10**6), st.integers(0, 7), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_damaged_ledger_costs_a_scan_and_no_records(position: int, bit: int, clean: bool) -> None:
+    files = MemoryFiles()
+    batches, _ = fill(files, [50] * 20, checkpoint_after=10, clean=clean)
+    size = len(files.content("/data/checkpoints"))
+    files.flip_bit("/data/checkpoints", position % size, bit)
+
+    _, log = open_log(files)
+    served, lost = read_all(log)
+
+    assert served == {base: data for base, (_, data) in batches.items()}
+    assert not lost

@@ -1,0 +1,396 @@
+"""One log: what it takes, what it refuses, how it rolls, what it gives back."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import pytest
+
+from millstream.log.log import Log
+from millstream.log.store import LogStore
+from millstream.model.errors import (
+    BatchTooLarge,
+    CorruptBatch,
+    FencedLeaderEpoch,
+    InvalidBatch,
+    OffsetOutOfRange,
+    OutOfOrderSequence,
+    PartitionClosed,
+    StorageFailure,
+)
+from millstream.model.ids import Epoch, PartitionIndex
+from millstream.model.topic import TopicPartition, TopicSettings
+from millstream.records.batch import iterate_headers, read_header
+from millstream.records.record import NewRecord, decode_records, encode_batch
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import MemoryFiles
+
+TOPIC_ID = UUID(int=3)
+EPOCH = Epoch(0)
+
+
+def a_batch(
+    *values: bytes, timestamp_ms: int = 1000, producer_id: int = -1, sequence: int = -1, control: bool = False
+) -> bytearray:
+    return encode_batch(
+        [NewRecord(None, value, (), timestamp_ms) for value in values or (b"v",)],
+        producer_id=producer_id,
+        producer_epoch=-1 if producer_id < 0 else 0,
+        base_sequence=sequence,
+        control=control,
+    )
+
+
+def open_log(store: LogStore, settings: TopicSettings | None = None) -> Log:
+    return store.open_log(TOPIC_ID, TopicPartition("orders", PartitionIndex(0)), settings or TopicSettings())
+
+
+@pytest.fixture
+def log(store: LogStore) -> Log:
+    return open_log(store)
+
+
+# -- appending ----------------------------------------------------------------------------------------------
+
+
+def test_batches_get_offsets_and_the_epoch_in_place(log: Log) -> None:
+    first = log.append(a_batch(b"a", b"b"), leader_epoch=Epoch(4))
+    batch = a_batch(b"c")
+    second = log.append(batch, leader_epoch=Epoch(4))
+
+    assert first[:2] == (0, 2)
+    assert second == (2, 3, -1, 0, False)
+    header = read_header(batch)
+    assert (header.base_offset, header.leader_epoch) == (2, 4)
+    assert [record.value for record in decode_records(log.read(0, max_bytes=1000, up_to=3))] == [b"a", b"b", b"c"]
+
+
+def test_a_writable_view_is_taken_too(log: Log) -> None:
+    log.append(memoryview(a_batch(b"a")), leader_epoch=EPOCH)
+
+    assert log.end_offset == 1
+
+
+def test_the_broker_itself_may_append_several_batches_and_markers(log: Log) -> None:
+    appended = log.append(
+        a_batch(b"a") + a_batch(b"b", b"c") + a_batch(b"d", control=True), leader_epoch=EPOCH, internal=True
+    )
+
+    assert appended[:2] == (0, 4)
+    assert [header.base_offset for header in iterate_headers(bytes(log.read(0, max_bytes=1000, up_to=9)))] == [0, 1, 3]
+
+
+def corrupt() -> bytearray:
+    batch = a_batch(b"a")
+    batch[-1] ^= 1
+    return batch
+
+
+def wrong_count() -> bytearray:
+    batch = a_batch(b"a")
+    batch[57:61] = (2).to_bytes(4, "big")
+    return with_crc(batch)
+
+
+def with_crc(batch: bytearray) -> bytearray:
+    from crc32c import crc32c
+
+    batch[17:21] = crc32c(bytes(batch[21:])).to_bytes(4, "big")
+    return batch
+
+
+def with_offset() -> bytearray:
+    batch = a_batch(b"a")
+    batch[7] = 1
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "error"),
+    [
+        (bytearray(), InvalidBatch),
+        (bytearray(10), CorruptBatch),
+        (corrupt(), CorruptBatch),
+        (a_batch(b"a")[:-1], CorruptBatch),
+        (a_batch(b"a") + a_batch(b"b"), InvalidBatch),
+        (a_batch(b"a", control=True), InvalidBatch),
+        (wrong_count(), InvalidBatch),
+        (with_offset(), InvalidBatch),
+        (a_batch(b"a", producer_id=5), InvalidBatch),
+        (a_batch(b"x" * 2000), BatchTooLarge),
+    ],
+    ids=["empty", "short", "crc", "cut", "two", "control", "count", "offset", "sequence", "large"],
+)
+def test_what_a_client_may_not_send_changes_nothing(store: LogStore, batch: bytearray, error: type[Exception]) -> None:
+    log = open_log(store, TopicSettings(max_message_bytes=1000))
+    with pytest.raises(error):
+        log.append(batch, leader_epoch=EPOCH)
+
+    assert log.end_offset == 0
+    assert log.append(a_batch(b"a"), leader_epoch=EPOCH).base_offset == 0
+
+
+def test_a_retried_batch_is_answered_with_its_first_offsets(log: Log) -> None:
+    log.append(a_batch(b"a"), leader_epoch=EPOCH)
+    first = log.append(a_batch(b"b", b"c", producer_id=5, sequence=0), leader_epoch=EPOCH)
+    again = log.append(a_batch(b"b", b"c", producer_id=5, sequence=0), leader_epoch=EPOCH)
+
+    assert not first.duplicate
+    assert again == (1, 3, -1, 0, True)
+    assert log.end_offset == 3
+    with pytest.raises(OutOfOrderSequence):
+        log.append(a_batch(b"e", producer_id=5, sequence=3), leader_epoch=EPOCH)
+
+
+def test_the_broker_stamps_its_time_where_the_topic_says_so(store: LogStore, clock: ManualClock) -> None:
+    log = open_log(store, TopicSettings(message_timestamp_type="LogAppendTime"))
+    appended = log.append(a_batch(b"a", b"b", timestamp_ms=5, producer_id=1, sequence=0), leader_epoch=EPOCH)
+    clock.advance_ms(1000)
+    again = log.append(a_batch(b"a", b"b", timestamp_ms=5, producer_id=1, sequence=0), leader_epoch=EPOCH)
+
+    assert appended.append_time_ms == again.append_time_ms == clock.now_ms() - 1000
+    records = list(decode_records(log.read(0, max_bytes=1000, up_to=2)))
+    assert {record.timestamp_ms for record in records} == {appended.append_time_ms}
+    assert log.offset_for_time(1, up_to=2) == (0, appended.append_time_ms, 0)
+
+
+def test_an_older_leader_is_refused(log: Log) -> None:
+    log.append(a_batch(b"a"), leader_epoch=Epoch(3))
+    with pytest.raises(FencedLeaderEpoch):
+        log.append(a_batch(b"b"), leader_epoch=Epoch(2))
+    log.append(a_batch(b"c"), leader_epoch=Epoch(5))
+
+    assert log.latest_epoch == 5
+    assert log.end_of_epoch(3) == (3, 1)
+    assert log.end_of_epoch(5) == (5, 2)
+    assert log.end_of_epoch(6) == (-1, -1)
+
+
+def test_a_closed_log_refuses(store: LogStore, log: Log) -> None:
+    store.close_log(log)
+    with pytest.raises(PartitionClosed):
+        log.append(a_batch(b"a"), leader_epoch=EPOCH)
+    with pytest.raises(PartitionClosed):
+        log.read(0, max_bytes=1, up_to=0)
+    with pytest.raises(PartitionClosed):
+        log.offset_for_time(0, up_to=0)
+
+
+def test_a_log_is_opened_once(store: LogStore, log: Log) -> None:
+    with pytest.raises(StorageFailure, match="open already"):
+        open_log(store)
+
+
+# -- rolling ------------------------------------------------------------------------------------------------
+
+
+def test_a_segment_rolls_by_size(store: LogStore, files: MemoryFiles) -> None:
+    log = open_log(store, TopicSettings(segment_bytes=500))
+    for _ in range(10):
+        log.append(a_batch(b"x" * 100), leader_epoch=EPOCH)
+
+    assert [segment.base_offset for segment in log.segments] == [0, 2, 4, 6, 8]
+    assert all(segment.size <= 500 for segment in log.segments)
+    assert sum(path.endswith(".log") for path in files.walk()) == 5
+
+
+def test_a_segment_rolls_after_an_hour_of_appends(store: LogStore, clock: ManualClock) -> None:
+    log = open_log(store)
+    for minutes in (0, 59, 1, 59):
+        clock.advance_ms(minutes * 60_000)
+        log.append(a_batch(b"x"), leader_epoch=EPOCH)
+
+    assert [segment.base_offset for segment in log.segments] == [0, 2]
+
+
+def test_a_batch_larger_than_a_segment_has_one_of_its_own(store: LogStore) -> None:
+    log = open_log(store, TopicSettings(segment_bytes=500))
+    for size in (10, 2000, 10):
+        log.append(a_batch(b"x" * size), leader_epoch=EPOCH)
+
+    assert [segment.base_offset for segment in log.segments] == [0, 1, 2]
+    assert len(bytes(log.read(1, max_bytes=1, up_to=3))) > 2000
+
+
+def test_changed_settings_are_followed(store: LogStore) -> None:
+    log = open_log(store)
+    log.append(a_batch(b"x" * 100), leader_epoch=EPOCH)
+    log.change_settings(TopicSettings(segment_bytes=150))
+    log.append(a_batch(b"x" * 100), leader_epoch=EPOCH)
+
+    assert len(log.segments) == 2
+
+
+# -- reading ------------------------------------------------------------------------------------------------
+
+
+def test_reads_stop_at_the_limits(log: Log) -> None:
+    for value in (b"a", b"b", b"c", b"d"):
+        log.append(a_batch(value, value), leader_epoch=EPOCH)
+    size = len(a_batch(b"a", b"a"))
+
+    def offsets(offset: int, max_bytes: int, up_to: int) -> list[int]:
+        return [h.base_offset for h in iterate_headers(bytes(log.read(offset, max_bytes=max_bytes, up_to=up_to)))]
+
+    assert offsets(0, 10_000, 8) == [0, 2, 4, 6]
+    assert offsets(3, 10_000, 8) == [2, 4, 6]
+    assert offsets(0, 0, 8) == [0]
+    assert offsets(0, size, 8) == [0]
+    assert offsets(0, 2 * size + 1, 8) == [0, 2]
+    assert offsets(2, 10_000, 6) == [2, 4]
+    assert offsets(2, 10_000, 5) == [2]
+    assert offsets(2, 10_000, 3) == []
+    assert offsets(8, 10_000, 8) == []
+    for outside in (-1, 9):
+        with pytest.raises(OffsetOutOfRange) as out:
+            log.read(outside, max_bytes=10, up_to=8)
+        assert (out.value.start, out.value.end) == (0, 8)
+
+
+def test_one_after_the_other_costs_one_read_each(store: LogStore, files: MemoryFiles) -> None:
+    log = open_log(store)
+    for number in range(100):
+        log.append(a_batch(b"x" * 100, timestamp_ms=number), leader_epoch=EPOCH)
+    log.read(0, max_bytes=1700, up_to=100)
+    before, offset = files.reads, 10
+    while offset < 100:
+        for header in iterate_headers(bytes(log.read(offset, max_bytes=1700, up_to=100))):
+            offset = header.next_offset
+    # The first of these jumps to an offset that was not expected and has to look for it.
+    assert files.reads - before <= 10 + 1
+
+
+def test_the_tail_is_found_after_a_roll(store: LogStore) -> None:
+    log = open_log(store, TopicSettings(segment_bytes=200))
+    for number in range(5):
+        assert log.read(number, max_bytes=100, up_to=number) == b""
+        log.append(a_batch(b"x" * 100), leader_epoch=EPOCH)
+        assert len(log.read(number, max_bytes=100, up_to=number + 1)) > 100
+
+
+def test_times_are_looked_up_in_the_order_of_the_log(log: Log) -> None:
+    assert log.offset_for_time(0, up_to=9) is None
+    assert log.max_timestamp(up_to=9) is None
+    for times in ([10, 30, 20], [5], [30, 40]):
+        batch = encode_batch([NewRecord(None, b"v", (), time) for time in times])
+        log.append(batch, leader_epoch=Epoch(1))
+
+    assert log.offset_for_time(0, up_to=6) == (0, 10, 1)
+    assert log.offset_for_time(15, up_to=6) == (1, 30, 1)
+    assert log.offset_for_time(31, up_to=6) == (5, 40, 1)
+    assert log.offset_for_time(31, up_to=5) is None
+    assert log.offset_for_time(41, up_to=6) is None
+    assert log.max_timestamp(up_to=6) == (5, 40, 1)
+    assert log.max_timestamp(up_to=4) == (1, 30, 1)
+
+
+# -- a disk that fails --------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_refuses_writes_serves_reads_and_heals(log: Log, files: MemoryFiles, store: LogStore) -> None:
+    log.append(a_batch(b"a", producer_id=1, sequence=0), leader_epoch=EPOCH)
+    files.capacity_bytes = files.capacity_bytes or sum(len(files.content(path)) for path in files.walk()) + 30
+    with pytest.raises(StorageFailure, match=r"orders-0: writing \d+ bytes failed: no space left.*free space"):
+        log.append(a_batch(b"b", producer_id=1, sequence=1), leader_epoch=EPOCH)
+
+    assert log.end_offset == 1
+    assert len(files.content(log.segments[0].path)) == log.segments[0].size
+    assert log.read(0, max_bytes=100, up_to=1)
+    assert list(store.failures) == [log.partition]
+    files.capacity_bytes = None
+    assert log.append(a_batch(b"b", producer_id=1, sequence=1), leader_epoch=EPOCH)[:2] == (1, 2)
+    assert not store.failures
+
+
+def test_a_failed_write_leaves_nothing_behind(log: Log, files: MemoryFiles) -> None:
+    log.append(a_batch(b"a"), leader_epoch=EPOCH)
+    files.fail_next_writes(".log")
+    with pytest.raises(StorageFailure):
+        log.append(a_batch(b"b"), leader_epoch=EPOCH)
+    log.append(a_batch(b"c"), leader_epoch=EPOCH)
+
+    assert [record.value for record in decode_records(log.read(0, max_bytes=1000, up_to=2))] == [b"a", b"c"]
+
+
+# -- deleting -----------------------------------------------------------------------------------------------
+
+
+def test_old_segments_go_and_so_does_an_old_active_one(store: LogStore, clock: ManualClock, files: MemoryFiles) -> None:
+    log = open_log(store, TopicSettings(retention_ms=7_200_000))
+    for _ in range(3):
+        log.append(a_batch(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
+        clock.advance_ms(3_600_000)
+    store.sync_soon(log)
+    store.commit_once()
+
+    assert store.delete_expired() > 0
+    assert (log.start_offset, log.end_offset) == (1, 3)
+    clock.advance_ms(7_200_000)
+    store.delete_expired()
+    assert (log.start_offset, log.end_offset) == (3, 3)
+    while store.checkpoint_once():
+        pass
+    assert [path.rpartition("/")[2] for path in files.walk() if path.endswith(".log")] == [f"{3:020d}.log"]
+    assert log.append(a_batch(b"y"), leader_epoch=EPOCH).base_offset == 3
+
+
+def test_what_is_not_synced_is_not_deleted(store: LogStore, clock: ManualClock) -> None:
+    log = open_log(store, TopicSettings(retention_ms=1000))
+    log.append(a_batch(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
+    clock.advance_ms(10_000)
+
+    assert store.delete_expired() == 0
+    store.sync_soon(log)
+    store.commit_once()
+    assert store.delete_expired() > 0
+
+
+def test_segments_beyond_the_size_limit_go(store: LogStore) -> None:
+    log = open_log(store, TopicSettings(segment_bytes=500, retention_bytes=1000, retention_ms=-1))
+    for _ in range(12):
+        log.append(a_batch(b"x" * 100), leader_epoch=EPOCH)
+    store.sync_soon(log)
+    store.commit_once()
+    before = log.size_bytes
+
+    freed = store.delete_expired()
+    assert freed == before - log.size_bytes > 0
+    assert 1000 <= log.size_bytes < 1000 + 500
+
+
+def test_a_compacted_topic_is_not_cut_by_age(store: LogStore, clock: ManualClock) -> None:
+    log = open_log(store, TopicSettings(retention_ms=1000, cleanup_policy="compact"))
+    log.append(a_batch(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
+    clock.advance_ms(10_000)
+
+    assert store.delete_expired() == 0
+
+
+def test_the_start_can_be_moved_into_a_batch(store: LogStore) -> None:
+    log = open_log(store, TopicSettings(segment_bytes=300))
+    for _ in range(4):
+        log.append(a_batch(b"x" * 50, b"y" * 50), leader_epoch=EPOCH)
+    log.delete_before(5)
+
+    assert log.start_offset == 5
+    with pytest.raises(OffsetOutOfRange):
+        log.read(4, max_bytes=1, up_to=8)
+    assert read_header(bytes(log.read(5, max_bytes=1, up_to=8))).base_offset == 4
+    assert [segment.base_offset for segment in log.segments] == [4, 6]
+    with pytest.raises(OffsetOutOfRange):
+        log.delete_before(9)
+
+
+def test_the_end_can_be_cut_off(store: LogStore) -> None:
+    log = open_log(store, TopicSettings(segment_bytes=300))
+    for sequence in range(4):
+        log.append(a_batch(b"x" * 150, producer_id=1, sequence=sequence), leader_epoch=Epoch(sequence))
+    log.truncate_to(2)
+
+    assert log.end_offset == 2
+    assert log.latest_epoch == 1
+    assert log.read(0, max_bytes=10_000, up_to=9)
+    with pytest.raises(OffsetOutOfRange):
+        log.read(3, max_bytes=1, up_to=9)
+    again = log.append(a_batch(b"z", producer_id=1, sequence=2), leader_epoch=Epoch(7))
+    assert (again.base_offset, again.duplicate) == (2, False)

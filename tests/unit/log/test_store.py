@@ -1,0 +1,210 @@
+"""The data folder: its lock and format, clean and unclean stops, logs that come and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import pytest
+
+from millstream.log.files import DiskFiles
+from millstream.log.log import Log
+from millstream.log.store import LogStore
+from millstream.model.clock import SystemClock
+from millstream.model.errors import DataFolderInUse, DataFolderInvalid, StorageFailure
+from millstream.model.ids import Epoch, PartitionIndex
+from millstream.model.topic import TopicPartition, TopicSettings
+from millstream.records.record import NewRecord, decode_records, encode_batch
+from millstream.testing.files import MemoryFiles
+
+OpenStore = Callable[[], LogStore]
+TOPIC_ID = UUID(int=4)
+
+
+def open_log(store: LogStore, partition: int = 0, topic_id: UUID = TOPIC_ID) -> Log:
+    return store.open_log(topic_id, TopicPartition("t", PartitionIndex(partition)), TopicSettings())
+
+
+def put(log: Log, *values: bytes) -> None:
+    for value in values:
+        log.append(encode_batch([NewRecord(None, value)]), leader_epoch=Epoch(0))
+
+
+def values(log: Log) -> list[bytes | None]:
+    return [record.value for record in decode_records(log.read(0, max_bytes=10_000, up_to=log.end_offset))]
+
+
+def test_a_folder_has_one_owner(store: LogStore, open_store: OpenStore) -> None:
+    with pytest.raises(DataFolderInUse):
+        open_store()
+    store.close_now()
+    open_store()
+
+
+def test_a_folder_in_another_format_is_refused(store: LogStore, open_store: OpenStore, files: MemoryFiles) -> None:
+    store.close_now()
+    files.flip_bit("/data/format", 3, 0)
+    with pytest.raises(DataFolderInvalid, match="format"):
+        open_store()
+
+
+def test_a_file_is_no_data_folder(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(DataFolderInvalid):
+        LogStore.open(file, files=DiskFiles(), clock=SystemClock(), journal_bytes=1000, producer_expiry_ms=1000)
+
+
+def test_a_clean_stop_is_marked_and_nothing_is_scanned(open_store: OpenStore, files: MemoryFiles) -> None:
+    store = open_store()
+    assert store.clean_start
+    put(open_log(store), b"a", b"b")
+    open_log(store, 1)
+    store.close_now()
+    reads = files.reads
+
+    again = open_store()
+    log, empty = open_log(again), open_log(again, 1)
+    assert again.clean_start
+    assert files.reads - reads <= 5
+    assert (log.end_offset, log.synced_offset, empty.end_offset) == (2, 2, 0)
+    assert values(log) == [b"a", b"b"]
+    assert not again.recovery_reports
+
+
+def test_the_mark_is_good_for_one_start(open_store: OpenStore, files: MemoryFiles) -> None:
+    open_store().close_now()
+    open_store()
+    files.kill()
+
+    assert not open_store().clean_start
+
+
+def test_a_log_that_nobody_opened_is_still_recovered_later(open_store: OpenStore, files: MemoryFiles) -> None:
+    store = open_store()
+    put(open_log(store), b"a")
+    files.kill()
+    open_store().close_now()
+
+    again = open_store()
+    assert again.clean_start
+    assert values(open_log(again)) == [b"a"]
+
+
+def test_after_a_kill_everything_written_is_there_and_durable(open_store: OpenStore, files: MemoryFiles) -> None:
+    store = open_store()
+    put(open_log(store), b"a", b"b")
+    files.kill()
+    assert values(open_log(open_store())) == [b"a", b"b"]
+    files.crash()
+    assert values(open_log(open_store())) == [b"a", b"b"]
+
+
+def test_what_is_cut_is_reported(open_store: OpenStore, files: MemoryFiles) -> None:
+    store = open_store()
+    log = open_log(store)
+    put(log, b"a", b"b")
+    files.flip_bit(log.segments[0].path, log.segments[0].size - 1, 0)
+    files.kill()
+
+    again = open_store()
+    assert values(open_log(again)) == [b"a"]
+    report = again.recovery_reports[0]
+    assert (report.topic, report.partition, report.cut_from_offset, report.lost) == ("t", 0, 1, [])
+    assert report.cut_bytes == log.segments[0].size // 2
+    assert "cut a torn tail of" in str(report)
+
+
+def test_a_deleted_log_does_not_come_back(open_store: OpenStore, files: MemoryFiles) -> None:
+    store = open_store()
+    logs = [open_log(store, partition) for partition in range(6)]
+    for log in logs:
+        put(log, b"a")
+        store.sync_soon(log)
+    store.commit_once()
+    assert any(path.endswith(".journal") for path in files.walk())
+    store.delete_log(logs[2])
+    files.crash()
+
+    again = open_store()
+    assert sorted(partition for _, partition in again.stored()) == [0, 1, 3, 4, 5]
+    for log in [open_log(again, partition) for partition in (0, 1, 3, 4, 5)]:
+        assert values(log) == [b"a"]
+        again.delete_log(log)
+    assert not list(again.stored())
+    assert not any("partitions" in path for path in files.walk())
+
+
+def test_a_log_can_be_closed_and_opened_again(store: LogStore) -> None:
+    log = open_log(store)
+    put(log, b"a")
+    store.close_log(log)
+    again = open_log(store)
+    put(again, b"b")
+    store.close_log(again)
+
+    assert values(open_log(store)) == [b"a", b"b"]
+
+
+def test_files_that_cannot_be_opened_are_told(store: LogStore, files: MemoryFiles) -> None:
+    put(open_log(store), b"a")
+    store.close_now()
+    broken = LogStore.open(Path("/data"), files=files, clock=SystemClock(), journal_bytes=1000, producer_expiry_ms=1000)
+    log = open_log(broken)
+    files.remove(log.segments[0].path)
+    with pytest.raises(StorageFailure, match="t-0: reading from"):
+        log.read(0, max_bytes=1, up_to=1)
+
+
+def test_descriptors_stay_bounded(open_store: OpenStore, files: MemoryFiles) -> None:
+    store = open_store()
+    logs = [open_log(store, partition) for partition in range(100)]
+    for log in logs:
+        put(log, b"a")
+        store.sync_soon(log)
+    while store.commit_once():
+        pass
+    assert all(values(log) == [b"a"] for log in logs)
+    assert files.open_descriptors <= 64 + 3
+
+
+@pytest.mark.parametrize("partitions", [1, 6])
+def test_a_process_that_is_killed_keeps_what_it_acknowledged(tmp_path: Path, partitions: int) -> None:
+    """The real file system and a real SIGKILL, on the direct way and through the journal."""
+    topic_id = uuid4()
+    script = f"""
+import json, os, signal
+from pathlib import Path
+from uuid import UUID
+from millstream.log.files import DiskFiles
+from millstream.log.store import LogStore
+from millstream.model.clock import SystemClock
+from millstream.model.topic import TopicPartition, TopicSettings
+from millstream.records.record import NewRecord, encode_batch
+store = LogStore.open(Path({str(tmp_path)!r}), files=DiskFiles(), clock=SystemClock(), journal_bytes=1_000_000,
+                      producer_expiry_ms=10**9)
+logs = [store.open_log(UUID({str(topic_id)!r}), TopicPartition("t", p), TopicSettings()) for p in range({partitions})]
+for number in range(50):
+    for log in logs:
+        log.append(encode_batch([NewRecord(None, b"%d" % number)]), leader_epoch=0)
+        store.sync_soon(log)
+    store.commit_once()
+print(json.dumps([log.synced_offset for log in logs]), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, env=dict(os.environ))
+    assert json.loads(done.stdout) == [50] * partitions, done.stderr
+
+    store = LogStore.open(
+        tmp_path, files=DiskFiles(), clock=SystemClock(), journal_bytes=1_000_000, producer_expiry_ms=10**9
+    )
+    assert not store.clean_start
+    for partition in range(partitions):
+        log = open_log(store, partition, topic_id)
+        assert values(log) == [b"%d" % number for number in range(50)]
+    store.close_now()
