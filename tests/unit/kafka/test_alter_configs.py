@@ -68,6 +68,7 @@ class TestAlterConfigs:
             (alter(("local.retention.ms", "1")), ErrorCode.invalid_config, "a setting of Kafka that"),
             (alter(("flush", "os"), ("flush", "os")), ErrorCode.invalid_request, "more than once"),
             (alter(name="nope"), ErrorCode.unknown_topic_or_partition, "nope"),
+            (alter(name="no/slash"), ErrorCode.invalid_topic_exception, "no/slash"),
             (alter(kind=NODE_RESOURCE, name="5"), ErrorCode.invalid_request, "restart"),
             (alter(kind=16, name="x"), ErrorCode.invalid_request, "no settings here"),
         ],

@@ -188,3 +188,5 @@ class TestIncrementalAlterConfigs:
         assert node.error_code is logger.error_code is ErrorCode.invalid_request
         assert "restart" in node.error_message
         assert nobody.error_code is ErrorCode.unknown_topic_or_partition
+        (misnamed,) = (await ask(api, self.alter(("flush", SET, "os"), name="no/slash"))).responses
+        assert misnamed.error_code is ErrorCode.invalid_topic_exception

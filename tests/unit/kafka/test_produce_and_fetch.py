@@ -174,7 +174,7 @@ async def test_produce_errors_are_told_by_partition(tmp_path: Path, version: int
         assert await code(topic="nope", topic_id=uuid4()) is unknown
         assert await code(partition=1) is ErrorCode.unknown_topic_or_partition
         assert await code(partition=-1) is ErrorCode.unknown_topic_or_partition
-        assert await code(records=None) is ErrorCode.corrupt_message
+        assert await code(records=None) is ErrorCode.invalid_record
         assert await code(records=bytes(torn)) is ErrorCode.corrupt_message
         assert await code(records=batch(bytes(2 * 1024 * 1024))) is ErrorCode.message_too_large
         assert await code(acks=2) is ErrorCode.invalid_required_acks
@@ -201,6 +201,29 @@ async def test_what_a_client_may_not_write_is_not_written(tmp_path: Path, versio
         assert zstd is (ErrorCode.unsupported_compression_type if version < 7 else ErrorCode.none)
         assert topics.partition("t", 0).log.end_offset == (0 if version < 7 else 1)
         assert topics.partition("__consumer_offsets", 0).log.end_offset == 0
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "code"),
+    [
+        (8, (20).to_bytes(4, "big"), ErrorCode.corrupt_message),
+        (8, (5000).to_bytes(4, "big"), ErrorCode.invalid_record),
+        (16, b"\x07", ErrorCode.corrupt_message),
+        (16, b"\x01", ErrorCode.invalid_record),
+        (23, (-1).to_bytes(4, "big", signed=True), ErrorCode.invalid_record),
+        (60, b"\x09", ErrorCode.corrupt_message),
+    ],
+    ids=["impossible length", "cut off", "impossible format", "old format", "negative delta", "checksum"],
+)
+async def test_only_what_may_have_happened_on_the_way_is_sent_again(
+    tmp_path: Path, position: int, value: bytes, code: ErrorCode
+) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t")
+        records = bytearray(batch(b"x"))
+        records[position : position + len(value)] = value
+        response = await ask(Produce(topics, no_quota()), produce_request(9, "t", topic.topic_id, bytes(records)))
+        assert response.responses[0].partition_responses[0].error_code is code
 
 
 async def test_acks_0_has_no_reply_and_closes_on_error(tmp_path: Path) -> None:

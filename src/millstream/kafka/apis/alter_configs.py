@@ -21,6 +21,7 @@ from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.kafka.topic_lookup import topic_named
 from millstream.model.errors import InvalidRequest, InvalidSetting, MillstreamError
+from millstream.model.topic import check_topic_name
 
 
 class AlterConfigs(Api[AlterConfigsRequest, AlterConfigsResponse]):
@@ -56,6 +57,7 @@ class AlterConfigs(Api[AlterConfigsRequest, AlterConfigsResponse]):
 
     async def _alter(self, resource: AlterConfigsResource, *, validate_only: bool) -> None:
         check_alterable(resource.resource_type)
+        check_topic_name(resource.resource_name)
         topic = topic_named(self._topics, resource.resource_name)
         settings: dict[str, str | None] = {}
         for config in resource.configs:

@@ -32,7 +32,7 @@ from millstream.kafka.throttle import NO_THROTTLE
 from millstream.kafka.topic_lookup import topic_named
 from millstream.model.errors import InvalidRequest, InvalidSetting, MillstreamError
 from millstream.model.missing_setting import unknown_setting
-from millstream.model.topic import Topic, TopicSettings
+from millstream.model.topic import Topic, TopicSettings, check_topic_name
 
 SET: Final = 0
 DELETE: Final = 1
@@ -67,6 +67,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
 
     async def _alter(self, resource: AlterConfigsResource, *, validate_only: bool) -> None:
         check_alterable(resource.resource_type)
+        check_topic_name(resource.resource_name)
         topic = topic_named(self._topics, resource.resource_name)
         changes = self._changes(topic, resource.configs)
         await self._topics.alter(topic.name, changes, validate_only=validate_only)

@@ -16,6 +16,7 @@ Kafka.
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from millstream.kafka.quota_meter import QuotaMeter
 from millstream.log.log import AppendedRange
 from millstream.model.errors import (
     CorruptBatch,
+    InvalidBatch,
     InvalidTopicName,
     MillstreamError,
     ProtocolViolation,
@@ -37,7 +39,15 @@ from millstream.model.errors import (
 )
 from millstream.model.metric import Metric, counter, gauge
 from millstream.net.connection import Answer, Buffers
-from millstream.records.batch import COMPRESSION_MASK, COMPRESSION_ZSTD, TRANSACTIONAL_FLAG
+from millstream.records.batch import (
+    COMPRESSION_MASK,
+    COMPRESSION_ZSTD,
+    HEADER_BYTES,
+    LOG_OVERHEAD_BYTES,
+    MAGIC,
+    TRANSACTIONAL_FLAG,
+    read_header,
+)
 from millstream.replication.partition import Partition
 from millstream.wire.codec import RequestHeader, response_head
 from millstream.wire.primitives import Reader, Writer
@@ -53,6 +63,7 @@ _PENDING_SWEEP_S = 0.25
 _TIMEOUT_S_MAX = 600.0
 # The lower byte of a batch's attributes, which holds the codec and all flags.
 _FLAGS_AT = 22
+_FIRST_FIELDS = struct.Struct(">qiib")
 
 
 class _Given(NamedTuple):
@@ -150,6 +161,9 @@ class Produce:
                 partition = self._partition(given)
                 _check_allowed(partition, given.records, request.version)
                 outcome.appended = partition.write(given.records, acks=request.acks)
+            except CorruptBatch as error:
+                self.batches_rejected += 1
+                outcome.fail(_as_told(error, given.records))
             except MillstreamError as error:
                 self.batches_rejected += 1
                 outcome.fail(error)
@@ -232,6 +246,23 @@ def _check_allowed(partition: Partition, records: memoryview, version: int) -> N
         raise InvalidTopicName(f"topic {partition.topic.name!r} is internal; clients may not write to it")
     if version < FIRST_WITH_ZSTD and _flags(records) & COMPRESSION_MASK == COMPRESSION_ZSTD:
         raise UnsupportedCompression(f"zstd needs Produce v{FIRST_WITH_ZSTD} or later, not v{version}")
+
+
+def _as_told(error: CorruptBatch, records: memoryview | None) -> MillstreamError:
+    """What a client is told of a batch that cannot be read.
+
+    As in Kafka, a wrong checksum, an impossible length or an impossible format is corruption on the way, and clients
+    send the batch again; anything else in its frame is how they made it, and sending it again would not help.
+    """
+    if records is not None and len(records) >= _FIRST_FIELDS.size:
+        _offset, length, _epoch, magic = _FIRST_FIELDS.unpack_from(records)
+        if length < HEADER_BYTES - LOG_OVERHEAD_BYTES or not 0 <= magic <= MAGIC:
+            return error
+    try:
+        read_header(records or b"")
+    except CorruptBatch as framing:
+        return InvalidBatch(str(framing))
+    return error
 
 
 def _check_unanswered(outcomes: list[_Outcome]) -> None:
