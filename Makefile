@@ -8,7 +8,7 @@ RUN_STAMP := $(VENV)/.run-$(shell cksum requirements/run.lock 2>/dev/null | cut 
 DEV_STAMP := $(VENV)/.dev-$(shell cksum requirements/dev.lock 2>/dev/null | cut -d' ' -f1)
 PYTEST_ARGS ?=
 
-.PHONY: help demo test check bench serve kill-trial conformance fuzz docs lock clean
+.PHONY: help demo test check bench serve kill-trial conformance compare fuzz docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -53,6 +53,9 @@ kill-trial: $(DEV_STAMP) ## Kill a loaded broker 20 times and check every acknow
 
 conformance: $(DEV_STAMP) ## Run the Java and Go clients against a broker; skips what Maven or Go cannot fetch
 	@$(BIN)/python -m conformance.run
+
+compare: $(DEV_STAMP) ## Ask Apache Kafka and Millstream the same odd questions and show where the answers differ
+	@$(BIN)/python -m conformance.compare
 
 fuzz: $(DEV_STAMP) ## Throw random bytes at the record codec, with bounds checks on
 	@NUMBA_BOUNDSCHECK=1 $(BIN)/python -m benchmarks.fuzz_codec

@@ -16,8 +16,8 @@ def ask_served(address: str) -> Mapping[int, tuple[int, int]]:
     with socket.create_connection((host, int(port)), timeout=_ANSWER_S_MAX) as connection:
         request = struct.pack(">hhih", API_VERSIONS_KEY, 0, 1, -1)
         connection.sendall(struct.pack(">i", len(request)) + request)
-        size: int = struct.unpack(">i", _receive(connection, 4))[0]
-        answer = _receive(connection, size)
+        size: int = struct.unpack(">i", receive(connection, 4))[0]
+        answer = receive(connection, size)
     _correlation, error, count = struct.unpack_from(">ihi", answer)
     if error:
         raise ConnectionError(f"ApiVersions was answered with error code {error}")
@@ -30,7 +30,8 @@ def describe_served(served: Mapping[int, tuple[int, int]]) -> str:
     return ",".join(f"{key}:{oldest}-{newest}" for key, (oldest, newest) in sorted(served.items()))
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def receive(connection: socket.socket, size: int) -> bytes:
+    """Read so many bytes; a connection that ends before them is an error."""
     received = bytearray()
     while len(received) < size:
         chunk = connection.recv(size - len(received))

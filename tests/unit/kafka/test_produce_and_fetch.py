@@ -211,7 +211,7 @@ async def test_what_a_client_may_not_write_is_not_written(tmp_path: Path, versio
         (16, b"\x07", ErrorCode.corrupt_message),
         (16, b"\x01", ErrorCode.invalid_record),
         (23, (-1).to_bytes(4, "big", signed=True), ErrorCode.invalid_record),
-        (60, b"\x09", ErrorCode.corrupt_message),
+        (66, b"\x7f", ErrorCode.corrupt_message),
     ],
     ids=["impossible length", "cut off", "impossible format", "old format", "negative delta", "checksum"],
 )

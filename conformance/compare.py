@@ -1,0 +1,136 @@
+"""Asks Apache Kafka and Millstream the same odd questions and shows where the answers differ.
+
+    python -m conformance.compare [--only TEXT] [--all]
+
+The questions are in `questions/` (one request each) and `dialogues.py` (several that build on each other). What must
+differ, such as ids and addresses, is left out of the comparison, and so are the messages beside error codes. What may
+differ is named in `ACCEPTED`, with the reason. The exit code is 1 when something else differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.kafka import kafka
+from benchmarks.peers.unavailable import PeerUnavailable
+from conformance.dialogues import DIALOGUES
+from conformance.question import Broker
+from conformance.questions import cluster, fetching, groups, producing, settings, topics
+from conformance.questions.asking import lay_fixtures
+
+from millstream.testing.server import Server
+
+# What differs between any two brokers, and the text beside error codes.
+_IGNORED = frozenset(
+    [
+        *("throttle_time", "error_message", "batch_index_error_message", "cluster_id", "topic_id", "host", "port"),
+        *("producer_id", "member_id", "leader", "records", "log_dir", "total_bytes", "usable_bytes", "session_id"),
+        *("partition_size", "log_append_time", "configs", "log_start_offset", "aborted_transactions"),
+    ]
+)
+_IDENTITY = ("name", "topic", "group_id", "partition_index", "partition")
+_OPAQUE = "the broker stores batches as they come and does not look into them"
+_CLEARER = "Kafka fails on its own; ours says what is wrong"
+ACCEPTED: Mapping[str, str] = {
+    "produce v9: null records": "Kafka never answers",
+    "produce v9: says gzip, is not": _OPAQUE,
+    "produce v9: unknown codec": _CLEARER,
+    "incremental alter configs v1: unknown operation": _CLEARER,
+    "metadata v12: neither name nor id": "Kafka fails on its own; ours passes over such a topic",
+    "metadata v12: name and unknown id": "Kafka leaves out the name that it was given",
+    "fetch v11: as a follower": "there are no followers yet",
+    "fetch v12: last fetched epoch to come": "there are no followers yet, and consumers do not send it",
+    "describe topic partitions v0: unknown": "Kafka tells what one may do with a topic that is not there",
+    "describe topic partitions v0: bad name": "Kafka tells what one may do with a topic that is not there",
+    "create topics v7: empty cleanup policy": "one of the policies has to be named",
+    "elect leaders v2: unknown type": "the error stands at the top of the answer, which is where clients look",
+    "elect leaders v2: all": "Kafka lists topics of which it has nothing to say",
+}
+"""By question: why the answer is another one, on purpose."""
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m conformance.compare", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="ask only the questions whose names contain this")
+    parser.add_argument("--all", action="store_true", help="show the answers that are the same, too")
+    arguments = parser.parse_args()
+    try:
+        with ExitStack() as stack:
+            return compare(*start(stack), only=arguments.only, show_all=arguments.all)
+    except PeerUnavailable as reason:
+        print(f"skipped: {reason}")
+        return 0
+
+
+def start(stack: ExitStack) -> tuple[Broker, Broker]:
+    """Both brokers, each with the same topics."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-compare-")))
+    theirs = stack.enter_context(kafka(folder / "kafka", "os", partitions=1))
+    ours = stack.enter_context(Server(folder / "millstream"))
+    brokers = Broker(theirs.kafka), Broker(ours.kafka)
+    for broker in brokers:
+        lay_fixtures(broker)
+    return brokers
+
+
+def asked() -> Iterator[tuple[str, Callable[[Broker], Any]]]:
+    """Every question, with how it is put."""
+    for part in (producing, fetching, cluster, topics, settings, groups):
+        for question in part.QUESTIONS:
+            yield question.name, question.ask
+    for dialogue in DIALOGUES:
+        yield (dialogue.__doc__ or "").rstrip("."), dialogue
+
+
+def compare(theirs: Broker, ours: Broker, *, only: str, show_all: bool) -> int:
+    """Ask both; say what differs."""
+    same = accepted = different = 0
+    for name, ask in asked():
+        if only not in name:
+            continue
+        expected, got = dict(flat(ask(theirs))), dict(flat(ask(ours)))
+        if expected == got:
+            same += 1
+            if show_all:
+                print(f"  same        {name}: {expected}")
+        elif name in ACCEPTED:
+            accepted += 1
+            print(f"  accepted    {name}: {ACCEPTED[name]}")
+        else:
+            different += 1
+            print(f"  DIFFERENT   {name}")
+            for path in sorted(expected.keys() | got.keys()):
+                if expected.get(path) != got.get(path):
+                    print(f"                {path}: kafka {expected.get(path)}, millstream {got.get(path)}")
+    print(f"{same} the same, {accepted} accepted, {different} different")
+    return 1 if different else 0
+
+
+def flat(answer: Any, path: str = "answer") -> Iterator[tuple[str, Any]]:
+    """Every value of an answer with its path, less what differs between any two brokers."""
+    if isinstance(answer, dict):
+        for name, value in answer.items():
+            if name not in _IGNORED:
+                yield from flat(value, f"{path}.{name}")
+    elif isinstance(answer, list):
+        yield f"{path}.length", len(answer)
+        for index, value in enumerate(sorted(answer, key=_identity)):
+            yield from flat(value, f"{path}[{index}]")
+    else:
+        yield path, answer
+
+
+def _identity(value: Any) -> str:
+    """What an entry of a list is about, since the order of most lists means nothing."""
+    return str(next((value[name] for name in _IDENTITY if name in value), "")) if isinstance(value, dict) else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

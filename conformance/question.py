@@ -1,0 +1,101 @@
+"""One request to a broker, written as plain values, and its answer as plain values."""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+from uuid import UUID
+
+from conformance.served import receive
+
+from millstream.wire.annotation import is_entity, item_of, unwrapped
+from millstream.wire.codec import load_request_class, read_response, write_request
+from millstream.wire.shape import default_of
+
+Values = Mapping[str, Any]
+CLOSED = "the connection was closed"
+SILENT = "no answer came"
+_ANSWER_S_MAX = 15.0
+_CLIENT_ID = "compare"
+
+
+class Broker:
+    """A broker to ask. Every question gets a connection of its own, so that none spoils the next."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def ask(self, api_key: int, version: int, values: Values) -> Any:
+        """Send a request; the answer is a dictionary, `CLOSED` or `SILENT`."""
+        request = _build(load_request_class(api_key, version), values)
+        return self._exchange(api_key, version, write_request(1, _CLIENT_ID, request))
+
+    def _exchange(self, api_key: int, version: int, frame: bytes) -> Any:
+        answer = self._send(frame)
+        return answer if isinstance(answer, str) else plain(read_response(api_key, version, answer))
+
+    def _send(self, frame: bytes) -> bytes | str:
+        host, _, port = self.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=_ANSWER_S_MAX) as connection:
+            connection.sendall(frame)
+            try:
+                size: int = struct.unpack(">i", receive(connection, 4))[0]
+                return receive(connection, size)
+            except ConnectionError:
+                return CLOSED
+            except TimeoutError:
+                return SILENT
+
+
+def _build(entity: type[Any], values: Values) -> Any:
+    """An entity with these fields; the rest get the defaults of the protocol."""
+    known = {field.name: field for field in fields(entity)}
+    unknown = set(values) - set(known)
+    if unknown:
+        raise TypeError(f"{entity.__module__}.{entity.__name__} has no {', '.join(sorted(unknown))}")
+    return entity(
+        **{
+            name: _value(field.type, field.metadata.get("kafka_type"), values[name])
+            if name in values
+            else default_of(field)
+            for name, field in known.items()
+        }
+    )
+
+
+def _value(annotation: Any, kafka_type: str | None, value: Any) -> Any:
+    kind, _nullable = unwrapped(annotation)
+    if value is None:
+        return None
+    item = item_of(kind)
+    if item is not None:
+        return tuple(_value(item, kafka_type, each) for each in value)
+    if is_entity(kind):
+        return _build(kind, value)
+    if kafka_type is not None and kafka_type.startswith("timedelta"):
+        return datetime.timedelta(milliseconds=value)
+    if kafka_type is not None and kafka_type.startswith("datetime"):
+        return datetime.datetime.fromtimestamp(value / 1000, tz=datetime.UTC)
+    return value
+
+
+def plain(value: Any) -> Any:
+    """An answer as dictionaries, lists and simple values."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, datetime.timedelta):
+        return int(value.total_seconds() * 1000)
+    if isinstance(value, datetime.datetime):
+        return int(value.timestamp() * 1000)
+    if isinstance(value, UUID):
+        return str(value)
+    return value

@@ -1,0 +1,123 @@
+"""What a question is, and what all of them are about."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+from uuid import UUID
+
+from conformance.question import Broker, Values
+
+from millstream.records.record import NewRecord, encode_batch
+
+TOPIC: Final = "fixture"
+"""Two partitions, ten records in the first of them, none in the second; no question changes it."""
+WRITTEN: Final = "written"
+"""One partition, to which questions append."""
+NOWHERE: Final = "nowhere"
+"""A topic and a group that are not there."""
+BAD_NAME: Final = "no/slash"
+NOBODY: Final = UUID("12345678-1234-1234-1234-123456789012")
+FIXTURE_MS: Final = 1_700_000_000_000
+_READY_S_MAX = 30.0
+
+
+class Key(IntEnum):
+    """The APIs that are asked."""
+
+    PRODUCE = 0
+    FETCH = 1
+    LIST_OFFSETS = 2
+    METADATA = 3
+    OFFSET_COMMIT = 8
+    OFFSET_FETCH = 9
+    FIND_COORDINATOR = 10
+    JOIN_GROUP = 11
+    HEARTBEAT = 12
+    LEAVE_GROUP = 13
+    SYNC_GROUP = 14
+    DESCRIBE_GROUPS = 15
+    LIST_GROUPS = 16
+    API_VERSIONS = 18
+    CREATE_TOPICS = 19
+    DELETE_TOPICS = 20
+    DELETE_RECORDS = 21
+    INIT_PRODUCER_ID = 22
+    OFFSET_FOR_LEADER_EPOCH = 23
+    DESCRIBE_ACLS = 29
+    DESCRIBE_CONFIGS = 32
+    ALTER_CONFIGS = 33
+    DESCRIBE_LOG_DIRS = 35
+    CREATE_PARTITIONS = 37
+    DELETE_GROUPS = 42
+    ELECT_LEADERS = 43
+    INCREMENTAL_ALTER_CONFIGS = 44
+    LIST_PARTITION_REASSIGNMENTS = 46
+    OFFSET_DELETE = 47
+    DESCRIBE_CLIENT_QUOTAS = 48
+    ALTER_CLIENT_QUOTAS = 49
+    DESCRIBE_CLUSTER = 60
+    DESCRIBE_PRODUCERS = 61
+    DESCRIBE_TOPIC_PARTITIONS = 75
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request and what it is about."""
+
+    name: str
+    key: Key
+    version: int
+    values: Values
+
+    def ask(self, broker: Broker) -> Any:
+        """Ask one broker."""
+        return broker.ask(self.key, self.version, self.values)
+
+
+def question(about: str, key: Key, version: int, /, **values: Any) -> Question:
+    """A question whose name begins with that of the API."""
+    return Question(f"{key.name.lower().replace('_', ' ')} v{version}: {about}", key, version, values)
+
+
+def batch(count: int = 1, *, size: int = 10, time_ms: int = FIXTURE_MS, **settings: Any) -> bytes:
+    """A batch of so many records."""
+    records = [NewRecord(key=None, value=b"v" * size, timestamp_ms=time_ms)] * count
+    return bytes(encode_batch(records, **settings))
+
+
+def produced(records: bytes | None, *, topic: str = WRITTEN, partition: int = 0, acks: int = -1) -> dict[str, Any]:
+    """The fields of a request to append one set of records."""
+    data = [{"name": topic, "partition_data": [{"index": partition, "records": records}]}]
+    return {"acks": acks, "timeout": 5000, "topic_data": data}
+
+
+def new_topic(name: str, partitions: int = 1, replication: int = 1, **more: Any) -> dict[str, Any]:
+    """A topic to create."""
+    counts = {"num_partitions": partitions, "replication_factor": replication}
+    return {"name": name, **counts, "assignments": [], "configs": [], **more}
+
+
+def lay_fixtures(broker: Broker) -> None:
+    """Make what the questions are about, and wait until the broker answers all of them."""
+    topics = [new_topic(TOPIC, 2), new_topic(WRITTEN), new_topic("with.dot")]
+    broker.ask(Key.CREATE_TOPICS, 5, {"timeout": 10000, "topics": topics})
+    deadline = time.monotonic() + _READY_S_MAX
+    while not _is_written(broker.ask(Key.PRODUCE, 9, produced(batch(10), topic=TOPIC))):
+        _wait_until(deadline)
+    # The offsets topic is made by the first question for a coordinator.
+    while broker.ask(Key.OFFSET_FETCH, 5, {"group_id": NOWHERE, "topics": None})["error_code"] != "none":
+        broker.ask(Key.FIND_COORDINATOR, 3, {"key": NOWHERE, "key_type": 0})
+        _wait_until(deadline)
+
+
+def _is_written(answer: Any) -> bool:
+    return bool(answer["responses"][0]["partition_responses"][0]["error_code"] == "none")
+
+
+def _wait_until(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError(f"a broker was not ready within {_READY_S_MAX:g} s")
+    time.sleep(0.2)
