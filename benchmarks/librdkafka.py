@@ -18,8 +18,6 @@ PRODUCER, CONSUMER = 0, 1
 START_OFFSET = 0
 _BLOCK = 0x4
 _ERROR_TEXT_BYTES = 512
-_UNASSIGNED = -1
-_FLUSH_MS = 120_000
 
 
 class _Message(ctypes.Structure):
@@ -60,7 +58,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             [pointer, ctypes.c_int32, ctypes.c_int, ctypes.POINTER(_Message), ctypes.c_int],
         ),
         "rd_kafka_flush": (ctypes.c_int, [pointer, ctypes.c_int]),
-        "rd_kafka_outq_len": (ctypes.c_int, [pointer]),
         "rd_kafka_queue_new": (pointer, [pointer]),
         "rd_kafka_queue_destroy": (None, [pointer]),
         "rd_kafka_consume_start_queue": (ctypes.c_int, [pointer, ctypes.c_int32, ctypes.c_int64, pointer]),
@@ -116,10 +113,9 @@ class Producer(Client):
             if taken != now:
                 raise RuntimeError(f"librdkafka took {taken} of {now} messages")
 
-    def flush(self) -> None:
-        """Wait until every message is answered."""
-        if self._library.rd_kafka_flush(self._handle, _FLUSH_MS):
-            raise TimeoutError(f"{self._library.rd_kafka_outq_len(self._handle)} messages were not answered in time")
+    def flush(self, timeout_ms: int) -> bool:
+        """Wait until every message is answered; False when the time is up before."""
+        return not self._library.rd_kafka_flush(self._handle, timeout_ms)
 
 
 class Consumer(Client):

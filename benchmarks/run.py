@@ -33,6 +33,10 @@ from rich.table import Table
 
 from millstream.testing.server import Server
 
+OF_LIMIT = "of the limit"
+COMPARED = {"MB/s": 1, "requests/s": 1, "median ms": -1}
+"""The numbers that are compared with the limit, and whether more or less of them is better."""
+
 SECTIONS = ("throughput", "requests", "start")
 _REST_S = 2.0
 _STARTS = 5
@@ -72,7 +76,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", type=_list_of(SECTIONS), default=list(SECTIONS), help=",".join(SECTIONS))
     parser.add_argument("--flush", type=_list_of(("always", "os")), default=["always", "os"], help="always,os")
     parser.add_argument("--rounds", type=int, default=5, help="how often each server is measured")
-    parser.add_argument("--messages", type=int, default=500_000, help="messages of 1 KiB in each round")
+    parser.add_argument("--messages", type=int, default=1_000_000, help="messages of 1 KiB in each round")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     return parser.parse_args()
 
@@ -126,8 +130,6 @@ def measure_throughput(console: Console, arguments: argparse.Namespace, flush: s
             taken[f"produce, flush={flush}"][name].append(_flow(throughput.produce(server, arguments.messages)))
             if name != DISCARD:
                 taken[f"consume, flush={flush}"][name].append(_flow(throughput.consume(server, arguments.messages)))
-        if name != DISCARD:
-            with running(name, flush) as server:
                 flow = throughput.produce(server, arguments.messages, idempotent=True)
                 taken[f"produce idempotent, flush={flush}"][name].append(_flow(flow))
     return medians(taken)
@@ -174,27 +176,30 @@ def measure_start(console: Console) -> Results:
 
 
 def medians(taken: dict[str, dict[str, list[Numbers]]]) -> Results:
-    """The median of each number over the rounds."""
-    return {
-        what: {
+    """The median of each number over the rounds, and of what Millstream reached of the limit in the same round."""
+    results: Results = {}
+    for what, by_name in taken.items():
+        results[what] = {
             name: {number: median(each[number] for each in rounds) for number in rounds[0]}
             for name, rounds in by_name.items()
         }
-        for what, by_name in taken.items()
-    }
+        reached = of_limit(by_name)
+        if reached is not None:
+            results[what][MILLSTREAM][OF_LIMIT] = reached
+    return results
 
 
-RATIOS = {"MB/s": 1, "requests/s": 1, "median ms": -1}
-"""The numbers that are compared with the limit, and whether more or less is better."""
+def of_limit(by_name: dict[str, list[Numbers]]) -> float | None:
+    """How much of the limit is reached, round by round, or None where nothing is compared.
 
-
-def ratio(by_name: dict[str, Numbers]) -> float | None:
-    """How much of the limit is reached, or None where nothing is compared."""
+    The machine may be faster in one round than in another, but the two servers of a round run next to each other.
+    """
     if LIMIT not in by_name or MILLSTREAM not in by_name:
         return None
-    for number, sign in RATIOS.items():
-        if number in by_name[LIMIT]:
-            return float((by_name[MILLSTREAM][number] / by_name[LIMIT][number]) ** sign)
+    for number, sign in COMPARED.items():
+        if number in by_name[LIMIT][0]:
+            rounds = zip(by_name[MILLSTREAM], by_name[LIMIT], strict=True)
+            return median(float((mine[number] / best[number]) ** sign) for mine, best in rounds)
     return None
 
 
@@ -202,23 +207,24 @@ def tables_of(results: Results) -> Iterator[Table]:
     """Everything, for people: one table for all that has the same numbers."""
     tables: dict[tuple[str, ...], Table] = {}
     for what, by_name in results.items():
-        reached = ratio(by_name)
-        columns = tuple(next(iter(by_name.values())))
+        columns = tuple(number for number in next(iter(by_name.values())) if number != OF_LIMIT)
         table = tables.get(columns)
         if table is None:
             table = tables[columns] = Table("what", "server")
-            for column in (*columns, "of the limit"):
+            for column in (*columns, OF_LIMIT):
                 table.add_column(column, justify="right")
         for name, numbers in by_name.items():
-            share = f"{reached:.0%}" if reached is not None and name == MILLSTREAM else ""
-            table.add_row(what, name, *(f"{value:,.2f}" for value in numbers.values()), share)
+            reached = numbers.get(OF_LIMIT)
+            shown = [f"{numbers[column]:,.2f}" for column in columns]
+            table.add_row(what, name, *shown, "" if reached is None else f"{reached:.0%}")
         table.add_section()
     yield from tables.values()
 
 
 def headline(results: Results) -> str:
-    """The ratios in one line."""
-    parts = [f"{reached:.0%} {what}" for what, by_name in results.items() if (reached := ratio(by_name)) is not None]
+    """What was reached of the limit, in one sentence."""
+    reached = {what: by_name.get(MILLSTREAM, {}).get(OF_LIMIT) for what, by_name in results.items()}
+    parts = [f"{share:.0%} {what}" for what, share in reached.items() if share is not None]
     return "Of the limit: " + "; ".join(parts) if parts else ""
 
 
