@@ -101,6 +101,20 @@ class Config:
         minimum=0,
     )
     group_members_max: int = setting("group-members-max", 10_000, "Members of one group at most.", minimum=1)
+    group_consumer_session_ms: int = setting(
+        "group-consumer-session-ms",
+        45_000,
+        "How long a member of a consumer group (the newer protocol) may not be heard of before it is put out.",
+        minimum=1,
+        maximum=1_800_000,
+    )
+    group_consumer_heartbeat_ms: int = setting(
+        "group-consumer-heartbeat-ms",
+        5_000,
+        "How often members of consumer groups (the newer protocol) are told to send heartbeats.",
+        minimum=1,
+        maximum=600_000,
+    )
     offsets_retention_ms: int = setting(
         "offsets-retention-ms",
         7 * 24 * 3600 * 1000,

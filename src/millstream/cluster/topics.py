@@ -47,6 +47,7 @@ class Topics:
         self._by_id: dict[UUID, Topic] = {}
         self._by_metric_name: dict[str, str] = {}
         self._partitions: dict[str, list[Partition]] = {}
+        self._version = 0
         self._deletion_listeners: list[Callable[[Topic], None]] = []
         # One change of the catalog at a time; readers never wait for it.
         self._changing = asyncio.Lock()
@@ -66,6 +67,11 @@ class Topics:
                 "the data folder holds partitions that the catalog does not know; they are left alone",
                 extra={"topic_ids": ", ".join(sorted(map(str, strangers))[:_NAMES_SHOWN_MAX]), "count": len(strangers)},
             )
+
+    @property
+    def version(self) -> int:
+        """A number that changes whenever a topic comes, grows or goes; it does not outlive the process."""
+        return self._version
 
     def get(self, name: str) -> Topic | None:
         """The topic of this name, if there is one."""
@@ -149,6 +155,7 @@ class Topics:
             await asyncio.to_thread(self._catalog.delete_topic, topic, now_ms=self._clock.now_ms())
             del self._by_name[name]
             del self._by_id[topic.topic_id]
+            self._version += 1
             del self._by_metric_name[_metric_name(name)]
             for partition in self._partitions.pop(name):
                 partition.close()
@@ -286,6 +293,7 @@ class Topics:
         self._by_metric_name[_metric_name(topic.name)] = topic.name
 
     def _open(self, topic: Topic) -> None:
+        self._version += 1
         settings = self.settings_of(topic)
         partitions = self._partitions.get(topic.name, [])
         for number in range(len(partitions), topic.partitions):

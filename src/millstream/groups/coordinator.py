@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 from uuid import UUID
 
 from millstream.config import Config
 from millstream.coordination.runtime import Runtime, StateTopic, StateTopics
 from millstream.coordination.shard import RETRY_FIRST_S
 from millstream.coordination.timers import Timers
+from millstream.groups.consumer.group import ConsumerGroupState
+from millstream.groups.consumer.requests import ConsumerGroupDescription, ConsumerHeartbeat, HeartbeatAnswer
+from millstream.groups.consumer.shard import ConsumerTopics
+from millstream.groups.consumer.topic_view import TopicView
 from millstream.groups.group import GroupState
 from millstream.groups.requests import (
     CommitAnswer,
@@ -42,6 +47,10 @@ _TOPIC_SETTINGS = {
 }
 
 
+class GroupTopics(StateTopics, TopicView, Protocol):
+    """What the coordinator needs of the topics: a place for its state, and what its groups share out."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsStatus:
     """The groups of this node in numbers."""
@@ -57,15 +66,18 @@ class GroupCoordinator:
     """Consumer groups and their offsets, kept in `__consumer_offsets`."""
 
     def __init__(
-        self, topics: StateTopics, config: Config, clock: Clock, *, retry_first_s: float = RETRY_FIRST_S
+        self, topics: GroupTopics, config: Config, clock: Clock, *, retry_first_s: float = RETRY_FIRST_S
     ) -> None:
         self._topics = topics
+        self._consumer_topics = ConsumerTopics.of(topics)
         self._clock = clock
         self._limits = GroupLimits(
             session_min_ms=config.group_session_min_ms,
             session_max_ms=config.group_session_max_ms,
             initial_delay_ms=config.group_initial_delay_ms,
             members_max=config.group_members_max,
+            consumer_session_ms=config.group_consumer_session_ms,
+            consumer_heartbeat_ms=config.group_consumer_heartbeat_ms,
             offsets_retention_ms=config.offsets_retention_ms,
         )
         topic = StateTopic(name=CONSUMER_OFFSETS, partitions=config.offsets_partitions, overrides=_TOPIC_SETTINGS)
@@ -114,6 +126,11 @@ class GroupCoordinator:
         _check_group_id(who.group_id)
         await self._runtime.run(who.group_id, lambda shard: shard.heartbeat(who), pure=True)
 
+    async def consumer_heartbeat(self, request: ConsumerHeartbeat) -> HeartbeatAnswer:
+        """A member of a consumer group joins, lives or goes."""
+        _check_length(request.group_id)
+        return await self._runtime.run(request.group_id, lambda shard: shard.consumers.heartbeat(request), pure=True)
+
     async def leave(self, group_id: str, leavers: Sequence[Leaver]) -> list[Left]:
         """Members go."""
         _check_group_id(group_id)
@@ -125,10 +142,19 @@ class GroupCoordinator:
         _check_length(request.member.group_id)
         return await self._runtime.run(request.member.group_id, lambda shard: shard.commit(request), pure=True)
 
-    async def fetch(self, group_id: str, wanted: Mapping[str, Iterable[int]] | None) -> FetchedOffsets:
+    async def fetch(
+        self,
+        group_id: str,
+        wanted: Mapping[str, Iterable[int]] | None,
+        *,
+        member_id: str | None = None,
+        epoch: int = -1,
+    ) -> FetchedOffsets:
         """Committed offsets, of all partitions when `wanted` is None."""
         _check_length(group_id)
-        return await self._runtime.run(group_id, lambda shard: shard.fetch(group_id, wanted), pure=True)
+        return await self._runtime.run(
+            group_id, lambda shard: shard.fetch(group_id, wanted, member_id=member_id, epoch=epoch), pure=True
+        )
 
     async def delete_offsets(
         self, group_id: str, unwanted: Mapping[str, Iterable[int]]
@@ -143,9 +169,14 @@ class GroupCoordinator:
         return [listing for listings in await asyncio.gather(*answers) for listing in listings]
 
     async def describe(self, group_id: str) -> GroupDescription:
-        """One group with its members."""
+        """One classic group with its members."""
         _check_length(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.describe(group_id), pure=True)
+
+    async def describe_consumer_group(self, group_id: str) -> ConsumerGroupDescription:
+        """One consumer group with its members."""
+        _check_length(group_id)
+        return await self._runtime.run(group_id, lambda shard: shard.consumers.describe(group_id), pure=True)
 
     async def delete(self, group_id: str) -> None:
         """Delete a group that has no members, and its offsets."""
@@ -165,8 +196,10 @@ class GroupCoordinator:
     def status(self) -> GroupsStatus:
         """The groups of this node in numbers."""
         states = [shard.state for shard in self._runtime.shards]
-        groups = [group for state in states if state is not None for group in state.groups]
-        by_state = dict.fromkeys((state.value for state in GroupState if state is not GroupState.DEAD), 0)
+        loaded = [state for state in states if state is not None]
+        groups = [group for state in loaded for group in (*state.groups, *state.consumers)]
+        names = [state.value for state in (*GroupState, *ConsumerGroupState) if state is not GroupState.DEAD]
+        by_state = dict.fromkeys(names, 0)
         for group in groups:
             by_state[group.state.value] += 1
         return GroupsStatus(
@@ -184,7 +217,13 @@ class GroupCoordinator:
                 yield from shard.state.committed()
 
     def _make_shard(self, timers: Timers) -> GroupShard:
-        return GroupShard(timers, limits=self._limits, clock=self._clock, topic_id_of=self._topic_id_of)
+        return GroupShard(
+            timers,
+            limits=self._limits,
+            clock=self._clock,
+            topic_id_of=self._topic_id_of,
+            topics=self._consumer_topics,
+        )
 
     def _topic_id_of(self, name: str) -> UUID | None:
         topic = self._topics.get(name)

@@ -80,6 +80,11 @@ class Group:
         return self.state in states
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nobody is in the group."""
+        return self.state is GroupState.EMPTY
+
+    @property
     def can_rebalance(self) -> bool:
         """Whether a rebalance can begin; one under way has to end first."""
         return self.state in (GroupState.EMPTY, GroupState.STABLE, GroupState.COMPLETING)
@@ -186,6 +191,12 @@ class Group:
         if reply is not None:
             self.awaiting_join -= 1
             reply.refuse(error)
+
+    def refuse_all(self, error: MillstreamError) -> None:
+        """Refuse everything that is parked."""
+        for member in self.members.values():
+            self.refuse_join(member, error)
+            member.refuse_sync(error)
 
     def elect_joined_leader(self) -> bool:
         """Keep the leader if it has joined, else take the first member that has; False when nobody has."""

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Protocol
 from uuid import UUID
 
-from millstream.groups.group import Group
 from millstream.groups.records import NO_TIME_MS, CommittedOffset, OffsetKey
 from millstream.groups.requests import FetchedOffset, FetchedOffsets
 
 TopicIds = Callable[[str], UUID | None]
 """The id of the topic that has this name now."""
+
+
+class OffsetOwner(Protocol):
+    """A group, as far as it decides how long its offsets are kept."""
+
+    group_id: str
+
+    def consumes(self, topic: str) -> bool:
+        """Whether the group has to be taken to consume a topic."""
+
+    def expiry_base_ms(self, committed: CommittedOffset) -> int | None:
+        """From when on the retention of an offset counts; None while it does not."""
+
 
 _NOTHING: Mapping[tuple[str, int], CommittedOffset] = MappingProxyType({})
 _NO_OFFSET = FetchedOffset()
@@ -71,7 +84,7 @@ class Offsets:
                 found.setdefault(topic, {})[partition] = _as_fetched(committed)
         return found
 
-    def disposable(self, group: Group, now_ms: int, retention_ms: int) -> list[OffsetKey]:
+    def disposable(self, group: OffsetOwner, now_ms: int, retention_ms: int) -> list[OffsetKey]:
         """The offsets of a group that are expired, or whose topic is gone."""
         return [
             OffsetKey(group.group_id, topic, partition)
@@ -92,7 +105,7 @@ def _as_fetched(committed: CommittedOffset) -> FetchedOffset:
     return FetchedOffset(committed.offset, committed.leader_epoch, committed.metadata)
 
 
-def _is_expired(group: Group, topic: str, committed: CommittedOffset, now_ms: int, retention_ms: int) -> bool:
+def _is_expired(group: OffsetOwner, topic: str, committed: CommittedOffset, now_ms: int, retention_ms: int) -> bool:
     base_ms = group.expiry_base_ms(committed)
     if base_ms is None or group.consumes(topic):
         return False

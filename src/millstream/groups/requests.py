@@ -142,6 +142,7 @@ class GroupListing:
     group_id: str
     protocol_type: str
     state: str
+    group_type: str = "classic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +187,10 @@ class GroupLimits:
     offset_metadata_max: int = 4096
     tombstones_max: int = 1000
     """Offsets that one operation takes away; more are taken away by several."""
+    consumer_session_ms: int = 45_000
+    """How long a member of a consumer group may not be heard of; those of classic groups choose for themselves."""
+    consumer_heartbeat_ms: int = 5_000
+    """How often members of consumer groups are told to send heartbeats."""
     new_member_ms: int = 300_000
     """How long a joining member without a session is waited for."""
     sweep_ms: int = 600_000

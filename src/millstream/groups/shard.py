@@ -1,4 +1,6 @@
-"""The state machine of one partition of `__consumer_offsets`: its groups and their offsets.
+"""The state machine of one partition of `__consumer_offsets`: its classic groups, and the offsets of all groups.
+
+Groups of the newer protocol are in `groups/consumer/shard.py`; what concerns one of these is handed over there.
 
 Every public operation is a plain function of the state that returns the records to append and the response, now or
 later. Nothing here reads a clock that was not given to it, waits, or does I/O.
@@ -12,6 +14,11 @@ from typing import Final
 from millstream.coordination.later import Later
 from millstream.coordination.state import Outcome, StateRecord
 from millstream.coordination.timers import Timers
+from millstream.groups.consumer.group import ConsumerGroup
+from millstream.groups.consumer.migration import take_away
+from millstream.groups.consumer.records import ConsumerKey, read_consumer_key
+from millstream.groups.consumer.shard import ConsumerShard, ConsumerTopics
+from millstream.groups.consumer.topic_view import NoTopics
 from millstream.groups.group import Group, GroupState
 from millstream.groups.join import Join, random_suffix
 from millstream.groups.member import Member
@@ -81,7 +88,9 @@ class GroupShard:
         clock: Clock,
         topic_id_of: TopicIds,
         new_suffix: Callable[[], str] = random_suffix,
+        topics: ConsumerTopics | None = None,
     ) -> None:
+        """`topics` are those that consumer groups share out; without them they have nothing to share."""
         self._timers = timers
         self._limits = limits
         self._clock = clock
@@ -90,6 +99,15 @@ class GroupShard:
         self._groups = Registry(self._offsets, groups_max=limits.groups_max)
         self._rebalance = Rebalance(self._groups, timers, limits, clock)
         self._join = Join(self._rebalance, limits, new_suffix=new_suffix)
+        self.consumers = ConsumerShard(
+            self._groups,
+            timers,
+            limits=limits,
+            clock=clock,
+            topics=topics or ConsumerTopics.of(NoTopics()),
+            new_suffix=new_suffix,
+            rebalance_classic=self._take_over,
+        )
         self._loaded = False
         self._to_sweep: list[str] = []
 
@@ -107,20 +125,33 @@ class GroupShard:
 
     def join(self, request: JoinRequest) -> Outcome[Joined]:
         """A consumer joins, or joins again."""
+        consumers = self.consumers.get_with_members(request.group_id)
+        if consumers is not None:
+            return self.consumers.join(consumers, request)
         group = self._groups.get(request.group_id)
+        replaced = self.consumers.empty_away(request.group_id)
         if group is None:
             if request.member_id:
                 raise UnknownMember(f"group {request.group_id!r} has no member {request.member_id!r}")
-            self._groups.check_room()
+            if not replaced:
+                self._groups.check_room()
             group = self._groups.put(Group(request.group_id, now_ms=self._clock.now_ms()))
         try:
-            return self._join.run(group, request)
+            records, response = self._join.run(group, request)
+        except MillstreamError:
+            if replaced:
+                self._groups.drop(request.group_id)
+            raise
         finally:
             self._groups.drop_if_unused(group)
+        return [*replaced, *records], response
 
     def sync(self, request: SyncRequest) -> Outcome[Synced]:
         """A member asks for its assignment, or its leader brings everyone's."""
         who = request.member
+        consumers = self.consumers.get_with_members(who.group_id)
+        if consumers is not None:
+            return self.consumers.sync(consumers, request)
         group = self._known(who)
         member = group.check_member(who.member_id, who.instance_id)
         _check_generation(group, who.generation)
@@ -138,6 +169,9 @@ class GroupShard:
 
     def heartbeat(self, who: MemberRef) -> Outcome[None]:
         """A member says that it lives."""
+        consumers = self.consumers.get_with_members(who.group_id)
+        if consumers is not None:
+            return self.consumers.classic_heartbeat(consumers, who)
         group = self._known(who)
         member = group.check_member(who.member_id, who.instance_id)
         _check_generation(group, who.generation)
@@ -150,6 +184,9 @@ class GroupShard:
 
     def leave(self, group_id: str, leavers: Iterable[Leaver]) -> Outcome[list[Left]]:
         """Members go; what they had is shared out anew."""
+        consumers = self.consumers.get(group_id)
+        if consumers is not None:
+            return self.consumers.leave(consumers, leavers)
         group = self._groups.get(group_id)
         if group is None:
             unknown = UnknownMember(f"there is no group {group_id!r}")
@@ -188,8 +225,16 @@ class GroupShard:
                     records.append(offset_record(key, committed))
         return records, answer
 
-    def fetch(self, group_id: str, wanted: Mapping[str, Iterable[int]] | None) -> Outcome[FetchedOffsets]:
+    def fetch(
+        self,
+        group_id: str,
+        wanted: Mapping[str, Iterable[int]] | None,
+        *,
+        member_id: str | None = None,
+        epoch: int = -1,
+    ) -> Outcome[FetchedOffsets]:
         """Committed offsets of some partitions, or of all when `wanted` is None."""
+        self.consumers.check_fetch(group_id, member_id, epoch)
         if wanted is None:
             return [], self._offsets.fetch_all(group_id)
         return [], self._offsets.fetch(group_id, wanted)
@@ -199,7 +244,7 @@ class GroupShard:
     ) -> Outcome[dict[str, dict[int, MillstreamError | None]]]:
         """Take offsets away, but not those of topics that the group consumes."""
         group = self._existing(group_id)
-        if not group.is_in(GroupState.EMPTY) and not group.uses_consumer_protocol:
+        if isinstance(group, Group) and not group.is_empty and not group.uses_consumer_protocol:
             raise GroupNotEmpty(f"group {group_id!r} has members, whose topics cannot be known")
         records: Records = []
         answer: dict[str, dict[int, MillstreamError | None]] = {}
@@ -215,23 +260,26 @@ class GroupShard:
 
     def list_groups(self) -> Outcome[list[GroupListing]]:
         """Every group in one line each."""
-        return [], [group.listing() for group in self._groups]
+        return [], [*(group.listing() for group in self._groups), *self.consumers.listings()]
 
     def describe(self, group_id: str) -> Outcome[GroupDescription]:
-        """One group with its members."""
-        return [], self._existing(group_id).description()
+        """One classic group with its members."""
+        group = self._groups.get(group_id)
+        if group is None:
+            raise UnknownGroup(f"there is no classic group {group_id!r}")
+        return [], group.description()
 
     def delete(self, group_id: str) -> Outcome[bool]:
         """Delete a group without members, at most so many offsets at a time; False when there is more to delete."""
         group = self._existing(group_id)
-        if not group.is_in(GroupState.EMPTY):
+        if not group.is_empty:
             raise GroupNotEmpty(f"group {group_id!r} has members")
         places = list(self._offsets.of_group(group_id))
         limit = self._limits.tombstones_max
         records = [offset_tombstone(OffsetKey(group_id, *place)) for place in places[:limit]]
         done = len(places) <= limit
         if done:
-            records.append(group_tombstone(group_id))
+            records += [group_tombstone(group_id)] if isinstance(group, Group) else take_away(group)
         return records, done
 
     # The fold
@@ -243,12 +291,17 @@ class GroupShard:
             self._replay_offset(key, record)
         elif isinstance(key, GroupKey):
             self._replay_group(key.group_id, record)
+        else:
+            consumer_key = read_consumer_key(record.key)
+            if consumer_key is not None:
+                self.consumers.replay(consumer_key, record)
 
     def loaded(self) -> None:
         """Give every member a session to be heard of, and begin to look for what has expired."""
         self._loaded = True
         for group in self._groups:
             self._rebalance.restored(group)
+        self.consumers.restored()
         self.sweep_soon()
 
     def unload(self) -> None:
@@ -263,7 +316,7 @@ class GroupShard:
     def durable_keys(self) -> list[Hashable]:
         """A name for every record that the log has to hold."""
         stored = [GroupKey(group.group_id) for group in self._groups if group.stored_value is not None]
-        return [*stored, *self._offsets.all_keys()]
+        return [*stored, *self.consumers.durable_keys(), *self._offsets.all_keys()]
 
     def durable_record(self, key: Hashable) -> StateRecord | None:
         """The record of this name, as it stands now."""
@@ -274,11 +327,11 @@ class GroupShard:
         if isinstance(key, OffsetKey):
             committed = self._offsets.get(key)
             return None if committed is None else offset_record(key, committed)
-        return None
+        return self.consumers.durable_record(key) if isinstance(key, ConsumerKey) else None
 
     def sweep_soon(self) -> None:
         """Look for offsets that have expired or whose topic is gone, from the first group on."""
-        self._to_sweep = [group.group_id for group in self._groups]
+        self._to_sweep = self._groups.ids()
         self._timers.schedule(_SWEEP, 0, self._sweep, pure=True)
 
     # Below: how
@@ -289,8 +342,8 @@ class GroupShard:
             raise UnknownMember(f"group {who.group_id!r} has no member {who.member_id!r}")
         return group
 
-    def _existing(self, group_id: str) -> Group:
-        group = self._groups.get(group_id)
+    def _existing(self, group_id: str) -> Group | ConsumerGroup:
+        group = self._groups.get(group_id) or self.consumers.get(group_id)
         if group is None:
             raise UnknownGroup(f"there is no group {group_id!r}")
         return group
@@ -320,6 +373,10 @@ class GroupShard:
 
     def _check_commit(self, request: CommitRequest) -> None:
         who = request.member
+        consumers = self.consumers.get(who.group_id)
+        if consumers is not None:
+            self.consumers.check_commit(consumers, who, knows_epochs=request.knows_unknown_group)
+            return
         group = self._groups.get(who.group_id)
         if group is None:
             if who.generation < 0:
@@ -347,9 +404,8 @@ class GroupShard:
         group = self._groups.get(key.group_id)
         if record.value is not None:
             self._offsets.put(key, read_offset(record))
-            if group is None:
-                # A consumer that assigns partitions itself: a group without protocol and members.
-                self._groups.put(Group(key.group_id))
+            # A consumer that assigns partitions itself has a group without protocol and members.
+            self._groups.keep_owner(key.group_id)
             return
         self._offsets.remove(key)
         if group is not None:
@@ -360,6 +416,7 @@ class GroupShard:
         if record.value is None:
             if group is not None:
                 self._rebalance.forget(group)
+                group.refuse_all(RebalanceInProgress(f"group {group_id!r} goes, or becomes a consumer group"))
                 self._drop_stored(group)
             return
         stored = read_group(record)
@@ -383,13 +440,22 @@ class GroupShard:
             if member.give_sync(_share(group, member)):
                 self._rebalance.keep_alive(group, member)
 
+    def _take_over(self, group_id: str) -> Records:
+        """A consumer group has become this classic one: its members share out by themselves from now on."""
+        group = self._groups.get(group_id)
+        if group is None or not group.is_in(GroupState.STABLE):
+            return []
+        self._rebalance.restored(group)
+        return self._rebalance.prepare(group, "its last member that spoke the newer protocol has gone")
+
     def _sweep(self) -> Records:
         """Look at some groups; the next step follows shortly, the next round after a pause."""
         records: Records = []
         looked_at = 0
         now_ms = self._clock.now_ms()
         while self._to_sweep and looked_at < _SWEEP_OFFSETS and len(records) < self._limits.tombstones_max:
-            group = self._groups.get(self._to_sweep.pop())
+            group_id = self._to_sweep.pop()
+            group = self._groups.get(group_id) or self.consumers.get(group_id)
             if group is not None:
                 looked_at += 1 + len(self._offsets.of_group(group.group_id))
                 records += self._dispose(group, now_ms)
@@ -400,16 +466,19 @@ class GroupShard:
         return records
 
     def _begin_sweep(self) -> Records:
-        self._to_sweep = [group.group_id for group in self._groups]
+        self._to_sweep = self._groups.ids()
         return self._sweep()
 
-    def _dispose(self, group: Group, now_ms: int) -> Records:
+    def _dispose(self, group: Group | ConsumerGroup, now_ms: int) -> Records:
         keys = self._offsets.disposable(group, now_ms, self._limits.offsets_retention_ms)
         limit = self._limits.tombstones_max
         if len(keys) > limit:
             self._to_sweep.append(group.group_id)
         records = [offset_tombstone(key) for key in keys[:limit]]
         remaining = len(self._offsets.of_group(group.group_id)) - len(records)
+        if isinstance(group, ConsumerGroup):
+            some_expired = bool(records)
+            return records + self.consumers.dispose(group, now_ms, offsets_left=remaining, some_expired=some_expired)
         # A group that has only just become empty may be one whose consumers restart.
         idle = bool(records) or now_ms - group.state_since_ms >= self._limits.sweep_ms
         if idle and remaining == 0 and group.is_in(GroupState.EMPTY) and not group.pending_members:

@@ -18,6 +18,8 @@ from millstream.kafka.apis.alter_configs import AlterConfigs
 from millstream.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
 from millstream.kafka.apis.api_versions import ApiVersions
 from millstream.kafka.apis.client_list import ClientList
+from millstream.kafka.apis.consumer_group_describe import ConsumerGroupDescribe
+from millstream.kafka.apis.consumer_group_heartbeat import ConsumerGroupHeartbeat
 from millstream.kafka.apis.create_acls import CreateAcls
 from millstream.kafka.apis.create_partitions import CreatePartitions
 from millstream.kafka.apis.create_topics import CreateTopics
@@ -145,6 +147,8 @@ class Served:
         yield ListGroups(groups)
         yield DescribeGroups(groups)
         yield DeleteGroups(groups)
+        yield ConsumerGroupHeartbeat(groups)
+        yield ConsumerGroupDescribe(groups)
 
     def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         parts = self._parts

@@ -5,6 +5,7 @@ is acknowledged, when it fails, and what a crash leaves.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import uuid
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -117,6 +118,7 @@ class MemoryTopics:
 
     def __init__(self, *, acknowledges: bool = True) -> None:
         self.acknowledges = acknowledges
+        self.version = 0
         self._topics: dict[str, Topic] = {}
         self._partitions: dict[str, list[MemoryPartition]] = {}
 
@@ -127,6 +129,10 @@ class MemoryTopics:
     def by_id(self, topic_id: uuid.UUID) -> Topic | None:
         """The topic with this id, if there is one."""
         return next((topic for topic in self._topics.values() if topic.topic_id == topic_id), None)
+
+    def all(self) -> list[Topic]:
+        """Every topic."""
+        return list(self._topics.values())
 
     def partitions_of(self, topic: Topic) -> list[MemoryPartition]:
         """The partitions of a topic, in order."""
@@ -158,12 +164,22 @@ class MemoryTopics:
             overrides=dict(overrides or {}),
             created_ms=0,
         )
+        self.version += 1
         self._topics[name] = topic
         self._partitions[name] = [MemoryPartition(acknowledges=self.acknowledges) for _ in range(partitions)]
         return topic
 
+    def grow(self, name: str, partitions: int) -> Topic:
+        """Give a topic more partitions."""
+        topic = self._topics[name] = dataclasses.replace(self._topics[name], partitions=partitions)
+        missing = partitions - len(self._partitions[name])
+        self._partitions[name] += [MemoryPartition(acknowledges=self.acknowledges) for _ in range(missing)]
+        self.version += 1
+        return topic
+
     def remove(self, name: str) -> None:
         """Delete a topic."""
+        self.version += 1
         del self._topics[name]
         del self._partitions[name]
 

@@ -1,8 +1,9 @@
-"""DescribeGroups (key 15), versions 0 to 6: the state of groups and their members.
+"""DescribeGroups (key 15), versions 0 to 6: the state of classic groups and their members.
 
-A group that does not exist is GROUP_ID_NOT_FOUND from version 6 on, which also adds error messages, and an answer
-without error in the state "Dead" before. Metadata and assignments are told only while the group is stable, since they
-mean nothing else. Version 3 adds what the client may do with the group, 4 static members.
+A group that does not exist, or is a consumer group (which ConsumerGroupDescribe has), is GROUP_ID_NOT_FOUND from
+version 6 on, which also adds error messages, and an answer without error in the state "Dead" before. Metadata and
+assignments are told only while the group is stable, since they mean nothing else. Version 3 adds what the client may do
+with the group, 4 static members.
 """
 
 from __future__ import annotations

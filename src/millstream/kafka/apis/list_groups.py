@@ -1,12 +1,10 @@
 """ListGroups (key 16), versions 0 to 5: the groups of this node.
 
-Version 4 adds the states and a filter by them, 5 the types and a filter by them; both without regard to case. Every
-group here is of the type "classic".
+Version 4 adds the states and a filter by them, 5 the types ("classic", "consumer") and a filter by them; both without
+regard to case.
 """
 
 from __future__ import annotations
-
-from typing import Final
 
 from kio.schema.errors import ErrorCode
 from kio.schema.list_groups.v5.request import ListGroupsRequest
@@ -18,8 +16,6 @@ from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.model.errors import MillstreamError
-
-_TYPE: Final = "classic"
 
 
 class ListGroups(Api[ListGroupsRequest, ListGroupsResponse]):
@@ -35,7 +31,7 @@ class ListGroups(Api[ListGroupsRequest, ListGroupsResponse]):
         """List the groups that pass both filters."""
         states = {state.lower() for state in request.states_filter}
         types = {kind.lower() for kind in request.types_filter}
-        listings = await self._groups.list_groups() if not types or _TYPE in types else []
+        listings = await self._groups.list_groups()
         return ListGroupsResponse(
             throttle_time=NO_THROTTLE,
             error_code=ErrorCode.none,
@@ -44,10 +40,11 @@ class ListGroups(Api[ListGroupsRequest, ListGroupsResponse]):
                     group_id=GroupId(listing.group_id),
                     protocol_type=listing.protocol_type,
                     group_state=listing.state,
-                    group_type=_TYPE,
+                    group_type=listing.group_type,
                 )
                 for listing in listings
-                if not states or listing.state.lower() in states
+                if (not states or listing.state.lower() in states)
+                and (not types or listing.group_type.lower() in types)
             ),
         )
 

@@ -4,7 +4,8 @@ An offset of -1 means that none is committed. A list of topics that is null asks
 answer is durable: an offset whose append is not acknowledged yet is waited for, so `require_stable` (from 7 on)
 changes nothing while there are no transactions. Version notes: up to 7 for one group, from 8 on for several; 1 has no
 error for the group, so that each partition carries it; 10 names topics by id, where an unknown one gets
-UNKNOWN_TOPIC_ID. Member id and epoch (9) belong to a newer kind of group and are not looked at.
+UNKNOWN_TOPIC_ID. From 9 on a member of a consumer group tells its id and epoch: an unknown one gets UNKNOWN_MEMBER_ID,
+another epoch STALE_MEMBER_EPOCH.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class GroupQuery:
 
     version: int
     group_id: str
+    member_id: str | None = None
+    member_epoch: int = -1
     topics: tuple[TopicQuery, ...] | None
 
 
@@ -94,6 +97,8 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
             GroupQuery(
                 version=version,
                 group_id=group.group_id,
+                member_id=getattr(group, "member_id", None),
+                member_epoch=getattr(group, "member_epoch", -1),
                 topics=None if group.topics is None else tuple(_topic_query(topic) for topic in group.topics),
             )
             for group in asked
@@ -112,7 +117,7 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
             if query.topics is None:
                 return GroupAnswer(
                     group_id=query.group_id,
-                    topics=self._all_topics(query.version, await self._groups.fetch(query.group_id, None)),
+                    topics=self._all_topics(query.version, await self._offsets(query, None)),
                 )
             return GroupAnswer(group_id=query.group_id, topics=await self._fetch_topics(query, query.topics))
         except MillstreamError as error:
@@ -127,11 +132,14 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
         for name, topic in zip(names, asked, strict=True):
             if name is not None:
                 wanted.setdefault(name, []).extend(topic.partitions)
-        fetched = await self._groups.fetch(query.group_id, wanted)
+        fetched = await self._offsets(query, wanted)
         return tuple(
             _refused(topic, ErrorCode.unknown_topic_id) if name is None else _answered(topic, fetched[name])
             for name, topic in zip(names, asked, strict=True)
         )
+
+    async def _offsets(self, query: GroupQuery, wanted: dict[str, list[int]] | None) -> FetchedOffsets:
+        return await self._groups.fetch(query.group_id, wanted, member_id=query.member_id, epoch=query.member_epoch)
 
     def _all_topics(self, version: int, fetched: FetchedOffsets) -> tuple[TopicAnswer, ...]:
         answers = []
