@@ -1,0 +1,146 @@
+"""What confluent-kafka's admin client asks beyond topics and their partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from confluent_kafka import (
+    ElectionType,
+    KafkaError,
+    KafkaException,
+    Producer,
+    TopicCollection,
+    TopicPartition,
+)
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AclBinding,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    OffsetSpec,
+    ResourcePatternType,
+    ResourceType,
+)
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.testing.server import Server
+
+WAIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def admin(server: Server) -> AdminClient:
+    return AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+
+
+@pytest.fixture
+def created(admin: AdminClient, topic: str) -> str:
+    (future,) = admin.create_topics([NewTopic(topic, num_partitions=2)]).values()
+    future.result(WAIT_S)
+    return topic
+
+
+def refusal(work: Callable[[], object]) -> KafkaError:
+    with pytest.raises(KafkaException) as raised:
+        work()
+    error: KafkaError = raised.value.args[0]
+    return error
+
+
+def test_topics_are_described_with_ids_and_operations(admin: AdminClient, created: str) -> None:
+    described = admin.describe_topics(
+        TopicCollection([created]), include_authorized_operations=True, request_timeout=WAIT_S
+    )
+    topic = described[created].result(WAIT_S)
+    assert (topic.name, topic.is_internal, len(topic.partitions)) == (created, False, 2)
+    assert str(topic.topic_id)
+    assert AclOperation.WRITE in topic.authorized_operations
+    assert {one.leader.id for one in topic.partitions} == {1}
+    cluster = admin.describe_cluster(request_timeout=WAIT_S).result(WAIT_S)
+    assert (cluster.controller.id, [node.id for node in cluster.nodes]) == (1, [1])
+
+
+def alter(admin: AdminClient, topic: str, name: str, value: str) -> None:
+    entry = ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
+    (future,) = admin.incremental_alter_configs([resource]).values()
+    future.result(WAIT_S)
+
+
+def value_of(admin: AdminClient, topic: str, name: str) -> str:
+    (future,) = admin.describe_configs([ConfigResource(ResourceType.TOPIC, topic)]).values()
+    return str(future.result(WAIT_S)[name].value)
+
+
+@pytest.mark.filterwarnings("ignore:alter_configs has been deprecated")
+def test_settings_are_replaced_by_the_old_request(admin: AdminClient, created: str) -> None:
+    for settings in ({"retention.ms": "5000", "segment.ms": "7000"}, {"retention.ms": "6000"}):
+        resource = ConfigResource(ResourceType.TOPIC, created, set_config=settings)
+        (future,) = admin.alter_configs([resource]).values()
+        future.result(WAIT_S)
+    assert value_of(admin, created, "retention.ms") == "6000"
+    assert value_of(admin, created, "segment.ms") == "3600000"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("local.retention.ms", "5", "remote storage is not available"),
+        ("flush.messages", "1", "a setting of Kafka that Millstream does not have"),
+        ("unclean.leader.election.enable", "true", "is always false"),
+        ("no.such.setting", "1", "unknown topic setting"),
+        ("retention.ms", "x", "whole number"),
+    ],
+)
+def test_what_is_not_here_is_refused_with_the_reason(
+    admin: AdminClient, created: str, name: str, value: str, says: str
+) -> None:
+    error = refusal(lambda: alter(admin, created, name, value))
+    assert error.code() == KafkaError.INVALID_CONFIG
+    assert says in error.str()
+
+
+def test_what_tools_send_is_taken(admin: AdminClient, created: str) -> None:
+    for name, value in (("unclean.leader.election.enable", "false"), ("segment.jitter.ms", "5")):
+        alter(admin, created, name, value)
+        assert value_of(admin, created, name) == value
+
+
+def test_one_node_needs_no_elections(admin: AdminClient, created: str) -> None:
+    partition = TopicPartition(created, 0)
+    elected = admin.elect_leaders(ElectionType.PREFERRED, [partition]).result(WAIT_S)
+    assert elected[partition].code() == KafkaError.ELECTION_NOT_NEEDED
+
+
+def test_there_are_no_access_rules(admin: AdminClient) -> None:
+    rule = AclBinding(
+        ResourceType.TOPIC,
+        "orders",
+        ResourcePatternType.LITERAL,
+        "User:a",
+        "*",
+        AclOperation.READ,
+        AclPermissionType.ALLOW,
+    )
+    (future,) = admin.create_acls([rule], request_timeout=WAIT_S).values()
+    assert refusal(lambda: future.result(WAIT_S)).code() == KafkaError.SECURITY_DISABLED
+
+
+def test_records_are_deleted_and_offsets_listed(server: Server, admin: AdminClient, created: str) -> None:
+    producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
+    for _ in range(5):
+        producer.produce(created, b"x", partition=1)
+    assert producer.flush(WAIT_S) == 0
+    partition = TopicPartition(created, 1, 3)
+    (deleted,) = admin.delete_records([partition], request_timeout=WAIT_S).values()
+    assert deleted.result(WAIT_S).low_watermark == 3
+    where = TopicPartition(created, 1)
+    specs: Any = OffsetSpec
+    for spec, offset in ((specs.earliest(), 3), (specs.latest(), 5)):
+        (listed,) = admin.list_offsets({where: spec}, request_timeout=WAIT_S).values()
+        assert listed.result(WAIT_S).offset == offset
