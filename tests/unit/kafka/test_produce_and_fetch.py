@@ -155,6 +155,16 @@ async def test_fetch_in_every_version(tmp_path: Path, version: int) -> None:
         assert values(partition) == [b"a", b"b"]
 
 
+@pytest.mark.parametrize(("isolation", "expected"), [(0, None), (1, ())])
+async def test_only_read_committed_is_told_of_aborted_transactions(
+    tmp_path: Path, isolation: int, expected: tuple[()] | None
+) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t")
+        response = await ask(fetch_api(topics), fetch_request(17, "t", topic.topic_id, 0, isolation_level=isolation))
+        assert response.responses[0].partitions[0].aborted_transactions == expected
+
+
 @pytest.mark.parametrize("version", [3, 8, 9, 13])
 async def test_produce_errors_are_told_by_partition(tmp_path: Path, version: int) -> None:
     async with topics_in(tmp_path) as topics:

@@ -47,6 +47,7 @@ FIRST_WITH_LAST_EPOCH = 12
 FIRST_WITH_TOPIC_IDS = 13
 FIRST_WITHOUT_REPLICA_ID = 15
 MAX_WAIT_S_MAX = 300.0
+READ_COMMITTED = 1
 _NO_PREFERRED_REPLICA = -1
 
 
@@ -58,6 +59,7 @@ class _Request(NamedTuple):
     session_epoch: int
     wanted: dict[PartitionKey, Position]
     forgotten: list[PartitionKey]
+    read_committed: bool
 
 
 class _Found(NamedTuple):
@@ -129,7 +131,7 @@ class Fetch:
         client.fetch_requests += 1
         context = self._context(request, header, client)
         if isinstance(context, ErrorCode):
-            return _write(header, context, 0, [], 0)
+            return _write(header, context, 0, [])
         found, size = self._look(context)
         if self._is_enough(context, found, size):
             return self._answer(header, context, found, size)
@@ -246,7 +248,8 @@ class Fetch:
                 if one.records:
                     session.served(one.key)
         session_id = 0 if session is None else session.session_id
-        return _write(header, ErrorCode.none, session_id, found, throttle_ms)
+        committed = context.request.read_committed
+        return _write(header, ErrorCode.none, session_id, found, throttle_ms=throttle_ms, read_committed=committed)
 
 
 def _is_news(one: _Found, position: Position) -> bool:
@@ -265,7 +268,7 @@ def _read(frame: memoryview, header: RequestHeader) -> _Request:
     if version < FIRST_WITHOUT_REPLICA_ID:
         _check_consumer(reader.int32())
     max_wait_ms, min_bytes, max_bytes = reader.int32(), reader.int32(), reader.int32()
-    reader.int8()  # The isolation level: without transactions, both read the same.
+    read_committed = reader.int8() == READ_COMMITTED
     session_id, session_epoch = 0, SESSIONLESS_EPOCH
     if version >= FIRST_WITH_SESSIONS:
         session_id, session_epoch = reader.int32(), reader.int32()
@@ -281,7 +284,7 @@ def _read(frame: memoryview, header: RequestHeader) -> _Request:
     for tag, content in reader.tags():
         if tag == 1 and version >= FIRST_WITHOUT_REPLICA_ID:
             _check_consumer(content.int32())
-    return _Request(max_wait_ms, min_bytes, max_bytes, session_id, session_epoch, wanted, forgotten)
+    return _Request(max_wait_ms, min_bytes, max_bytes, session_id, session_epoch, wanted, forgotten, read_committed)
 
 
 def _check_consumer(replica_id: int) -> None:
@@ -308,7 +311,15 @@ def _read_wanted(reader: Reader, version: int) -> dict[PartitionKey, Position]:
     return wanted
 
 
-def _write(header: RequestHeader, code: ErrorCode, session_id: int, found: list[_Found], throttle_ms: int) -> Buffers:
+def _write(
+    header: RequestHeader,
+    code: ErrorCode,
+    session_id: int,
+    found: list[_Found],
+    *,
+    throttle_ms: int = 0,
+    read_committed: bool = False,
+) -> Buffers:
     """Lay out the reply as a list of buffers, so that records are sent from where they were read to."""
     version = header.version
     writer = Writer(flexible=header.flexible)
@@ -328,7 +339,7 @@ def _write(header: RequestHeader, code: ErrorCode, session_id: int, found: list[
             writer.string(topic)
         writer.array_length(len(of_topic))
         for one in of_topic:
-            _write_found(writer, version, one)
+            _write_found(writer, version, one, read_committed=read_committed)
             if one.records:
                 pieces += (writer.buffer, one.records)
                 writer.buffer = bytearray()
@@ -340,14 +351,15 @@ def _write(header: RequestHeader, code: ErrorCode, session_id: int, found: list[
     return [response_head(1, version, header.correlation_id, size), *pieces]
 
 
-def _write_found(writer: Writer, version: int, one: _Found) -> None:
+def _write_found(writer: Writer, version: int, one: _Found, *, read_committed: bool) -> None:
     writer.int32(one.key[1])
     writer.int16(one.code)
     writer.int64(one.high_watermark)
     writer.int64(one.high_watermark)  # The last stable offset: there are no open transactions.
     if version >= FIRST_WITH_LOG_START:
         writer.int64(one.log_start)
-    writer.array_length(0)
+    # Aborted transactions: there are none, and only `read_committed` asks for the list.
+    writer.array_length(0 if read_committed else -1)
     if version >= FIRST_WITH_RACK:
         writer.int32(_NO_PREFERRED_REPLICA)
     writer.blob_length(len(one.records))
