@@ -33,7 +33,8 @@ from rich.table import Table
 
 from millstream.testing.server import Server
 
-OF_LIMIT = "of the limit"
+OF_LIMIT, CPU_OF_LIMIT = "of the limit", "by CPU"
+CPU = frozenset({"user CPU s/GB", "system CPU s/GB", "CPU µs/request"})
 COMPARED = {"MB/s": 1, "requests/s": 1, "median ms": -1}
 """The numbers that are compared with the limit, and whether more or less of them is better."""
 
@@ -41,7 +42,7 @@ SECTIONS = ("throughput", "requests", "start")
 _REST_S = 2.0
 _STARTS = 5
 _TOUCHED_BYTES_MAX = 8 * 1024**3
-_WIDTH = 130
+_WIDTH = 145
 
 Numbers = dict[str, float]
 Results = dict[str, dict[str, Numbers]]
@@ -183,40 +184,47 @@ def medians(taken: dict[str, dict[str, list[Numbers]]]) -> Results:
             name: {number: median(each[number] for each in rounds) for number in rounds[0]}
             for name, rounds in by_name.items()
         }
-        reached = of_limit(by_name)
-        if reached is not None:
-            results[what][MILLSTREAM][OF_LIMIT] = reached
+        results[what].get(MILLSTREAM, {}).update(of_limit(by_name))
     return results
 
 
-def of_limit(by_name: dict[str, list[Numbers]]) -> float | None:
-    """How much of the limit is reached, round by round, or None where nothing is compared.
+def of_limit(by_name: dict[str, list[Numbers]]) -> Numbers:
+    """How much of the limit is reached, round by round; nothing where nothing is compared.
 
     The machine may be faster in one round than in another, but the two servers of a round run next to each other.
+    On a machine that others use too, the share by CPU seconds is the steadier one.
     """
     if LIMIT not in by_name or MILLSTREAM not in by_name:
-        return None
+        return {}
+    rounds = list(zip(by_name[MILLSTREAM], by_name[LIMIT], strict=True))
+    shares = {}
     for number, sign in COMPARED.items():
         if number in by_name[LIMIT][0]:
-            rounds = zip(by_name[MILLSTREAM], by_name[LIMIT], strict=True)
-            return median(float((mine[number] / best[number]) ** sign) for mine, best in rounds)
-    return None
+            shares[OF_LIMIT] = median(float((mine[number] / best[number]) ** sign) for mine, best in rounds)
+    cpu = [(_cpu(mine), _cpu(best)) for mine, best in rounds]
+    if all(mine for mine, _ in cpu):
+        shares[CPU_OF_LIMIT] = median(best / mine for mine, best in cpu)
+    return shares
+
+
+def _cpu(numbers: Numbers) -> float:
+    return sum(value for number, value in numbers.items() if number in CPU)
 
 
 def tables_of(results: Results) -> Iterator[Table]:
     """Everything, for people: one table for all that has the same numbers."""
     tables: dict[tuple[str, ...], Table] = {}
     for what, by_name in results.items():
-        columns = tuple(number for number in next(iter(by_name.values())) if number != OF_LIMIT)
+        columns = tuple(number for number in next(iter(by_name.values())) if number not in (OF_LIMIT, CPU_OF_LIMIT))
         table = tables.get(columns)
         if table is None:
             table = tables[columns] = Table("what", "server")
-            for column in (*columns, OF_LIMIT):
+            for column in (*columns, OF_LIMIT, CPU_OF_LIMIT):
                 table.add_column(column, justify="right")
         for name, numbers in by_name.items():
-            reached = numbers.get(OF_LIMIT)
             shown = [f"{numbers[column]:,.2f}" for column in columns]
-            table.add_row(what, name, *shown, "" if reached is None else f"{reached:.0%}")
+            shares = [f"{numbers[share]:.0%}" if share in numbers else "" for share in (OF_LIMIT, CPU_OF_LIMIT)]
+            table.add_row(what, name, *shown, *shares)
         table.add_section()
     yield from tables.values()
 
