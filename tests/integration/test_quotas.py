@@ -1,0 +1,173 @@
+"""Quotas with real producers and consumers: they are told to wait, they do, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from contextlib import closing
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer
+from confluent_kafka import Consumer, Producer, TopicPartition
+from kafka import KafkaProducer
+
+from millstream.testing.server import Server
+from millstream.wire.client import Client
+
+WAIT_S = 60.0
+PRODUCER, CONSUMER = "producer_byte_rate", "consumer_byte_rate"
+MESSAGES = 40
+MESSAGE_BYTES = 10_000
+# Half of all messages may go at once (ten seconds' worth); the other half is in debt for as long as that takes.
+RATE = MESSAGES * MESSAGE_BYTES / 20
+
+
+def set_quota(server: Server, client_id: str, **limits: float | None) -> None:
+    """Set limits of a client id as an admin client of Java does."""
+    from kio.schema.alter_client_quotas.v1 import request
+
+    messages: Any = request
+    entity = (messages.EntityData(entity_type="client-id", entity_name=client_id),)
+    ops = tuple(
+        messages.OpData(key=key, value=0.0 if value is None else value, remove=value is None)
+        for key, value in limits.items()
+    )
+    asked = messages.AlterClientQuotasRequest(
+        entries=(messages.EntryData(entity=entity, ops=ops),), validate_only=False
+    )
+    (entry,) = send(server, asked).entries
+    assert entry.error_code == 0, entry.error_message
+
+
+def quotas_of(server: Server) -> dict[str, dict[str, float]]:
+    from kio.schema.describe_client_quotas.v1 import request
+
+    messages: Any = request
+    answer = send(server, messages.DescribeClientQuotasRequest(components=(), strict=False))
+    return {entry.entity[0].entity_name: {one.key: one.value for one in entry.values} for entry in answer.entries}
+
+
+def send(server: Server, request: Any) -> Any:
+    async def ask() -> Any:
+        async with Client.connect(server.kafka) as client:
+            return await client.send(None, request)
+
+    return asyncio.run(ask())
+
+
+def throttled(server: Server, quota: str) -> float:
+    """How many requests the broker has throttled, as its metrics say."""
+    with urllib.request.urlopen(f"http://{server.http}/metrics", timeout=WAIT_S) as answer:
+        text: str = answer.read().decode()
+    wanted = f'millstream_throttled_requests_total{{quota="{quota}"}} '
+    (line,) = [line for line in text.splitlines() if line.startswith(wanted)]
+    return float(line.removeprefix(wanted))
+
+
+class Throttles:
+    """What librdkafka says about throttling, from its events and its statistics."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.largest_ms = 0
+
+    def settings(self) -> dict[str, Any]:
+        return {"throttle_cb": self.events.append, "stats_cb": self.note, "statistics.interval.ms": 50}
+
+    def note(self, statistics: str) -> None:
+        for node in json.loads(statistics)["brokers"].values():
+            self.largest_ms = max(self.largest_ms, node["throttle"]["max"])
+
+
+def test_a_producer_is_throttled_and_loses_nothing(server: Server, topic: str) -> None:
+    set_quota(server, topic, producer_byte_rate=RATE)
+    before = throttled(server, PRODUCER)
+    throttles = Throttles()
+    settings = {"bootstrap.servers": server.kafka, "client.id": topic, "log_level": 0, "batch.size": MESSAGE_BYTES}
+    producer = Producer({**settings, **throttles.settings(), "max.in.flight": 1})
+    for _ in range(MESSAGES):
+        producer.produce(topic, bytes(MESSAGE_BYTES), partition=0)
+        producer.poll(0)
+    # Lifting the quota ends the debt, so the test does not wait for it. What librdkafka was told stays told.
+    while throttled(server, PRODUCER) == before:
+        producer.poll(0.05)
+    set_quota(server, topic, producer_byte_rate=None)
+    assert producer.flush(WAIT_S) == 0
+    assert throttles.events or throttles.largest_ms > 0
+    with closing(Consumer({"bootstrap.servers": server.kafka, "group.id": topic, "log_level": 0})) as consumer:
+        assert consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=WAIT_S) == (0, MESSAGES)
+
+
+def test_a_consumer_is_throttled_and_reads_everything(server: Server, topic: str) -> None:
+    fill(server, topic)
+    set_quota(server, topic, consumer_byte_rate=RATE)
+    before = throttled(server, CONSUMER)
+    throttles = Throttles()
+    settings = {"bootstrap.servers": server.kafka, "client.id": topic, "group.id": topic, "log_level": 0}
+    limits = {"auto.offset.reset": "earliest", "fetch.message.max.bytes": 2 * MESSAGE_BYTES}
+    with closing(Consumer({**settings, **limits, **throttles.settings()})) as consumer:
+        consumer.subscribe([topic])
+        read = 0
+        while read < MESSAGES:
+            message = consumer.poll(WAIT_S)
+            assert message is not None
+            assert message.error() is None
+            read += 1
+            if throttled(server, CONSUMER) > before:
+                set_quota(server, topic, consumer_byte_rate=None)
+    assert throttled(server, CONSUMER) > before
+    assert throttles.events or throttles.largest_ms > 0
+
+
+def fill(server: Server, topic: str) -> None:
+    producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0, "batch.size": MESSAGE_BYTES})
+    for _ in range(MESSAGES):
+        producer.produce(topic, bytes(MESSAGE_BYTES), partition=0)
+    assert producer.flush(WAIT_S) == 0
+
+
+def test_a_python_producer_counts_its_throttle_time(server: Server, topic: str) -> None:
+    set_quota(server, topic, producer_byte_rate=RATE)
+    producer = KafkaProducer(bootstrap_servers=server.kafka, client_id=topic, acks="all", batch_size=MESSAGE_BYTES)
+    try:
+        for _ in range(MESSAGES):
+            producer.send(topic, bytes(MESSAGE_BYTES), partition=0).get(WAIT_S)
+            if largest_throttle_ms(producer) > 0:
+                break
+        set_quota(server, topic, producer_byte_rate=None)
+        assert largest_throttle_ms(producer) > 0
+    finally:
+        producer.close()
+
+
+def largest_throttle_ms(producer: KafkaProducer) -> float:
+    groups = producer.metrics().values()
+    return max((group["throttle-time-max"] for group in groups if "throttle-time-max" in group), default=0.0)
+
+
+async def test_an_asyncio_consumer_reads_on_under_a_quota(server: Server, topic: str) -> None:
+    await asyncio.to_thread(fill, server, topic)
+    await asyncio.to_thread(set_quota, server, topic, consumer_byte_rate=RATE * 10)
+    settings: dict[str, Any] = {"bootstrap_servers": server.kafka, "client_id": topic}
+    settings["max_partition_fetch_bytes"] = 2 * MESSAGE_BYTES
+    async with AIOKafkaConsumer(topic, auto_offset_reset="earliest", **settings) as consumer:
+        for _ in range(MESSAGES):
+            await asyncio.wait_for(consumer.getone(), WAIT_S)
+    await asyncio.to_thread(set_quota, server, topic, consumer_byte_rate=None)
+
+
+def test_other_clients_are_not_held_up(server: Server, topic: str) -> None:
+    set_quota(server, topic, producer_byte_rate=1.0)
+    held = Producer({"bootstrap.servers": server.kafka, "client.id": topic, "log_level": 0})
+    held.produce(topic, bytes(1000), partition=0)
+    assert held.flush(WAIT_S) == 0
+    fill(server, topic)
+    set_quota(server, topic, producer_byte_rate=None)
+
+
+def test_quotas_outlive_a_restart(start_server: Any) -> None:
+    server: Server = start_server()
+    set_quota(server, "kept", producer_byte_rate=1000.0, consumer_byte_rate=2000.0)
+    server.restart(clean=False)
+    assert quotas_of(server) == {"kept": {PRODUCER: 1000.0, CONSUMER: 2000.0}}
