@@ -1,0 +1,204 @@
+"""Sharing out: every partition to exactly one member that wants it, evenly, and with as few moves as possible."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from uuid import UUID
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.groups.consumer.assignment import Assignment, partitions_in, size_of
+from millstream.groups.consumer.assignor import Wish
+from millstream.groups.consumer.range_assignor import assign_ranges
+from millstream.groups.consumer.uniform_assignor import assign_uniformly
+
+TOPICS = [UUID(int=number) for number in range(1, 7)]
+Given = dict[str, Assignment]
+
+sizes = st.dictionaries(st.sampled_from(TOPICS), st.integers(1, 12), min_size=1)
+
+
+@st.composite
+def wishes(draw: st.DrawFn, partitions: dict[UUID, int], *, same: bool) -> list[Wish]:
+    topics = sorted(partitions)
+    everyones = frozenset(draw(st.sets(st.sampled_from(topics), min_size=1)))
+    made = []
+    for number in range(draw(st.integers(1, 9))):
+        own = everyones if same else frozenset(draw(st.sets(st.sampled_from(topics))))
+        made.append(Wish(member_id=f"member-{number}", topics=own))
+    return made
+
+
+@st.composite
+def situations(draw: st.DrawFn, *, same: bool = False) -> tuple[list[Wish], dict[UUID, int]]:
+    partitions = draw(sizes)
+    return draw(wishes(partitions, same=same)), partitions
+
+
+def check_everything_is_given_once(wishes: list[Wish], partitions: dict[UUID, int], given: Given) -> None:
+    assert given.keys() == {wish.member_id for wish in wishes}
+    wanted = {topic_id for wish in wishes for topic_id in wish.topics}
+    expected = {(topic_id, number) for topic_id in wanted for number in range(partitions[topic_id])}
+    handed_out = [place for assignment in given.values() for place in partitions_in(assignment)]
+    assert len(handed_out) == len(set(handed_out))
+    assert set(handed_out) == expected
+    for wish in wishes:
+        assert given[wish.member_id].keys() <= wish.topics
+        assert all(given[wish.member_id].values())
+
+
+def moves(before: Given, after: Given) -> int:
+    old = {place: member_id for member_id, assignment in before.items() for place in partitions_in(assignment)}
+    new = {place: member_id for member_id, assignment in after.items() for place in partitions_in(assignment)}
+    return sum(1 for place, member_id in new.items() if place in old and old[place] != member_id)
+
+
+def again(wishes: list[Wish], given: Given) -> list[Wish]:
+    return [dataclasses.replace(wish, had=given.get(wish.member_id, {})) for wish in wishes]
+
+
+@given(situations())
+def test_uniform_gives_every_partition_to_one_who_wants_it(situation: tuple[list[Wish], dict[UUID, int]]) -> None:
+    found, partitions = situation
+    check_everything_is_given_once(found, partitions, assign_uniformly(found, partitions))
+
+
+@given(situations())
+def test_range_gives_every_partition_to_one_who_wants_it(situation: tuple[list[Wish], dict[UUID, int]]) -> None:
+    found, partitions = situation
+    check_everything_is_given_once(found, partitions, assign_ranges(found, partitions))
+
+
+@given(situations(same=True))
+def test_uniform_is_even_where_all_want_the_same(situation: tuple[list[Wish], dict[UUID, int]]) -> None:
+    found, partitions = situation
+    counts = [size_of(assignment) for assignment in assign_uniformly(found, partitions).values()]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(situations())
+def test_uniform_leaves_no_move_that_would_even_out(situation: tuple[list[Wish], dict[UUID, int]]) -> None:
+    found, partitions = situation
+    given_now = assign_uniformly(found, partitions)
+    loads = {member_id: size_of(assignment) for member_id, assignment in given_now.items()}
+    for wish in found:
+        for topic_id in wish.topics:
+            for member_id, assignment in given_now.items():
+                if topic_id in assignment:
+                    assert loads[member_id] - loads[wish.member_id] <= 1
+
+
+@given(situations(), st.randoms(use_true_random=False))
+def test_what_is_right_stays_as_it_is(situation: tuple[list[Wish], dict[UUID, int]], random: object) -> None:
+    found, partitions = situation
+    for assign in (assign_uniformly, assign_ranges):
+        before = assign(found, partitions)
+        shuffled = again(found, before)
+        random.shuffle(shuffled)  # type: ignore[attr-defined]
+        assert assign(shuffled, partitions) == before
+
+
+@given(situations(same=True))
+def test_a_new_member_is_given_its_share_and_nothing_else_moves(
+    situation: tuple[list[Wish], dict[UUID, int]],
+) -> None:
+    found, partitions = situation
+    before = assign_uniformly(found, partitions)
+    newcomer = Wish(member_id="newcomer", topics=found[0].topics)
+    after = assign_uniformly([*again(found, before), newcomer], partitions)
+    check_everything_is_given_once([*found, newcomer], partitions, after)
+    assert moves(before, after) == size_of(after["newcomer"])
+
+
+@given(situations(same=True), st.integers(0, 100))
+def test_when_a_member_goes_the_others_keep_what_they_have(
+    situation: tuple[list[Wish], dict[UUID, int]], which: int
+) -> None:
+    found, partitions = situation
+    before = assign_uniformly(found, partitions)
+    gone = found[which % len(found)]
+    remaining = [wish for wish in found if wish is not gone]
+    after = assign_uniformly(again(remaining, before), partitions)
+    assert moves({key: value for key, value in before.items() if key != gone.member_id}, after) == 0
+    if remaining:
+        check_everything_is_given_once(remaining, partitions, after)
+
+
+@given(situations(same=True), st.integers(1, 5))
+def test_new_partitions_move_no_old_ones_that_need_not(
+    situation: tuple[list[Wish], dict[UUID, int]], added: int
+) -> None:
+    found, partitions = situation
+    before = assign_uniformly(found, partitions)
+    grown = {topic_id: number + added for topic_id, number in partitions.items()}
+    after = assign_uniformly(again(found, before), grown)
+    check_everything_is_given_once(found, grown, after)
+    assert moves(before, after) == 0
+
+
+@settings(max_examples=50)
+@given(st.lists(situations(), min_size=2, max_size=5))
+def test_uniform_holds_over_any_history(history: list[tuple[list[Wish], dict[UUID, int]]]) -> None:
+    """Members, topics and sizes change all at once, and what members had may be of topics that are gone."""
+    given_now: Given = {}
+    for found, partitions in history:
+        given_now = assign_uniformly(again(found, given_now), partitions)
+        check_everything_is_given_once(found, partitions, given_now)
+
+
+def test_an_assignment_that_overlaps_is_put_right() -> None:
+    topic = TOPICS[0]
+    both = [Wish(member_id=name, topics=frozenset({topic}), had={topic: frozenset({0, 1, 9})}) for name in "ab"]
+    check_everything_is_given_once(both, {topic: 4}, assign_uniformly(both, {topic: 4}))
+
+
+def test_uniform_spreads_each_topic() -> None:
+    everything = frozenset(TOPICS[:3])
+    found = [Wish(member_id=f"m{number}", topics=everything) for number in range(3)]
+    partitions = dict.fromkeys(everything, 3)
+    for assignment in assign_uniformly(found, partitions).values():
+        assert {topic_id: len(numbers) for topic_id, numbers in assignment.items()} == dict.fromkeys(everything, 1)
+    alone = assign_uniformly(found[:1], partitions)
+    joined = assign_uniformly(again(found, alone), partitions)
+    assert {len(numbers) for assignment in joined.values() for numbers in assignment.values()} == {1}
+
+
+def test_nobody_and_nothing() -> None:
+    nobody_wants = [Wish(member_id="idle", topics=frozenset())]
+    for assign in (assign_uniformly, assign_ranges):
+        assert assign([], {}) == {}
+        assert assign(nobody_wants, {}) == {"idle": {}}
+
+
+def test_ranges_are_neighbours_and_line_up_across_topics() -> None:
+    first, second = TOPICS[:2]
+    both = frozenset({first, second})
+    members = [
+        Wish(member_id="z", topics=both),
+        Wish(member_id="a", topics=both),
+        Wish(member_id="y", instance_id="two", topics=both),
+        Wish(member_id="x", instance_id="one", topics=both),
+    ]
+    given_now = assign_ranges(members, {first: 6, second: 6})
+    # Static members come first, by their instance ids; then the others, by their member ids.
+    assert given_now["x"] == dict.fromkeys(both, frozenset({0, 1}))
+    assert given_now["y"] == dict.fromkeys(both, frozenset({2, 3}))
+    assert given_now["a"] == dict.fromkeys(both, frozenset({4}))
+    assert given_now["z"] == dict.fromkeys(both, frozenset({5}))
+
+
+@given(situations())
+def test_ranges_have_no_gaps(situation: tuple[list[Wish], dict[UUID, int]]) -> None:
+    found, partitions = situation
+    for assignment in assign_ranges(found, partitions).values():
+        for numbers in assignment.values():
+            assert all(after - before == 1 for before, after in pairwise(sorted(numbers)))
+
+
+def test_more_members_than_partitions() -> None:
+    found = [Wish(member_id=f"m{number}", topics=frozenset({TOPICS[0]})) for number in range(5)]
+    for assign in (assign_uniformly, assign_ranges):
+        given_now = assign(found, {TOPICS[0]: 2})
+        assert sorted(map(size_of, given_now.values())) == [0, 0, 0, 1, 1]

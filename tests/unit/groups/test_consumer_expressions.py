@@ -1,0 +1,103 @@
+"""Regular expressions: RE2's, the whole name, bounded, and each name is looked at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from millstream.groups.consumer import expression as module
+from millstream.groups.consumer.expression import Expressions
+from millstream.model.errors import InvalidExpression
+from millstream.testing.state_log import MemoryTopics
+
+
+@pytest.fixture
+def topics() -> MemoryTopics:
+    found = MemoryTopics()
+    for name in ("orders", "orders.eu", "bills", "__consumer_offsets"):
+        found.add(name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("expression", "matched"),
+    [
+        ("orders", {"orders"}),
+        ("orders.*", {"orders", "orders.eu"}),
+        ("order", set()),
+        ("^orders$", {"orders"}),
+        (".*s", {"orders", "bills"}),
+        ("(?i)BILLS|ORDERS", {"orders", "bills"}),
+        (r"\w+\.\w{2}", {"orders.eu"}),
+        (r"\Qorders.eu\E", {"orders.eu"}),
+        ("[[:alpha:]]+", {"orders", "bills"}),
+        # The broker's own topics are for whoever names them.
+        (".*", {"orders", "orders.eu", "bills"}),
+        ("__consumer_offsets", set()),
+    ],
+)
+def test_the_whole_name_has_to_match(topics: MemoryTopics, expression: str, matched: set[str]) -> None:
+    assert Expressions(topics).matches(expression) == matched
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["(", "*", "[a", r"(a)\1", "(?=a)", "(?<!b)a", "a{1001}", "(a{1000}){1000}", "((a{100}){100}){100}", "a" * 5000],
+)
+def test_what_is_wrong_or_unbounded_is_refused(topics: MemoryTopics, expression: str) -> None:
+    expressions = Expressions(topics)
+    with pytest.raises(InvalidExpression):
+        expressions.check(expression)
+    with pytest.raises(InvalidExpression):
+        expressions.matches(expression)
+
+
+def test_what_makes_other_matchers_hang_is_harmless(topics: MemoryTopics) -> None:
+    """Backtracking would take longer than the universe lasts, and this test with it."""
+    topics.add("a" * 240)
+    for expression in ("(a+)+b", "(a|aa)+b", "(.*)(.*)(.*)(.*)(.*)(.*)b", "(a?){200}a{200}b"):
+        assert Expressions(topics).matches(expression) == frozenset()
+
+
+def test_topics_come_and_go(topics: MemoryTopics) -> None:
+    expressions = Expressions(topics)
+    assert expressions.matches("o.*") == {"orders", "orders.eu"}
+    topics.add("others")
+    assert expressions.matches("o.*") == {"orders", "orders.eu", "others"}
+    topics.remove("orders")
+    assert expressions.matches("o.*") == {"orders.eu", "others"}
+    topics.add("orders")
+    assert expressions.matches("o.*") == {"orders", "orders.eu", "others"}
+
+
+def test_a_name_is_looked_at_once(topics: MemoryTopics, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[str] = []
+
+    class Counting:
+        def fullmatch(self, name: str) -> None:
+            looked_at.append(name)
+
+    monkeypatch.setattr(module, "_compile", lambda _: Counting())
+    expressions = Expressions(topics)
+    for _ in range(3):
+        expressions.matches("x")
+    topics.add("new")
+    expressions.matches("x")
+    assert sorted(looked_at) == ["bills", "new", "orders", "orders.eu"]
+
+
+def test_names_of_topics_long_gone_are_forgotten(topics: MemoryTopics) -> None:
+    expressions = Expressions(topics)
+    assert expressions.matches("short-.*") == frozenset()
+    for number in range(3 * module.KEPT_MAX):
+        topics.add(f"short-{number}")
+        assert expressions.matches("short-.*") == {f"short-{number}"}
+        topics.remove(f"short-{number}")
+    assert len(expressions._names) < 2 * module.KEPT_MAX
+
+
+def test_only_so_many_are_remembered(topics: MemoryTopics) -> None:
+    expressions = Expressions(topics)
+    for number in range(module.KEPT_MAX + 10):
+        expressions.check(f"x{number}")
+    assert len(expressions._known) == module.KEPT_MAX
+    assert expressions.matches("x0|orders") == {"orders"}

@@ -1,0 +1,149 @@
+"""A member on its way to its target: it gives up before others get, and waits for what others have."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.groups.consumer.assignment import NOTHING, Assignment, assignment_of, is_within, overlaps, union
+from millstream.groups.consumer.member import MemberState, Position
+from millstream.groups.consumer.reconciliation import Goal, step
+from millstream.model.errors import FencedMemberEpoch
+
+ONE, TWO = UUID(int=1), UUID(int=2)
+BOTH = frozenset({ONE, TWO})
+
+
+def goal(target: Assignment, *, epoch: int = 5, taken: Assignment = NOTHING, topics: frozenset[UUID] = BOTH) -> Goal:
+    return Goal(
+        epoch=epoch,
+        target=target,
+        topics=topics,
+        is_taken=lambda topic_id, number: number in taken.get(topic_id, frozenset()),
+    )
+
+
+def of(*numbers: int, topic: UUID = ONE) -> Assignment:
+    return assignment_of([(topic, numbers)])
+
+
+def test_a_new_member_gets_what_is_free() -> None:
+    reached = step(Position(), goal(of(1, 2, 3), taken=of(3)), NOTHING)
+    assert reached == Position(epoch=5, previous_epoch=0, state=MemberState.UNRELEASED, assigned=of(1, 2))
+    reached = step(reached, goal(of(1, 2, 3)), None)
+    assert reached == Position(epoch=5, previous_epoch=0, state=MemberState.STABLE, assigned=of(1, 2, 3))
+
+
+def test_a_member_gives_up_before_it_gets() -> None:
+    before = Position(epoch=4, previous_epoch=3, assigned=of(1, 2))
+    asked = step(before, goal(of(2, 7)), of(1, 2))
+    assert asked == Position(epoch=4, previous_epoch=3, state=MemberState.UNREVOKED, assigned=of(2), pending=of(1))
+    for still in (of(1, 2), None):
+        assert step(asked, goal(of(2, 7)), still) == asked
+    done = step(asked, goal(of(2, 7)), of(2))
+    assert done == Position(epoch=5, previous_epoch=4, state=MemberState.STABLE, assigned=of(2, 7))
+
+
+def test_a_target_that_changes_meanwhile_counts_once_the_old_is_given_up() -> None:
+    asked = Position(epoch=4, previous_epoch=3, state=MemberState.UNREVOKED, assigned=of(2), pending=of(1))
+    back = step(asked, goal(of(1, 2), epoch=6, taken=NOTHING), of(2))
+    assert back == Position(epoch=6, previous_epoch=4, state=MemberState.STABLE, assigned=of(1, 2))
+    more = step(asked, goal(of(1), epoch=6), of(2))
+    assert more.state is MemberState.UNREVOKED
+    assert (more.epoch, more.assigned, more.pending) == (4, NOTHING, of(2))
+
+
+def test_what_the_member_does_not_have_any_more_needs_no_giving_up() -> None:
+    before = Position(epoch=4, assigned=of(1, 2))
+    assert step(before, goal(of(2)), of(2)).state is MemberState.STABLE
+
+
+def test_nothing_to_do() -> None:
+    there = Position(epoch=5, assigned=of(1))
+    assert step(there, goal(of(1)), None) is there
+    waiting = Position(epoch=5, state=MemberState.UNRELEASED, assigned=of(1))
+    assert step(waiting, goal(of(1, 2), taken=of(2)), None) == waiting
+
+
+def test_topics_that_are_not_wanted_any_more_go_at_once() -> None:
+    there = Position(epoch=5, assigned=union(of(1), of(3, topic=TWO)))
+    only_one = goal(of(1), topics=frozenset({ONE}))
+    assert step(there, only_one, None) is there
+    asked = step(there, only_one, None, wants_others=True)
+    assert (asked.state, asked.epoch, asked.assigned) == (MemberState.UNREVOKED, 5, of(1))
+    assert asked.pending == of(3, topic=TWO)
+    given_up_already = step(there, only_one, of(1), wants_others=True)
+    assert given_up_already == Position(epoch=5, assigned=of(1))
+    assert step(there, goal(there.assigned), None, wants_others=True) is there
+
+
+def test_a_member_that_gives_up_may_want_even_less() -> None:
+    asked = Position(epoch=5, state=MemberState.UNREVOKED, assigned=union(of(1), of(3, topic=TWO)), pending=of(2))
+    less = step(asked, goal(of(1), epoch=6, topics=frozenset({ONE})), None, wants_others=True)
+    assert (less.state, less.assigned, less.pending) == (
+        MemberState.UNREVOKED,
+        of(1),
+        union(of(2), of(3, topic=TWO)),
+    )
+
+
+def test_a_target_of_topics_that_are_gone_is_not_given() -> None:
+    reached = step(Position(), goal(union(of(1), of(3, topic=TWO)), topics=frozenset({ONE})), NOTHING)
+    assert reached.assigned == of(1)
+
+
+def test_a_state_that_is_not_known_begins_anew() -> None:
+    strange = Position(epoch=4, state=MemberState.UNKNOWN, assigned=of(1))
+    for owned in (None, of(1)):
+        with pytest.raises(FencedMemberEpoch):
+            step(strange, goal(of(1)), owned)
+    assert step(strange, goal(of(1)), NOTHING).state is MemberState.STABLE
+
+
+numbers = st.sets(st.integers(0, 5))
+assignments = st.builds(lambda one, two: assignment_of([(ONE, one), (TWO, two)]), numbers, numbers)
+
+
+@st.composite
+def positions(draw: st.DrawFn) -> Position:
+    state = draw(st.sampled_from([MemberState.STABLE, MemberState.UNREVOKED, MemberState.UNRELEASED]))
+    assigned, pending = draw(assignments), NOTHING
+    if state is MemberState.UNREVOKED:
+        wanted = draw(assignments)
+        pending = assignment_of((topic, has - assigned.get(topic, frozenset())) for topic, has in wanted.items())
+    return Position(epoch=draw(st.integers(0, 5)), state=state, assigned=assigned, pending=pending)
+
+
+@given(
+    positions(),
+    assignments,
+    assignments,
+    st.none() | assignments,
+    st.booleans(),
+    st.sampled_from([BOTH, frozenset({ONE}), frozenset()]),
+)
+def test_no_step_takes_what_another_has(
+    before: Position,
+    target: Assignment,
+    taken: Assignment,
+    owned: Assignment | None,
+    wants_others: bool,
+    topics: frozenset[UUID],
+) -> None:
+    held = union(before.assigned, before.pending)
+    others = assignment_of((topic, has - held.get(topic, frozenset())) for topic, has in taken.items())
+    after = step(before, goal(target, taken=others, topics=topics), owned, wants_others=wants_others)
+    assert not overlaps(after.assigned, others)
+    assert not overlaps(after.assigned, after.pending)
+    assert after.epoch in (before.epoch, 5)
+    assert is_within(after.pending, held)
+    assert (after.state is MemberState.UNREVOKED) >= bool(after.pending)
+    # What goes without being said to be given up has to be waited for.
+    if owned is None:
+        released = assignment_of(
+            (topic, has - union(after.assigned, after.pending).get(topic, frozenset())) for topic, has in held.items()
+        )
+        assert released == NOTHING
