@@ -60,8 +60,9 @@ compare: $(DEV_STAMP) ## Ask Apache Kafka and Millstream the same odd questions 
 fuzz: $(DEV_STAMP) ## Throw random bytes at the record codec, with bounds checks on
 	@NUMBA_BOUNDSCHECK=1 $(BIN)/python -m benchmarks.fuzz_codec
 
-docs: $(DEV_STAMP) ## Regenerate docs/configuration.md from the config object
+docs: $(DEV_STAMP) ## Regenerate docs/configuration.md and docs/protocol.md from the code
 	@$(BIN)/python -m millstream.cli.main config-reference > docs/configuration.md
+	@$(BIN)/python -m millstream.cli.main protocol-reference > docs/protocol.md
 
 lock: ## Renew the lock files from pyproject.toml (needs uv)
 	@uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \

@@ -15,6 +15,7 @@ import pytest
 import millstream
 from millstream.cli.config_reference import reference
 from millstream.cli.main import ORDER
+from millstream.cli.protocol_reference import protocol_page
 from millstream.model import errors
 
 ROOT = Path(__file__).parent.parent
@@ -133,7 +134,7 @@ def test_the_package_exports_its_version_and_nothing_else() -> None:
 
 
 def test_the_commands_are_pinned() -> None:
-    commands = "serve topic publish tail message group client doctor demo config-reference"
+    commands = "serve topic publish tail message group client doctor demo config-reference protocol-reference"
     assert " ".join(ORDER) == commands
 
 
@@ -148,6 +149,11 @@ def test_every_api_opens_with_its_versions(path: Path) -> None:
 def test_the_configuration_page_is_the_generated_one() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert page == reference(), "run `make docs`"
+
+
+def test_the_protocol_page_is_the_generated_one() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    assert page == protocol_page(), "run `make docs`"
 
 
 def test_the_drawing_of_the_error_tree_is_true() -> None:

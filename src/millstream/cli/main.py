@@ -10,7 +10,19 @@ import typer
 from typer.core import TyperGroup
 
 from millstream import __version__
-from millstream.cli import client, config_reference, demo, doctor, group, message, publish, serve, tail, topic
+from millstream.cli import (
+    client,
+    config_reference,
+    demo,
+    doctor,
+    group,
+    message,
+    protocol_reference,
+    publish,
+    serve,
+    tail,
+    topic,
+)
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.output import OutputClosed
 from millstream.model.errors import MillstreamError
@@ -28,6 +40,7 @@ ORDER = (
     "doctor",
     "demo",
     "config-reference",
+    "protocol-reference",
 )
 
 
@@ -59,6 +72,7 @@ app.add_typer(client.app, name="client")
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 app.command("config-reference", hidden=True)(config_reference.config_reference)
+app.command("protocol-reference", hidden=True)(protocol_reference.protocol_reference)
 
 
 def _print_version(wanted: bool) -> None:

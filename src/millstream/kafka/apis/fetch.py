@@ -1,4 +1,4 @@
-"""Fetch (key 1), versions 4 to 18: topic ids, sessions, and a long poll that wakes on append.
+"""Fetch (key 1), versions 4 to 18: reads batches, with topic ids, sessions, and a long poll that wakes on append.
 
 Hand-laid, since this is the hot path: stored batches go to the socket as they are. A request that finds fewer than
 `min_bytes` waits for its partitions' high watermarks to move or for `max_wait`, whichever comes first.

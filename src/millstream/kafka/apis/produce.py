@@ -1,4 +1,6 @@
-"""Produce (key 0), versions 3 to 13; 0 to 2 are advertised for old librdkafka, which needs to see them, and refused.
+"""Produce (key 0), versions 3 to 13: appends batches, and answers once they are as durable as was asked for.
+
+Versions 0 to 2 are advertised for old librdkafka, which needs to see them, and refused.
 
 Hand-laid, since this is the hot path: the batches are patched and written to disk straight from the frame they
 arrived in. All partitions of a request are appended before the first await, in the order of the request, so

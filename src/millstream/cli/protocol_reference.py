@@ -1,0 +1,215 @@
+"""`millstream protocol-reference`: prints docs/protocol.md from the APIs that are served."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from millstream.cli.output import print_bytes
+
+_PRIVATE_KEY_MIN = 32000
+_HEADLINE = re.compile(r"\w+ \(key \d+\), versions? [\w ]+[:;] ")
+
+_HEAD = """# The Kafka protocol
+
+This page is generated from the APIs' own declarations by `make docs`; do not edit it.
+
+Millstream speaks Kafka's protocol on its `--kafka` port. Clients find out what is served with ApiVersions, as with any
+Kafka; this is what they are told. Versions are those that Kafka 4 advertises. A request for a version or an API that is
+not served closes the connection, as in Kafka; ApiVersions alone answers every version.
+
+## APIs
+
+"""
+
+_FEATURES = """
+## Features
+
+ApiVersions tells these features (KIP-584). Levels are fixed by the release; UpdateFeatures says so.
+
+| feature | levels | level | meaning |
+|---|---|---|---|
+"""
+
+_MEANINGS = MappingProxyType(
+    {
+        "metadata.version": "The APIs are those of Kafka 4.0-IV3 or later, which is what tools read it for. "
+        "There is no metadata log.",
+        "transaction.version": "Transactions are not served.",
+        "group.version": "The consumer group protocol of KIP-848 is served (`group.protocol=consumer`).",
+    }
+)
+
+_QUOTAS = """
+## Quotas
+
+AlterClientQuotas (`kafka-configs.sh --alter --entity-type clients`) limits the bytes per second of clients:
+`producer_byte_rate` counts requests of producers, `consumer_byte_rate` what consumers are sent. The limits are kept in
+the catalog and hold from the next request on.
+
+- An entity is a client id, a user, or both; without a name it is the default for everybody who has none of their own.
+  There is no authentication yet, so every client is the user `ANONYMOUS`.
+- The most specific quota holds, in Kafka's order: user and client id, user and default client id, user, default user
+  and client id, default user and default client id, default user, client id, default client id. A quota of a user is
+  shared by all its clients; one with a client id is for each client id alone.
+- A client that was silent may take ten seconds' worth at once. Whoever goes beyond is answered as ever, with a
+  `throttle_time_ms` for which the client waits by itself, and is not read from for that time, at most five minutes.
+  Other clients notice nothing. Each fetch gives at most what the client may take at once, but always one batch.
+- `millstream_throttled_requests_total` and `millstream_throttled_seconds_total` count it.
+
+Quotas of Kafka that are refused:
+
+| quota | why it is refused |
+|---|---|
+"""
+
+_MISSING_HEAD = """
+## What is not served
+
+| APIs | why |
+|---|---|
+"""
+
+NOT_SERVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "there is no authentication yet": (
+            "SaslHandshake",
+            "SaslAuthenticate",
+            "CreateDelegationToken",
+            "RenewDelegationToken",
+            "ExpireDelegationToken",
+            "DescribeDelegationToken",
+            "DescribeUserScramCredentials",
+            "AlterUserScramCredentials",
+        ),
+        "transactions are not available yet": (
+            "AddPartitionsToTxn",
+            "AddOffsetsToTxn",
+            "EndTxn",
+            "TxnOffsetCommit",
+            "DescribeTransactions",
+            "ListTransactions",
+            "WriteTxnMarkers",
+        ),
+        "share groups are not available yet": (
+            "ShareGroupHeartbeat",
+            "ShareGroupDescribe",
+            "ShareFetch",
+            "ShareAcknowledge",
+            "DescribeShareGroupOffsets",
+            "AlterShareGroupOffsets",
+            "DeleteShareGroupOffsets",
+        ),
+        "Kafka Streams uses classic groups here (`group.protocol=classic`, its default)": (
+            "StreamsGroupHeartbeat",
+            "StreamsGroupDescribe",
+        ),
+        "metrics of clients are not collected": ("GetTelemetrySubscriptions", "PushTelemetry"),
+        "a node has one folder": ("AlterReplicaLogDirs",),
+        "there is no KRaft quorum; a single node decides for itself": (
+            "DescribeQuorum",
+            "UnregisterBroker",
+            "AddRaftVoter",
+            "RemoveRaftVoter",
+            "UpdateRaftVoter",
+        ),
+        "spoken between Kafka's own brokers and controllers, not by clients": (
+            "Vote",
+            "BeginQuorumEpoch",
+            "EndQuorumEpoch",
+            "AlterPartition",
+            "Envelope",
+            "FetchSnapshot",
+            "BrokerRegistration",
+            "BrokerHeartbeat",
+            "AllocateProducerIds",
+            "ControllerRegistration",
+            "AssignReplicasToDirs",
+            "InitializeShareGroupState",
+            "ReadShareGroupState",
+            "WriteShareGroupState",
+            "DeleteShareGroupState",
+            "ReadShareGroupStateSummary",
+        ),
+    }
+)
+"""Kafka's APIs that are not here, by the reason."""
+
+
+class ApiEntry(NamedTuple):
+    """One row of the table."""
+
+    key: int
+    name: str
+    oldest: int
+    newest: int
+    does: str
+
+
+def protocol_reference() -> None:
+    """Print the reference of the protocol in Markdown."""
+    print_bytes(protocol_page().encode())
+
+
+def protocol_page() -> str:
+    """The whole page."""
+    from millstream.kafka.feature import features_of
+    from millstream.model.quota import MISSING
+
+    entries = sorted(api_entries())
+    public = [entry for entry in entries if entry.key < _PRIVATE_KEY_MIN]
+    private = [entry for entry in entries if entry.key >= _PRIVATE_KEY_MIN]
+    features = "".join(
+        f"| `{one.name}` | {_span(one.oldest, one.newest)} | {one.level or 'off'} | {_MEANINGS[one.name]} |\n"
+        for one in features_of({entry.key for entry in entries})
+    )
+    quotas = "".join(f"| `{name}` | {reason} |\n" for name, reason in sorted(MISSING.items()))
+    own = "\n## Millstream's own requests\n\nThey are not advertised by ApiVersions. Their bodies are JSON.\n\n"
+    return _HEAD + _table(public) + own + _table(private) + _FEATURES + features + _QUOTAS + quotas + _not_served()
+
+
+def api_entries() -> Iterator[ApiEntry]:
+    """Every API of `kafka/apis/`, as its module declares it."""
+    package = importlib.import_module("millstream.kafka.apis")
+    for module in pkgutil.iter_modules(package.__path__):
+        api = api_of(importlib.import_module(f"{package.__name__}.{module.name}"))
+        summary = " ".join(_docstring(api).split("\n\n")[0].split())
+        does = _HEADLINE.sub("", summary)
+        oldest, newest = api.versions
+        yield ApiEntry(api.key, api.__name__, oldest, newest, does[0].upper() + does[1:])
+
+
+def api_of(module: Any) -> Any:
+    """The one class of a module that is an API."""
+    found = [
+        one
+        for one in vars(module).values()
+        if isinstance(one, type) and one.__module__ == module.__name__ and isinstance(vars(one).get("key"), int)
+    ]
+    if len(found) != 1:
+        raise LookupError(f"{module.__name__} holds {len(found)} APIs instead of one")
+    return found[0]
+
+
+def _docstring(api: Any) -> str:
+    return importlib.import_module(api.__module__).__doc__ or ""
+
+
+def _table(entries: list[ApiEntry]) -> str:
+    rows = "".join(
+        f"| {one.key} | {one.name} | {_span(one.oldest, one.newest)} | {one.does.replace('|', chr(92) + '|')} |\n"
+        for one in entries
+    )
+    return "| key | API | versions | what it does |\n|---|---|---|---|\n" + rows
+
+
+def _span(oldest: int, newest: int) -> str:
+    return str(oldest) if oldest == newest else f"{oldest} to {newest}"
+
+
+def _not_served() -> str:
+    return _MISSING_HEAD + "".join(f"| {', '.join(names)} | {reason} |\n" for reason, names in NOT_SERVED.items())

@@ -1,0 +1,83 @@
+"""What is served, what the page of the protocol says, and what Kafka has: the three agree."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
+import kio.schema
+import pytest
+
+from millstream.catalog.catalog import Catalog
+from millstream.cli.protocol_reference import NOT_SERVED, api_entries
+from millstream.cluster.membership import Membership
+from millstream.cluster.producer_ids import ProducerIds
+from millstream.cluster.quotas import ClientQuotas
+from millstream.cluster.topics import Topics
+from millstream.config import Config
+from millstream.kafka.apis.node_status import NodeState
+from millstream.kafka.served import Parts, Served
+from millstream.model.clock import SystemClock
+from millstream.net.budget import Budget
+from millstream.wire.codec import PRIVATE_KEY_MIN, load_request_class
+
+
+@pytest.fixture
+async def served(
+    catalog: Catalog, topics: Topics, membership: Membership, config: Config, quotas: ClientQuotas
+) -> Served:
+    node = NodeState(node_id=5, cluster_id="c", started_ms=0, kafka="h:1", http="h:2", data="d")
+    parts = Parts(
+        config=config,
+        clock=SystemClock(),
+        topics=topics,
+        membership=membership,
+        producer_ids=ProducerIds(catalog),
+        quotas=quotas,
+        budget=Budget(1 << 20),
+        connections=(),
+        sources=(),
+        troubles=tuple,
+        node=node,
+    )
+    return Served(parts)
+
+
+def names_of_kafka() -> Iterator[str]:
+    """Every request that kio knows, by the name that Kafka gives it."""
+    for package in pkgutil.iter_modules(kio.schema.__path__):
+        if not package.ispkg:
+            continue
+        versions = pkgutil.iter_modules(importlib.import_module(f"kio.schema.{package.name}").__path__)
+        newest = max(
+            (version.name for version in versions if version.name[1:].isdigit()), key=lambda name: int(name[1:])
+        )
+        folder = f"kio.schema.{package.name}.{newest}"
+        parts = {part.name for part in pkgutil.iter_modules(importlib.import_module(folder).__path__)}
+        if "request" in parts:
+            yield "".join(word.capitalize() for word in package.name.split("_"))
+
+
+async def test_every_api_of_the_page_is_served_once(served: Served) -> None:
+    serving = sorted((api.key, type(api).__name__, *api.versions) for api in served.apis)
+    assert serving == sorted(entry[:4] for entry in api_entries())
+    assert len({api.key for api in served.apis}) == len(serving)
+
+
+def test_every_api_of_kafka_is_served_or_said_not_to_be() -> None:
+    serving = {entry.name for entry in api_entries() if entry.key < PRIVATE_KEY_MIN}
+    missing = [name for names in NOT_SERVED.values() for name in names]
+    assert len(missing) == len(set(missing))
+    assert not serving & set(missing)
+    assert serving | set(missing) == set(names_of_kafka())
+
+
+def test_every_version_served_has_its_messages() -> None:
+    for entry in api_entries():
+        # Of Produce, the oldest versions are advertised but refused, so there are no messages for them.
+        oldest = 3 if entry.name == "Produce" else entry.oldest
+        if entry.key < PRIVATE_KEY_MIN:
+            for version in range(oldest, entry.newest + 1):
+                request = load_request_class(entry.key, version)
+                assert request.__name__ == f"{entry.name}Request"
