@@ -56,16 +56,17 @@ class Checkpoint:
         """Sync the segments and store the indexes; called in a thread."""
         try:
             sync_segments(files, self.capture)
-            for write in self.index_writes:
-                _store_index(files, write)
         except OSError as error:
             self.error = error
+            return
+        self.index_writes = [write for write in self.index_writes if _store_index(files, write)]
 
     def finish(self) -> None:
         """Account for what was done; called on the loop."""
         log = self.log
         self.capture.release()
         if self.error is not None:
+            self.capture.mark_synced_files()
             log.changed = True
             _logger.warning(
                 "a checkpoint failed and will be tried again",
@@ -152,16 +153,25 @@ def _index_write(segment: Segment) -> IndexWrite:
     return IndexWrite(segment, segment.index_stored, len(index), places, times)
 
 
-def _store_index(files: Files, write: IndexWrite) -> None:
-    """Write the new entries. They are synced once the segment is complete; until then a lost one costs a scan."""
-    for suffix, data in ((INDEX_SUFFIX, write.places), (TIME_INDEX_SUFFIX, write.times)):
-        descriptor = files.open(segment_path(write.segment.directory, write.segment.base_offset, suffix), create=True)
-        try:
-            write_fully(files, descriptor, data, write.stored * ENTRY_BYTES)
-            if write.segment.sealed:
-                files.sync(descriptor)
-        finally:
-            files.close(descriptor)
+def _store_index(files: Files, write: IndexWrite) -> bool:
+    """Write the new entries; where that fails, a later start makes the index anew from the batches.
+
+    They are synced once the segment is complete. Until then a lost one costs a scan.
+    """
+    try:
+        for suffix, data in ((INDEX_SUFFIX, write.places), (TIME_INDEX_SUFFIX, write.times)):
+            path = segment_path(write.segment.directory, write.segment.base_offset, suffix)
+            descriptor = files.open(path, create=True)
+            try:
+                write_fully(files, descriptor, data, write.stored * ENTRY_BYTES)
+                if write.segment.sealed:
+                    files.sync(descriptor)
+            finally:
+                files.close(descriptor)
+    except OSError as error:
+        _logger.warning("an index could not be stored", extra={"file": write.segment.path, "error": str(error)})
+        return False
+    return True
 
 
 def remove_segment(files: Files, segment: Segment) -> None:

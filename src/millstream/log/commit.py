@@ -117,6 +117,7 @@ class Commit:
             else:
                 capture.mark_stored()
             return
+        capture.mark_synced_files()
         broken = next((target.segment for target in capture.targets if target.segment.broken), None)
         if broken is None:
             log.fail_sync(error, "syncing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 from crc32c import crc32c
@@ -48,6 +49,32 @@ def read_frame(buffer: bytes | memoryview, at: int, position: int) -> Frame:
     return frame
 
 
-def intact(buffer: memoryview, at: int, frame: Frame) -> bool:
-    """Whether the checksum of a batch that lies wholly in the buffer is right."""
-    return bool(crc32c(buffer[at + _CRC_FROM : at + LOG_OVERHEAD_BYTES + frame.length]) == frame.crc)
+class Run(NamedTuple):
+    """How far a buffer is a chain of valid batches, and the offset that goes on there."""
+
+    end: int
+    next_offset: int
+    broken: bool
+
+
+def valid_run(data: bytes, stop: int, expected: int, epoch_at: Callable[[int], int]) -> Run:
+    """Check the batches from the start of a buffer up to one that begins at `stop` or does not fit in it.
+
+    This is the one loop over batches on the way to a reader, so it is laid out for speed. Each batch has to go on at
+    the expected offset, in the epoch that wrote there, and its CRC has to be right.
+    """
+    view = memoryview(data)
+    at, size = 0, len(data)
+    unpack = _FRAME.unpack_from
+    while at < stop and size - at >= FRAME_BYTES:
+        base_offset, length, epoch, magic, crc, _, delta, _ = unpack(data, at)
+        if magic != MAGIC or length < LENGTH_MIN or delta < 0 or base_offset != expected:
+            return Run(at, expected, True)
+        end = at + LOG_OVERHEAD_BYTES + length
+        if end > size:
+            break
+        if crc32c(view[at + _CRC_FROM : end]) != crc or epoch_at(base_offset) != epoch:
+            return Run(at, expected, True)
+        at = end
+        expected = base_offset + delta + 1
+    return Run(at, expected, False)

@@ -27,6 +27,9 @@ _logger = logging.getLogger(__name__)
 
 LEDGER_NAME = "checkpoints"
 REWRITE_BYTES_MIN = 1024 * 1024
+RESERVE_BYTES = 256 * 1024
+"""Space is taken ahead, so that on a full disk deletions can still be recorded, which is what makes room again."""
+
 _MAGIC = b"MScp"
 _GROUP = struct.Struct(">4sII")
 _ENTRY = struct.Struct(">16siI")
@@ -54,6 +57,7 @@ class Ledger:
         self._last_version = 0
         self._live_bytes = 0
         self._end = 0
+        self._reserved = 0
         self.damaged = False
         """Whether something was bad in the middle of the file when it was opened."""
         self._broken = False
@@ -88,8 +92,10 @@ class Ledger:
         with self._lock:
             fresh = [item for item in states if item[1] > self._versions.get(item[0], -1)]
             try:
-                if self._broken or self._end > REWRITE_BYTES_MIN + 2 * self._live_bytes:
+                if self._broken:
                     self._rewrite()
+                elif self._end > REWRITE_BYTES_MIN + 2 * self._live_bytes:
+                    self._rewrite_if_possible()
                 places = self._append([(key, state) for key, _, state in fresh])
                 self._files.sync(self._descriptor)
             except OSError:
@@ -119,10 +125,21 @@ class Ledger:
         body = b"".join(_ENTRY.pack(key[0].bytes, key[1], len(state)) + state for key, state in states)
         size = len(body).to_bytes(4, "big")
         group = _MAGIC + crc32c(body, crc32c(size)).to_bytes(4, "big") + size + body
+        self._reserve(self._end + len(group))
         write_fully(self._files, self._descriptor, group, self._end)
         places = list(_places(body, self._end + _GROUP.size))
         self._end += len(group)
         return places
+
+    def _reserve(self, end: int) -> None:
+        """Take space ahead of what is needed now, where there is some."""
+        if end <= self._reserved:
+            return
+        try:
+            self._files.allocate(self._descriptor, end + RESERVE_BYTES)
+            self._reserved = end + RESERVE_BYTES
+        except OSError as error:
+            _logger.warning("no space is left to reserve for checkpoints", extra={"error": str(error)})
 
     def _place(self, key: LogKey, place: _Place) -> None:
         old = self._places.get(key)
@@ -144,16 +161,25 @@ class Ledger:
             for key, place in _places(content[position + _GROUP.size : end], position + _GROUP.size):
                 self._place(key, place)
             self._end = end
-        if self._end < size:
-            # Bytes behind the end could be taken for a group once the end has moved on.
+        if content[self._end :].strip(b"\0"):
+            # Bytes of a torn group could be taken for one once the end has moved on.
             self._files.truncate(self._descriptor, self._end)
+        else:
+            self._reserved = size
+
+    def _rewrite_if_possible(self) -> None:
+        try:
+            self._rewrite()
+        except OSError as error:
+            _logger.warning("the ledger of checkpoints could not be rewritten", extra={"error": str(error)})
 
     def _rewrite(self) -> None:
         """Put what is still wanted into a new file."""
         states = [(key, self._files.read_at(self._descriptor, *place[::-1])) for key, place in self._places.items()]
         new = self._path + ".new"
         old, self._descriptor = self._descriptor, self._files.open(new, create=True)
-        end, self._end = self._end, 0
+        kept = self._end, self._reserved
+        self._end = self._reserved = 0
         try:
             self._files.truncate(self._descriptor, 0)
             places = self._append(states)
@@ -162,7 +188,8 @@ class Ledger:
             self._files.sync_directory(self._directory)
         except OSError:
             self._files.close(self._descriptor)
-            self._descriptor, self._end = old, end
+            self._descriptor = old
+            self._end, self._reserved = kept
             raise
         self._files.close(old)
         self._places = dict(places)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from millstream.log.epochs import EpochHistory
 from millstream.log.files import Files
-from millstream.log.frame import FRAME_BYTES, Frame, intact, read_frame
+from millstream.log.frame import FRAME_BYTES, Frame, Run, read_frame, valid_run
 from millstream.log.handles import OpenFiles
 from millstream.log.index import Index
 from millstream.log.indexes import LoadedIndexes, build_index, load_index
@@ -202,32 +202,20 @@ class Reader:
                 segment.verified_to, segment.verified_offset = end, next_offset
 
     def _verify_chunk(self, segment: Segment, descriptor: int, stop: int) -> None:
-        """Check the batches of one stretch of the file."""
-        position, expected = segment.verified_to, segment.verified_offset
-        wanted = min(max(VERIFY_BYTES, stop - position), segment.size - position)
-        data = self._files.read_at(descriptor, wanted, position)
-        view = memoryview(data)
-        at = 0
-        while position + at < stop and len(data) - at >= FRAME_BYTES:
-            if at and position + at in segment.holes:
-                break
-            frame = self._frame(segment, data, at, position + at)
-            end = frame.end_position - position
-            if end > len(data):
-                if at == 0:
-                    view = memoryview(self._read_at(segment, descriptor, end, position))
-                else:
-                    break
-            self._check(segment, view, at, frame, expected)
-            expected, at = frame.next_offset, end
-        if at == 0:
-            raise BrokenSegment(segment, position)
-        segment.verified_to, segment.verified_offset = position + at, expected
+        """Check the batches of one stretch of the file, which ends at the next damaged one at the latest."""
+        position = segment.verified_to
+        stop = min([stop, *(start for start in segment.holes if start > position)])
+        data = self._files.read_at(
+            descriptor, min(max(VERIFY_BYTES, stop - position), segment.size - position), position
+        )
+        run = self._valid_run(segment, data, stop)
+        if run.end == 0 and not run.broken and len(data) >= FRAME_BYTES:
+            # The first batch is larger than what was read.
+            end = self._frame(segment, data, 0, position).end_position
+            run = self._valid_run(segment, self._read_at(segment, descriptor, end - position, position), stop)
+        if run.broken or run.end == 0:
+            raise BrokenSegment(segment, position + run.end)
+        segment.verified_to, segment.verified_offset = position + run.end, run.next_offset
 
-    def _check(self, segment: Segment, view: memoryview, at: int, frame: Frame, expected: int) -> None:
-        if (
-            frame.base_offset != expected
-            or self._epochs.epoch_at(frame.base_offset) != frame.leader_epoch
-            or not intact(view, at, frame)
-        ):
-            raise BrokenSegment(segment, frame.position)
+    def _valid_run(self, segment: Segment, data: bytes, stop: int) -> Run:
+        return valid_run(data, stop - segment.verified_to, segment.verified_offset, self._epochs.epoch_at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from millstream.log.files import Files, write_fully
+from millstream.log.folder import DataFolder
 from millstream.log.journal import Entry, read_journal, remove_journal
 from millstream.log.ledger import LogKey
 from millstream.log.segment import segment_path
@@ -12,25 +13,20 @@ from millstream.log.state import LogState
 from millstream.model.ids import PartitionIndex
 
 
-def partition_folder(root: str, topic_id: object, partition: int) -> str:
-    """The folder of one partition's log."""
-    return f"{root}/{topic_id}/{partition}"
-
-
 class Replay:
     """Brings the segments up to what the journal holds. `bytes_by_folder` tells what was written."""
 
-    def __init__(self, files: Files, partitions_root: str, state_of: Callable[[LogKey], LogState | None]) -> None:
+    def __init__(self, files: Files, folder: DataFolder, state_of: Callable[[LogKey], LogState | None]) -> None:
         self.bytes_by_folder: dict[str, int] = {}
         self._files = files
-        self._root = partitions_root
+        self._folder = folder
         self._state_of = state_of
         self._states: dict[LogKey, LogState | None] = {}
         self._written: set[str] = set()
 
-    def run(self, journal_directory: str) -> None:
+    def run(self) -> None:
         """Replay everything, sync it, and remove the journal."""
-        for entry, data in read_journal(self._files, journal_directory):
+        for entry, data in read_journal(self._files, self._folder.journal):
             self._apply(entry, data)
         for path in self._written:
             descriptor = self._files.open(path)
@@ -40,10 +36,10 @@ class Replay:
                 self._files.close(descriptor)
         for folder in self.bytes_by_folder:
             self._files.sync_directory(folder)
-        remove_journal(self._files, journal_directory)
+        remove_journal(self._files, self._folder.journal)
 
     def _apply(self, entry: Entry, data: bytes) -> None:
-        folder = partition_folder(self._root, entry.topic_id, entry.partition)
+        folder = self._folder.of_log(entry.topic_id, entry.partition)
         if not self._files.exists(folder):
             # A log is in the journal only once its folder is there for good, so this one was deleted.
             return

@@ -41,14 +41,18 @@ class Window:
         self._start = 0
         self.end = end
 
+    def hold(self, position: int, size: int) -> tuple[bytes, int]:
+        """A buffer that holds some bytes of the file, and where in it they begin; fewer where the file ends."""
+        at = position - self._start
+        if at < 0 or at + size > len(self._data):
+            self._move(position, size)
+            at = 0
+        return self._data, at
+
     def at(self, position: int, size: int) -> memoryview:
         """The bytes from a position on, fewer where the file ends."""
-        size = min(size, self.end - position)
-        begin = position - self._start
-        if begin < 0 or begin + size > len(self._data):
-            self._move(position, size)
-            begin = 0
-        return memoryview(self._data)[begin : begin + size]
+        data, at = self.hold(position, min(size, self.end - position))
+        return memoryview(data)[at : at + size]
 
     def _move(self, position: int, size: int) -> None:
         wanted = min(max(size, WINDOW_BYTES), self.end - position)
@@ -58,12 +62,11 @@ class Window:
     def find_magic(self, position: int) -> int:
         """The first position from here on where the magic byte of a batch stands in its place, or -1."""
         while position + HEADER_BYTES <= self.end:
-            if not self._start <= position <= self._start + len(self._data) - HEADER_BYTES:
-                self._move(position, HEADER_BYTES)
-            found = self._data.find(_MAGIC_BYTE, position - self._start + _MAGIC_AT)
+            data, at = self.hold(position, HEADER_BYTES)
+            found = data.find(_MAGIC_BYTE, at + _MAGIC_AT)
             if found >= 0:
-                return self._start + found - _MAGIC_AT
-            position = self._start + len(self._data) - _MAGIC_AT
+                return position + found - _MAGIC_AT - at
+            position += max(1, len(data) - _MAGIC_AT - at)
         return -1
 
 
@@ -79,16 +82,17 @@ def _read_all(files: Files, descriptor: int, size: int, position: int) -> bytes:
 
 def batch_at(window: Window, position: int) -> BatchHeader | None:
     """The batch that begins at a position, or None when there is no valid one."""
-    head = window.at(position, HEADER_BYTES)
-    if len(head) < HEADER_BYTES:
+    if window.end - position < HEADER_BYTES:
         return None
-    length = int.from_bytes(head[8:12], "big")
-    if length < LENGTH_MIN or position + LOG_OVERHEAD_BYTES + length > window.end:
+    data, at = window.hold(position, HEADER_BYTES)
+    size = LOG_OVERHEAD_BYTES + int.from_bytes(data[at + 8 : at + LOG_OVERHEAD_BYTES], "big", signed=True)
+    if size < HEADER_BYTES or position + size > window.end:
         return None
-    view = window.at(position, LOG_OVERHEAD_BYTES + length)
+    if at + size > len(data):
+        data, at = window.hold(position, size)
     try:
-        header = read_header(view)
-        check_crc(view, header)
+        header = read_header(data, at)
+        check_crc(data, header)
     except BatchRejected:
         return None
     return BatchHeader(position, *header[1:])

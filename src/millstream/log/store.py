@@ -140,8 +140,8 @@ class LogStore:
             return
         self.clean_start = self._folder.is_new
         self._unrecovered = set(self._folder.stored())
-        replay = Replay(self._files, self._folder.partitions, self._state_of)
-        replay.run(self._folder.journal)
+        replay = Replay(self._files, self._folder, self._state_of)
+        replay.run()
         self._replayed = replay.bytes_by_folder
         if not self.clean_start:
             _logger.warning(

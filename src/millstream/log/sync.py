@@ -33,6 +33,8 @@ class Capture:
         self.folder_synced = log.folder_synced
         self.folders_above = () if log.folder_synced else folders_above(log.directory)
         self.targets: list[Target] = []
+        self.synced_files = 0
+        """How many of the targets a thread has synced."""
         try:
             for segment in log.unsynced_segments():
                 descriptor = log.open_files.pin(segment)
@@ -70,6 +72,12 @@ class Capture:
         log.stored_offset = max(log.stored_offset, self.end_offset)
         log.advance_synced(self.end_offset)
 
+    def mark_synced_files(self) -> None:
+        """Account for the files that were synced before one failed."""
+        if self.current:
+            for target in self.targets[: self.synced_files]:
+                target.segment.mark_synced(target.size, target.next_offset)
+
     def mark_journaled(self) -> None:
         """Account for a sync of the journal that holds everything captured."""
         self.log.folder_synced = True
@@ -96,5 +104,6 @@ def sync_segments(files: Files, capture: Capture) -> None:
     """Sync every file of a capture, and the names of new ones; called in a thread."""
     for target in capture.targets:
         target.segment.sync(files, target.descriptor)
+        capture.synced_files += 1
     if not capture.names_synced:
         files.sync_directory(capture.log.directory)

@@ -302,6 +302,26 @@ def test_a_full_disk_refuses_writes_serves_reads_and_heals(log: Log, files: Memo
     assert not store.failures
 
 
+def test_on_a_full_disk_retention_makes_room(store: LogStore, files: MemoryFiles, clock: ManualClock) -> None:
+    log = open_log(store, TopicSettings(segment_bytes=5000, retention_ms=7_200_000, index_interval_bytes=100))
+    for _ in range(30):
+        log.append(a_batch(b"x" * 900, timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
+        clock.advance_ms(600_000)
+    store.sync_soon(log)
+    store.commit_once()
+    store.checkpoint_soon(log)
+    store.checkpoint_once()
+    files.capacity_bytes = sum(len(files.content(path)) for path in files.walk())
+    with pytest.raises(StorageFailure):
+        log.append(a_batch(b"x" * 900), leader_epoch=EPOCH)
+    assert store.delete_expired() > 0
+    while store.checkpoint_once():
+        pass
+
+    assert files.free_bytes("/data") > 0
+    log.append(a_batch(b"x" * 900), leader_epoch=EPOCH)
+
+
 def test_a_failed_write_leaves_nothing_behind(log: Log, files: MemoryFiles) -> None:
     log.append(a_batch(b"a"), leader_epoch=EPOCH)
     files.fail_next_writes(".log")
