@@ -21,7 +21,7 @@ from benchmarks.peers.kafka import kafka
 from benchmarks.peers.unavailable import PeerUnavailable
 from conformance.dialogues import DIALOGUES
 from conformance.question import Broker
-from conformance.questions import cluster, fetching, groups, producing, settings, topics
+from conformance.questions import administration, cluster, fetching, groups, producing, settings, topics
 from conformance.questions.asking import lay_fixtures
 
 from millstream.testing.server import Server
@@ -46,8 +46,6 @@ ACCEPTED: Mapping[str, str] = {
     "metadata v12: name and unknown id": "Kafka leaves out the name that it was given",
     "fetch v11: as a follower": "there are no followers yet",
     "fetch v12: last fetched epoch to come": "there are no followers yet, and consumers do not send it",
-    "describe topic partitions v0: unknown": "Kafka tells what one may do with a topic that is not there",
-    "describe topic partitions v0: bad name": "Kafka tells what one may do with a topic that is not there",
     "create topics v7: empty cleanup policy": "one of the policies has to be named",
     "elect leaders v2: unknown type": "the error stands at the top of the answer, which is where clients look",
     "elect leaders v2: all": "Kafka lists topics of which it has nothing to say",
@@ -82,7 +80,7 @@ def start(stack: ExitStack) -> tuple[Broker, Broker]:
 
 def asked() -> Iterator[tuple[str, Callable[[Broker], Any]]]:
     """Every question, with how it is put."""
-    for part in (producing, fetching, cluster, topics, settings, groups):
+    for part in (producing, fetching, cluster, topics, settings, groups, administration):
         for question in part.QUESTIONS:
             yield question.name, question.ask
     for dialogue in DIALOGUES:

@@ -62,14 +62,14 @@ async def test_no_names_mean_all_topics_in_order(api: DescribeTopicPartitions) -
 
 
 @pytest.mark.parametrize("names", [(), ("c", "a", "b", "a")])
-@pytest.mark.parametrize("limit", range(1, 8))
+@pytest.mark.parametrize("limit", range(-1, 8))
 async def test_the_pages_make_up_the_whole(api: DescribeTopicPartitions, names: tuple[str, ...], limit: int) -> None:
     found: list[tuple[str, int]] = []
     cursor: tuple[str, int] | None = None
     for _ in range(10):
         answer = await ask(api, request(*names, limit=limit, cursor=cursor))
         partitions = [(name, index) for name, indexes in page(answer) for index in indexes]
-        assert 0 < len(partitions) <= limit
+        assert 0 < len(partitions) <= max(1, limit)
         found += partitions
         cursor = cursor_of(answer)
         if cursor is None:
@@ -107,8 +107,6 @@ async def test_what_is_missing_is_told_beside_the_others(api: DescribeTopicParti
 @pytest.mark.parametrize(
     "asked",
     [
-        request("a", "b", limit=0),
-        request("a", "b", limit=-5),
         request("a", "b", cursor=("c", 0)),
         request("a", "b", cursor=("a", -1)),
     ],

@@ -1,8 +1,8 @@
 """DescribeTopicPartitions (key 75), version 0: topics with their partitions, page by page (KIP-966).
 
 Topics come in the order of their names; no topics means all of them. An answer holds at most `response_partition_limit`
-partitions, and never more than 2,000; if there are more, `next_cursor` says where to go on, and the next request hands
-it back. A cursor whose topic is gone goes on with the topic after it.
+partitions, but at least one and never more than 2,000; if there are more, `next_cursor` says where to go on, and the
+next request hands it back. A cursor whose topic is gone goes on with the topic after it.
 
 Version notes: version 0 is the only one. It has no error for the whole request, so an invalid one gives its error to
 each topic that it names, as in Kafka.
@@ -27,7 +27,7 @@ from millstream.cluster.membership import Membership
 from millstream.cluster.topics import Topics
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code
-from millstream.kafka.permission import TOPIC_OPERATIONS
+from millstream.kafka.permission import NOT_ASKED, TOPIC_OPERATIONS
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.kafka.topic_lookup import topic_named
 from millstream.model.errors import InvalidRequest, MillstreamError
@@ -51,7 +51,7 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
     ) -> DescribeTopicPartitionsResponse:
         """Fill one page."""
         names = self._names(request)
-        left = min(request.response_partition_limit, PARTITIONS_MAX)
+        left = max(1, min(request.response_partition_limit, PARTITIONS_MAX))
         described: list[DescribeTopicPartitionsResponseTopic] = []
         for name in names:
             first = request.cursor.partition_index if request.cursor and request.cursor.topic_name == name else 0
@@ -59,7 +59,7 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
                 check_topic_name(name)
                 topic = topic_named(self._topics, name)
             except MillstreamError as error:
-                described.append(_refused(name, error))
+                described.append(_refused(name, error, TOPIC_OPERATIONS))
                 continue
             if left == 0:
                 return _response(described, Cursor(topic_name=TopicName(name), partition_index=i32(0)))
@@ -74,13 +74,11 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
         self, error: MillstreamError, request: DescribeTopicPartitionsRequest
     ) -> DescribeTopicPartitionsResponse:
         """Give the error to every topic that is named."""
-        return _response([_refused(topic.name, error) for topic in request.topics], None)
+        return _response([_refused(topic.name, error, NOT_ASKED) for topic in request.topics], None)
 
     def _names(self, request: DescribeTopicPartitionsRequest) -> list[str]:
         """The topics of this page and of those behind it, in order."""
         cursor = request.cursor
-        if request.response_partition_limit < 1:
-            raise InvalidRequest(f"a page has at least 1 partition, not {request.response_partition_limit}")
         if cursor is not None and cursor.partition_index < 0:
             raise InvalidRequest(f"the cursor begins with partition {cursor.partition_index}")
         if request.topics:
@@ -118,13 +116,14 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
         )
 
 
-def _refused(name: str, error: MillstreamError) -> DescribeTopicPartitionsResponseTopic:
+def _refused(name: str, error: MillstreamError, operations: i32) -> DescribeTopicPartitionsResponseTopic:
     return DescribeTopicPartitionsResponseTopic(
         error_code=error_code(error),
         name=TopicName(name),
         topic_id=None,
         is_internal=name in INTERNAL_TOPICS,
         partitions=(),
+        topic_authorized_operations=operations,
     )
 
 

@@ -3,8 +3,8 @@
 The level that is in force already is answered with success; every other one with INVALID_UPDATE_VERSION and a sentence
 that says which levels there are. `kafka/feature.py` says what the features mean.
 
-Version notes: 0 has `allow_downgrade` in the place of the kind of upgrade, 1 adds `validate_only`, and 2 has one error
-for the whole request instead of one for each feature.
+Version notes: 0 has `allow_downgrade` in the place of the kind of upgrade, 1 adds `validate_only`. All or nothing: an
+error is one of the whole request. 0 and 1 have a list of the features besides, which is empty then, as in Kafka.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from millstream.kafka.versioned import Versioned
 from millstream.wire.codec import load_response_class
 from millstream.wire.shape import reshape
 
-_FIRST_WITH_ONE_ERROR: Final = 2
+_FIRST_WITHOUT_RESULTS: Final = 2
 _UPGRADE_TYPES: Final = (1, 2, 3)
 
 Refusal = tuple[ErrorCode, str | None]
@@ -47,17 +47,16 @@ class UpdateFeatures(Api[Versioned[UpdateFeaturesRequest], Any]):
         return Versioned(version, newest)
 
     async def handle(self, request: Versioned[UpdateFeaturesRequest], client: ClientInfo) -> Any:
-        """Answer each feature, or all of them together."""
+        """Answer all features together."""
         version, message = request
         features = {feature.name: feature for feature in features_of({api.key for api in self._served})}
         named = Counter(update.feature for update in message.feature_updates)
-        refusals: dict[str, Refusal] = {}
-        for update in message.feature_updates:
-            refusals[update.feature] = _check(update, features, twice=named[update.feature] > 1)
-        if version >= _FIRST_WITH_ONE_ERROR:
-            first = next((refusal for refusal in refusals.values() if refusal != _ACCEPTED), _ACCEPTED)
-            return UpdateFeaturesResponse(throttle_time=NO_THROTTLE, error_code=first[0], error_message=first[1])
-        return _answer_each(version, refusals)
+        refusals = [_check(update, features, twice=named[update.feature] > 1) for update in message.feature_updates]
+        code, text = next((refusal for refusal in refusals if refusal != _ACCEPTED), _ACCEPTED)
+        if version >= _FIRST_WITHOUT_RESULTS:
+            return UpdateFeaturesResponse(throttle_time=NO_THROTTLE, error_code=code, error_message=text)
+        accepted = list(named) if code is ErrorCode.none else []
+        return _with_results(version, code, text, accepted)
 
     def downgrade(self, version: int, response: Any) -> Any:
         """The answer is of the right version already."""
@@ -87,14 +86,12 @@ def _check(update: FeatureUpdateKey, features: dict[str, Feature], *, twice: boo
     return _ACCEPTED
 
 
-def _answer_each(version: int, refusals: dict[str, Refusal]) -> Any:
+def _with_results(version: int, code: ErrorCode, text: str | None, accepted: list[str]) -> Any:
     response: Any = load_response_class(UpdateFeatures.key, version)
     result: Any = response.__dataclass_fields__["results"].type.__args__[0]
     return response(
         throttle_time=NO_THROTTLE,
-        error_code=ErrorCode.none,
-        error_message=None,
-        results=tuple(
-            result(feature=name, error_code=code, error_message=message) for name, (code, message) in refusals.items()
-        ),
+        error_code=code,
+        error_message=text,
+        results=tuple(result(feature=name, error_code=ErrorCode.none, error_message=None) for name in accepted),
     )
