@@ -201,7 +201,9 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether nothing is under way, and the client is not being held back."""
+        if self._muted is not None:
+            return False
         return not (self._replies or self._waiting or self._task or self._write_paused or self._frame is not None)
 
     def stalled(self, now: float) -> bool:
