@@ -26,7 +26,9 @@ from millstream.model.clock import Clock, SystemClock
 from millstream.model.ids import NodeId
 from millstream.net.budget import Budget
 from millstream.net.connection import ConnectionLimits
+from millstream.net.heap import keep_freed_memory, leave_what_stays_alone
 from millstream.net.listener import Listener, bind
+from millstream.wire.lean_kio import import_lean_kio
 
 if TYPE_CHECKING:
     from millstream.kafka.served import Served
@@ -73,6 +75,7 @@ class Broker:
         _logger.info("stopped")
 
     async def _start(self) -> None:
+        keep_freed_memory()
         config, undo = self._config, self._undo
         self._kafka_socket = bind(*parse_address(config.kafka, name="kafka"), flag="kafka")
         undo.callback(self._kafka_socket.close)
@@ -113,7 +116,7 @@ class Broker:
         gateway = HttpChild(
             self._http_socket, self.kafka_address, log_level=config.log_level, log_format=config.log_format
         )
-        self._supervise("HTTP gateway", gateway.run())
+        self._supervise("HTTP gateway", self._run_gateway(gateway, dispatch))
         undo.push_async_callback(gateway.stop)
         undo.callback(listener.stop_accepting)
         _logger.info("ready", extra={"kafka": self.kafka_address, "http": self.http_address, "data": config.data})
@@ -154,6 +157,12 @@ class Broker:
         self._served = module.Served(parts)
         await self._served.start()
         dispatch.serve(self._served.apis)
+        leave_what_stays_alone()
+
+    async def _run_gateway(self, gateway: HttpChild, dispatch: Dispatch) -> None:
+        # The gateway's own imports would slow down those of the APIs, which clients wait for.
+        await dispatch.loaded()
+        await gateway.run()
 
     async def _close_served(self) -> None:
         if self._served is not None:
@@ -198,6 +207,7 @@ class Broker:
 
 
 def _import_served() -> Any:
+    import_lean_kio()
     from millstream.kafka import served
 
     return served

@@ -54,10 +54,9 @@ class Dispatch:
         self._latencies = {key: Histogram() for key in self._apis}
         self._loaded.set()
 
-    @property
-    def is_loaded(self) -> bool:
-        """Whether requests are answered, or still wait for the APIs."""
-        return self._loaded.is_set()
+    async def loaded(self) -> None:
+        """Wait until requests are answered."""
+        await self._loaded.wait()
 
     def metrics(self) -> Iterable[Metric]:
         """How often each API was asked and how long its answers took."""

@@ -115,6 +115,8 @@ class Connection(asyncio.BufferedProtocol):
         self._waiting: deque[_Frame] = deque()
         self._replies: deque[_Reply] = deque()
         self._task: asyncio.Task[None] | None = None
+        self._gathering = False
+        self._flush_is_due = False
         self._draining = False
         self._write_paused = False
         self._read_paused = False
@@ -165,6 +167,8 @@ class Connection(asyncio.BufferedProtocol):
         """Take in what has arrived."""
         self._traffic.bytes_in += nbytes
         self.last_activity = self._loop.time()
+        # Replies to requests that arrived together leave together: a system call for each costs more than they do.
+        self._gathering = True
         try:
             if self._frame is not None:
                 self._fill(nbytes)
@@ -173,7 +177,13 @@ class Connection(asyncio.BufferedProtocol):
         except ProtocolViolation as error:
             self.fail(error)
             return
-        self._adjust_reading()
+        except Exception as error:
+            _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
+            self.fail(error)
+            return
+        finally:
+            self._gathering = False
+        self._flush_replies()
 
     def eof_received(self) -> bool:
         """Let replies that are under way leave before the connection closes."""
@@ -390,8 +400,15 @@ class Connection(asyncio.BufferedProtocol):
     def _finish(self, reply: _Reply, buffers: Buffers | None) -> None:
         reply.buffers = buffers
         reply.done = True
-        if self._replies and self._replies[0] is reply:
-            self._flush_replies()
+        if self._gathering or self._flush_is_due or not self._replies or self._replies[0] is not reply:
+            return
+        # One commit keeps many promises, so the others of this turn of the loop are waited for.
+        self._flush_is_due = True
+        self._loop.call_soon(self._flush_due)
+
+    def _flush_due(self) -> None:
+        self._flush_is_due = False
+        self._flush_replies()
 
     def _flush_replies(self) -> None:
         """Send every reply that is ready and has nothing unanswered before it."""
