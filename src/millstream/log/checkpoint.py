@@ -17,7 +17,7 @@ from millstream.log.log import Log
 from millstream.log.segment import (
     DELETED_SUFFIX,
     INDEX_SUFFIX,
-    LOG_SUFFIX,
+    SEGMENT_SUFFIXES,
     TIME_INDEX_SUFFIX,
     Segment,
     segment_path,
@@ -177,7 +177,7 @@ def _store_index(files: Files, write: IndexWrite) -> bool:
 def remove_segment(files: Files, segment: Segment) -> None:
     """Remove the files of a segment that is no part of its log any more; called in a thread."""
     try:
-        for suffix in (LOG_SUFFIX, INDEX_SUFFIX, TIME_INDEX_SUFFIX):
+        for suffix in SEGMENT_SUFFIXES:
             path = segment_path(segment.directory, segment.base_offset, suffix)
             if files.exists(path):
                 files.rename(path, path + DELETED_SUFFIX)

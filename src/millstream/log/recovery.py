@@ -17,9 +17,9 @@ from millstream.log.index import Index
 from millstream.log.indexes import build_index, load_index
 from millstream.log.producers import Producers
 from millstream.log.scan import Bad, Scan, Window
-from millstream.log.segment import DELETED_SUFFIX, REPAIR_SUFFIX, Segment, base_offset_of
+from millstream.log.segment import DELETED_SUFFIX, REPAIR_SUFFIX, SEGMENT_SUFFIXES, Segment, base_offset_of
 from millstream.log.state import LogState
-from millstream.records.batch import BatchHeader
+from millstream.records.batch import TIMESTAMP_TYPE_FLAG, BatchHeader
 
 _NO_LIMIT = 2**63 - 1
 
@@ -125,8 +125,8 @@ class Recovery:
     def _remove_strays(self, names: list[str], kept: set[int]) -> None:
         """Remove the files of segments that are deleted or never came to be."""
         for name in names:
-            stem = name.partition(".")[0]
-            if stem.isdigit() and int(stem) not in kept and not name.endswith((DELETED_SUFFIX, REPAIR_SUFFIX)):
+            stem, dot, suffix = name.partition(".")
+            if dot + suffix in SEGMENT_SUFFIXES and stem.isdigit() and int(stem) not in kept:
                 self._files.remove(f"{self._directory}/{name}")
 
     # -- segments -------------------------------------------------------------------------------------------
@@ -219,7 +219,8 @@ class Recovery:
         if replay:
             self._contents.epochs.begin(header.leader_epoch, header.base_offset)
             if header.producer_id >= 0:
-                self._contents.producers.record(header, header.base_offset, now_ms)
+                append_time_ms = header.max_timestamp_ms if header.attributes & TIMESTAMP_TYPE_FLAG else -1
+                self._contents.producers.record(header, header.base_offset, now_ms, append_time_ms)
 
     # -- decisions ------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from millstream.records.batch import BatchHeader
 LOG_SUFFIX = ".log"
 INDEX_SUFFIX = ".index"
 TIME_INDEX_SUFFIX = ".timeindex"
+SEGMENT_SUFFIXES = (LOG_SUFFIX, INDEX_SUFFIX, TIME_INDEX_SUFFIX)
 REPAIR_SUFFIX = ".log.repair"
 DELETED_SUFFIX = ".deleted"
 _NAME_DIGITS = 20

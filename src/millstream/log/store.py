@@ -425,7 +425,9 @@ class LogStore:
             self._loop.call_later(seconds, call, *arguments)
 
     async def close(self) -> None:
-        """Make everything durable, mark the clean stop, and let go of the folder."""
+        """Make everything durable, mark the clean stop, and let go of the folder. A second call does nothing."""
+        if self._closing:
+            return
         self._closing = True
         self._commit_wake.set()
         self._upkeep_wake.set()

@@ -188,6 +188,7 @@ async def test_a_stop_on_a_failing_disk_is_not_marked_as_clean(
 async def test_a_store_that_was_never_run_can_be_closed(store: LogStore, open_store: OpenStore) -> None:
     put(open_log(store))
     await store.close()
+    await store.close()
     assert open_store().clean_start
 
 

@@ -16,7 +16,7 @@ from millstream.log.files import DiskFiles
 from millstream.log.log import Log
 from millstream.log.store import LogStore
 from millstream.model.clock import SystemClock
-from millstream.model.errors import DataFolderInUse, DataFolderInvalid, StorageFailure
+from millstream.model.errors import DataFolderInUse, DataFolderInvalid, OutOfOrderSequence, StorageFailure
 from millstream.model.ids import Epoch, PartitionIndex
 from millstream.model.topic import TopicPartition, TopicSettings
 from millstream.records.record import NewRecord, decode_records, encode_batch
@@ -118,6 +118,29 @@ def test_what_is_cut_is_reported(open_store: OpenStore, files: MemoryFiles) -> N
     assert (report.topic, report.partition, report.cut_from_offset, report.lost) == ("t", 0, 1, [])
     assert report.cut_bytes == log.segments[0].size // 2
     assert "cut a torn tail of" in str(report)
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_duplicate_is_known_after_a_restart(open_store: OpenStore, files: MemoryFiles, clean: bool) -> None:
+    settings = TopicSettings(message_timestamp_type="LogAppendTime")
+    partition = TopicPartition("t", PartitionIndex(0))
+
+    def batch(sequence: int) -> bytearray:
+        return encode_batch([NewRecord(None, b"v")] * 2, producer_id=5, producer_epoch=1, base_sequence=sequence)
+
+    store = open_store()
+    log = store.open_log(TOPIC_ID, partition, settings)
+    first = [log.append(batch(sequence), leader_epoch=Epoch(0)) for sequence in (0, 2, 4)]
+    if clean:
+        store.close_now()
+    else:
+        files.kill()
+
+    again = open_store().open_log(TOPIC_ID, partition, settings)
+    for sequence, was in zip((0, 2, 4), first, strict=True):
+        assert again.append(batch(sequence), leader_epoch=Epoch(0)) == was._replace(duplicate=True)
+    with pytest.raises(OutOfOrderSequence):
+        again.append(batch(8), leader_epoch=Epoch(0))
 
 
 def test_a_deleted_log_does_not_come_back(open_store: OpenStore, files: MemoryFiles) -> None:
