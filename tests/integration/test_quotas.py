@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.request
 from contextlib import closing
 from typing import Any
 
@@ -15,6 +14,7 @@ from kafka import KafkaProducer
 from millstream.testing.server import Server
 from millstream.wire.client import Client
 
+NODE_STATUS_KEY = 32000
 WAIT_S = 60.0
 PRODUCER, CONSUMER = "producer_byte_rate", "consumer_byte_rate"
 MESSAGES = 40
@@ -58,11 +58,14 @@ def send(server: Server, request: Any) -> Any:
 
 def throttled(server: Server, quota: str) -> float:
     """How many requests the broker has throttled, as its metrics say."""
-    with urllib.request.urlopen(f"http://{server.http}/metrics", timeout=WAIT_S) as answer:
-        text: str = answer.read().decode()
-    wanted = f'millstream_throttled_requests_total{{quota="{quota}"}} '
-    (line,) = [line for line in text.splitlines() if line.startswith(wanted)]
-    return float(line.removeprefix(wanted))
+
+    async def ask() -> Any:
+        async with Client.connect(server.kafka) as client:
+            return json.loads(bytes(await client.private(None, NODE_STATUS_KEY, b"")))
+
+    metrics = {metric["name"]: metric["samples"] for metric in asyncio.run(ask())["metrics"]}
+    (number,) = [value for value, labels in metrics["millstream_throttled_requests_total"] if labels["quota"] == quota]
+    return float(number)
 
 
 class Throttles:

@@ -34,7 +34,7 @@ def test_help_is_told_for_every_command() -> None:
         helped = call_command([command, "-h"])
         assert (helped.code, helped.err) == (0, "")
         assert helped.out.startswith(f"Usage: millstream {command}")
-        assert (f"\n  {command} " in listed.out) == (command != "config-reference")
+        assert (f"\n  {command} " in listed.out) == (not command.endswith("-reference"))
 
 
 @pytest.mark.parametrize("arguments", [[], ["topic"], ["group"]])
