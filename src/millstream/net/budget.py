@@ -7,14 +7,21 @@ from collections.abc import Callable, Hashable
 
 
 class Budget:
-    """Counts bytes and lets those who find no room wait in order."""
+    """Counts bytes and lets those who find no room wait in order.
 
-    __slots__ = ("_waiting", "limit_bytes", "used_bytes")
+    A frame that is half received must not wait for what other half-received frames hold, or all of them would wait for
+    ever. So frames may grow only up to three quarters of the budget, which leaves room for small requests, and beyond
+    that one at a time: whoever has the pass may exceed the limits, finish, and hand the pass on.
+    """
+
+    __slots__ = ("_growing", "_pass", "_waiting", "limit_bytes", "used_bytes")
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._waiting: OrderedDict[Hashable, Callable[[], None]] = OrderedDict()
+        self._growing: OrderedDict[Hashable, Callable[[], None]] = OrderedDict()
+        self._pass: Hashable | None = None
 
     @property
     def has_room(self) -> bool:
@@ -22,9 +29,19 @@ class Budget:
         return self.used_bytes < self.limit_bytes
 
     @property
+    def has_room_to_grow(self) -> bool:
+        """Whether frames that are under way may take more."""
+        return self.used_bytes < self.limit_bytes * 3 // 4
+
+    @property
+    def room_bytes(self) -> int:
+        """How much may still be taken."""
+        return max(0, self.limit_bytes - self.used_bytes)
+
+    @property
     def waiting(self) -> int:
         """How many wait for room."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._growing)
 
     def take(self, size_bytes: int) -> None:
         """Count bytes as held. Callers look at `has_room` first."""
@@ -34,13 +51,32 @@ class Budget:
         """Count bytes as free again, and wake those who wait while there is room."""
         self.used_bytes -= size_bytes
         while self._waiting and self.has_room:
-            _, resume = self._waiting.popitem(last=False)
-            resume()
+            self._waiting.popitem(last=False)[1]()
+        while self._growing and self.has_room_to_grow:
+            self._growing.popitem(last=False)[1]()
 
     def wait(self, who: Hashable, resume: Callable[[], None]) -> None:
         """Have `resume` called once there is room; at most one wait per `who`."""
         self._waiting[who] = resume
 
+    def wait_to_grow(self, who: Hashable, resume: Callable[[], None]) -> None:
+        """Have `resume` called once there is room to grow, or the pass is free."""
+        self._growing[who] = resume
+
+    def take_pass(self, who: Hashable) -> bool:
+        """Let one at a time grow beyond the limits; False while another one does."""
+        if self._pass is None:
+            self._pass = who
+        return self._pass is who
+
+    def hand_on_pass(self, who: Hashable) -> None:
+        """The frame that had the pass is done with: let the next one grow that waits for it."""
+        if self._pass is who:
+            self._pass = None
+            if self._growing:
+                self._growing.popitem(last=False)[1]()
+
     def stop_waiting(self, who: Hashable) -> None:
         """Forget a wait, for example because the connection closed."""
         self._waiting.pop(who, None)
+        self._growing.pop(who, None)

@@ -3,7 +3,8 @@
 A frame is four bytes of length and that many bytes of body. Small frames are cut out of one scratch buffer
 that all connections of the loop share; a large one is received straight into a buffer of its own, which the
 log later writes to disk from, so the payload is never copied in Python. A service must be done with a frame once
-it has answered or promised to: its buffer is then used for another one.
+it has answered or promised to: its buffer is then used for another one. A buffer grows with what has arrived, never
+with what was announced, so half a frame costs little more than the bytes that its sender has paid for.
 
 Requests are served one after the other, as Kafka does, with one exception: a reply may be promised (a future),
 and then the next request is taken up at once. Produce uses this, so that pipelined requests share one sync.
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from millstream.model.errors import ProtocolViolation
 from millstream.net.budget import Budget
-from millstream.net.frame_buffers import FrameBuffers
+from millstream.net.frame_buffers import BUFFER_BYTES, FrameBuffers
 
 _logger = logging.getLogger(__name__)
 
@@ -31,10 +32,20 @@ Answer = Buffers | asyncio.Future[Buffers | None] | Coroutine[Any, Any, Buffers 
 
 SCRATCH_BYTES = 128 * 1024
 
-WRITE_BUFFER_HIGH_BYTES = 1024 * 1024
-"""A client that leaves more than this unread is not served further until it has caught up."""
+WRITE_BUFFER_HIGH_BYTES = 64 * 1024
+"""A client that leaves more than this unread is not served further until it has caught up; all of it then counts."""
 
 FRAMES_WAITING_MAX = 64
+FRAMES_AT_ONCE_MAX = 64
+"""So many requests of one connection are served before the others get their turn."""
+
+FRAME_COST_BYTES = 512
+"""What a frame costs beside its bytes, so that a flood of tiny ones cannot hide from the budget."""
+
+FRAME_BYTES_MIN = 4 * 1024
+LARGE_BYTES = 64 * 1024
+"""A frame of which a quarter of this has come gets a buffer for large ones."""
+
 REPLIES_WAITING_MAX = 1024
 _LENGTH = struct.Struct(">i")
 
@@ -71,6 +82,10 @@ class ConnectionLimits:
     frame_bytes_max: int
     stall_s: float = 60.0
     """A half-sent frame or an unread reply that makes no progress for this long ends the connection."""
+    pressed_stall_s: float = 5.0
+    """The same while others wait for memory."""
+    pressed_frame_s: float = 60.0
+    """While others wait for memory, a frame has to be complete after this long, however steadily it drips in."""
 
 
 class _Frame(NamedTuple):
@@ -111,12 +126,15 @@ class Connection(asyncio.BufferedProtocol):
         self._frame: bytearray | None = None
         self._frame_size = 0
         self._filled = 0
+        self._frame_since = 0.0
+        self._served_at_once = 0
         self._length_bytes = bytearray()
         self._waiting: deque[_Frame] = deque()
         self._replies: deque[_Reply] = deque()
         self._task: asyncio.Task[None] | None = None
         self._gathering = False
         self._flush_is_due = False
+        self._unsent_bytes = 0
         self._draining = False
         self._write_paused = False
         self._read_paused = False
@@ -144,6 +162,7 @@ class Connection(asyncio.BufferedProtocol):
         """Give back whatever the connection held."""
         self._closed(self)
         self._budget.stop_waiting(self)
+        self._budget.hand_on_pass(self)
         if self._muted is not None:
             self._muted.cancel()
         if self._task is not None:
@@ -154,7 +173,7 @@ class Connection(asyncio.BufferedProtocol):
             self._release(self._waiting.popleft().buffer)
         if self._frame is not None:
             frame, self._frame = self._frame, None
-            self._release(frame)
+            self._give_back(frame)
         self._hold_out(0)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -169,6 +188,7 @@ class Connection(asyncio.BufferedProtocol):
         self.last_activity = self._loop.time()
         # Replies to requests that arrived together leave together: a system call for each costs more than they do.
         self._gathering = True
+        self._served_at_once = 0
         try:
             if self._frame is not None:
                 self._fill(nbytes)
@@ -206,6 +226,7 @@ class Connection(asyncio.BufferedProtocol):
         self._flush_replies()
         self._serve_waiting()
         self._adjust_reading()
+        self._close_when_drained()
 
     # -- what the listener and the service use --------------------------------------------------------------
 
@@ -216,8 +237,8 @@ class Connection(asyncio.BufferedProtocol):
             return False
         return not (self._replies or self._waiting or self._task or self._write_paused or self._frame is not None)
 
-    def stalled(self, now: float) -> bool:
-        """Whether the client left something half done and has stopped moving."""
+    def stalled(self, now: float, *, pressed: bool = False) -> bool:
+        """Whether the client left something half done and has stopped moving; `pressed` is less patient."""
         if self._write_paused:
             unread = self._transport.get_write_buffer_size() if self._transport is not None else 0
             if unread < self._held_out_bytes:
@@ -226,7 +247,10 @@ class Connection(asyncio.BufferedProtocol):
         elif self._read_paused or (self._frame is None and not self._length_bytes):
             # Nothing is half done, or it is the broker itself that holds the client back.
             return False
-        return now - self.last_activity > self._limits.stall_s
+        limits = self._limits
+        if pressed and self._frame is not None and now - self._frame_since > limits.pressed_frame_s:
+            return True
+        return now - self.last_activity > (limits.pressed_stall_s if pressed else limits.stall_s)
 
     def drain(self) -> None:
         """Read nothing more, answer what is under way, then close."""
@@ -287,7 +311,7 @@ class Connection(asyncio.BufferedProtocol):
             # The scratch buffer is reused at once, so the frame takes its bytes along.
             body = bytearray(data[position : position + size])
             position += size
-            self._budget.take(size)
+            self._budget.take(size + FRAME_COST_BYTES)
             self._take_frame(_Frame(memoryview(body), body))
         self._length_bytes += data[position:]
 
@@ -299,12 +323,11 @@ class Connection(asyncio.BufferedProtocol):
             )
 
     def _begin_frame(self, size: int, start: memoryview) -> None:
-        # A length alone costs no more than one buffer: a larger frame moves to larger ones as its data arrives.
         self._frame_size = size
         self._filled = len(start)
-        self._frame = _buffers.take()
+        self._frame_since = self._loop.time()
+        self._frame = self._room_for(self._filled, may_grow=self._budget.has_room_to_grow)
         self._frame[: self._filled] = start
-        self._budget.take(len(self._frame))
 
     def _fill(self, nbytes: int) -> None:
         frame = self._frame
@@ -314,17 +337,40 @@ class Connection(asyncio.BufferedProtocol):
         if self._filled == self._frame_size:
             self._frame = None
             self._take_frame(_Frame(memoryview(frame)[: self._frame_size], frame))
-        elif self._filled == len(frame):
-            # A new buffer, since the transport may still hold a view of the old one, which pins its size.
-            grown = bytearray(min(self._frame_size, len(frame) * 4))
-            grown[: self._filled] = frame
-            self._budget.take(len(grown))
-            self._frame = grown
-            self._release(frame)
+
+    @property
+    def _is_cramped(self) -> bool:
+        """Whether the frame under way has filled its buffer and needs a larger one."""
+        return self._frame is not None and self._filled == len(self._frame)
+
+    def _may_grow(self) -> bool:
+        # Only a frame that is served as soon as it is complete may have the pass, which others wait for.
+        is_busy = self._task is not None or bool(self._waiting) or self._draining
+        return self._budget.has_room_to_grow or (not is_busy and self._budget.take_pass(self))
+
+    def _grow(self, frame: bytearray) -> None:
+        # A new buffer, since the transport may still hold a view of the old one, which pins its size.
+        self._frame = self._room_for(self._filled, may_grow=True)
+        self._frame[: self._filled] = frame
+        self._give_back(frame)
+
+    def _room_for(self, filled: int, *, may_grow: bool) -> bytearray:
+        """A buffer for what has come of the frame and more: four times as much, if there is memory for it."""
+        size = min(self._frame_size, max(FRAME_BYTES_MIN, 4 * filled if may_grow else filled + 1))
+        is_large = may_grow and size >= LARGE_BYTES and filled < BUFFER_BYTES
+        room = _buffers.take() if is_large else bytearray(size)
+        self._budget.take(len(room) + FRAME_COST_BYTES)
+        return room
+
+    def _give_back(self, buffer: bytearray) -> None:
+        _buffers.give_back(buffer)
+        self._budget.give_back(len(buffer) + FRAME_COST_BYTES)
 
     def _release(self, buffer: bytearray) -> None:
-        _buffers.give_back(buffer)
-        self._budget.give_back(len(buffer))
+        """A request has been served, or never will be."""
+        self._give_back(buffer)
+        if self._frame is None:
+            self._budget.hand_on_pass(self)
 
     # -- requests -------------------------------------------------------------------------------------------
 
@@ -332,7 +378,11 @@ class Connection(asyncio.BufferedProtocol):
         self._traffic.frames_in += 1
         if self._task is not None or self._waiting or self._write_paused or self._muted is not None:
             self._waiting.append(frame)
+        elif self._served_at_once >= FRAMES_AT_ONCE_MAX:
+            self._waiting.append(frame)
+            self._loop.call_soon(self._take_turn)
         else:
+            self._served_at_once += 1
             self._serve(frame)
 
     def _serve(self, frame: _Frame) -> None:
@@ -386,10 +436,21 @@ class Connection(asyncio.BufferedProtocol):
         self._adjust_reading()
         self._close_when_drained()
 
+    def _take_turn(self) -> None:
+        """Go on with what waits after others had their turn."""
+        self._serve_waiting()
+        self._adjust_reading()
+        self._close_when_drained()
+
     def _serve_waiting(self) -> None:
+        served = 0
         while self._waiting and self._task is None and not self._write_paused and self._transport is not None:
             if self._muted is not None:
                 return
+            if served >= FRAMES_AT_ONCE_MAX:
+                self._loop.call_soon(self._take_turn)
+                return
+            served += 1
             try:
                 self._serve(self._waiting.popleft())
             except ProtocolViolation as error:
@@ -400,6 +461,10 @@ class Connection(asyncio.BufferedProtocol):
     def _finish(self, reply: _Reply, buffers: Buffers | None) -> None:
         reply.buffers = buffers
         reply.done = True
+        self._unsent_bytes += sum(map(len, buffers)) if buffers is not None else 0
+        if self._unsent_bytes > WRITE_BUFFER_HIGH_BYTES:
+            # Large ones leave at once: only the transport tells whether the client reads, and holds the next ones up.
+            self._flush_replies()
         if self._gathering or self._flush_is_due or not self._replies or self._replies[0] is not reply:
             return
         # One commit keeps many promises, so the others of this turn of the loop are waited for.
@@ -416,6 +481,7 @@ class Connection(asyncio.BufferedProtocol):
         if transport is None:
             return
         out: Buffers = []
+        self._unsent_bytes = 0
         replies = self._replies
         while replies and replies[0].done:
             buffers = replies.popleft().buffers
@@ -445,9 +511,14 @@ class Connection(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        no_room = not self._budget.has_room
+        if self._is_cramped and self._may_grow():
+            self._grow(cast("bytearray", self._frame))
+        # A frame that is under way fills a buffer that is counted already, so only the next one has to wait.
+        is_cramped = self._is_cramped
+        no_room = self._frame is None and not self._budget.has_room
         hold = (
             no_room
+            or is_cramped
             or self._draining
             or self._write_paused
             or self._muted is not None
@@ -456,6 +527,8 @@ class Connection(asyncio.BufferedProtocol):
         )
         if no_room:
             self._budget.wait(self, self._adjust_reading)
+        elif is_cramped:
+            self._budget.wait_to_grow(self, self._adjust_reading)
         if hold and not self._read_paused:
             self._read_paused = True
             transport.pause_reading()

@@ -108,8 +108,9 @@ class Listener:
     def _sweep_connections(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
+        pressed = self._budget.waiting > 0
         for connection in tuple(self.connections):
-            if connection.stalled(now):
+            if connection.stalled(now, pressed=pressed):
                 connection.fail(TimeoutError("a request or a reply made no progress"))
             elif connection.is_idle and now - connection.last_activity > self._idle_s:
                 connection.abort()

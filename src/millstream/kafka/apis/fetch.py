@@ -47,6 +47,7 @@ FIRST_WITH_LAST_EPOCH = 12
 FIRST_WITH_TOPIC_IDS = 13
 FIRST_WITHOUT_REPLICA_ID = 15
 MAX_WAIT_S_MAX = 300.0
+ROOM_SHARE = 4
 READ_COMMITTED = 1
 _NO_PREFERRED_REPLICA = -1
 
@@ -166,7 +167,8 @@ class Fetch:
 
     def _look(self, context: _Context) -> tuple[list[_Found], int]:
         """Read what is there now, within the limits of the request and of the broker."""
-        left = context.bytes_max if self._budget.has_room else 0
+        # A share of what is left, so that consumers who read nothing of what they asked for leave some for the others.
+        left = min(context.bytes_max, -(-self._budget.room_bytes // ROOM_SHARE))
         found: list[_Found] = []
         size = 0
         for key, position in context.positions.items():

@@ -1,0 +1,162 @@
+"""What half-sent frames and unread replies cost, and that nobody waits for ever for what others hold."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from millstream.net.budget import Budget
+from millstream.net.connection import FRAME_COST_BYTES, Answer, Connection, ConnectionLimits
+from millstream.net.listener import Listener, bind
+
+LIMITS = ConnectionLimits(frame_bytes_max=32 * 1024 * 1024)
+Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Size:
+    """Answers every frame with its size, but for those that begin with an S."""
+
+    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+        return None if frame[0] == ord("S") else [struct.pack(">ii", 4, len(frame))]
+
+
+class Flood:
+    """Answers every frame with a megabyte, but for those that begin with an S."""
+
+    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+        return None if frame[0] == ord("S") else [struct.pack(">i", 1 << 20), bytes(1 << 20)]
+
+
+@asynccontextmanager
+async def listening(budget: Budget, service: Size | Flood | None = None) -> AsyncIterator[tuple[Listener, int]]:
+    listener = Listener(service or Size(), limits=LIMITS, budget=budget, connections_max=100, idle_s=600)
+    sock = bind("127.0.0.1", 0, flag="kafka")
+    port = sock.getsockname()[1]
+    await listener.start(sock)
+    try:
+        yield listener, port
+    finally:
+        await listener.drain(0)
+        assert budget.used_bytes == 0
+        assert budget.waiting == 0
+
+
+@asynccontextmanager
+async def clients(port: int, count: int) -> AsyncIterator[list[Client]]:
+    opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+    try:
+        yield opened
+    finally:
+        for _, writer in opened:
+            writer.close()
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack(">i", len(body)) + body
+
+
+async def answer(client: Client) -> int:
+    size, told = struct.unpack(">ii", await client[0].readexactly(8))
+    assert size == 4
+    return int(told)
+
+
+async def until_holding(budget: Budget, at_least: int) -> None:
+    while budget.used_bytes < at_least:
+        await asyncio.sleep(0.001)
+
+
+async def test_an_announced_frame_costs_what_has_come_of_it() -> None:
+    budget = Budget(1 << 30)
+    async with listening(budget) as (_, port), clients(port, 50) as half:
+        for _, writer in half:
+            writer.write(struct.pack(">i", 30_000_000) + b"few bytes")
+        await until_holding(budget, 50 * FRAME_COST_BYTES)
+        assert budget.used_bytes < 50 * 8192
+
+
+async def test_half_frames_beyond_the_budget_do_not_wait_for_each_other() -> None:
+    budget = Budget(1024 * 1024)
+    sizes = [3_000_000, 5_000_000, 200_000, 9_000_000]
+    async with listening(budget) as (_, port), clients(port, len(sizes)) as senders:
+        for size, (_, writer) in zip(sizes, senders, strict=True):
+            writer.write(framed(bytes(size))[: size // 2])
+        await until_holding(budget, 1024 * 1024)
+        for size, (_, writer) in zip(sizes, senders, strict=True):
+            writer.write(framed(bytes(size))[size // 2 :])
+        assert await asyncio.gather(*map(answer, senders)) == sizes
+
+
+async def test_small_requests_pass_by_frames_that_are_stuck() -> None:
+    budget = Budget(4 * 1024 * 1024)
+    async with listening(budget) as (_, port), clients(port, 20) as senders, clients(port, 1) as (other,):
+        for _, writer in senders:
+            writer.write(struct.pack(">i", 9_000_000) + bytes(300_000))
+        await until_holding(budget, 3 * 1024 * 1024)
+        for size in (1, 100, 1000):
+            other[1].write(framed(bytes(size)))
+            assert await answer(other) == size
+
+
+async def test_who_stops_in_the_middle_of_a_frame_is_ended_sooner_when_others_wait() -> None:
+    budget = Budget(1 << 20)
+    async with listening(budget) as (listener, port), clients(port, 1) as (stuck,):
+        stuck[1].write(struct.pack(">i", 1000) + b"half")
+        await until_holding(budget, 1)
+        (connection,) = listener.connections
+        soon = connection.last_activity + LIMITS.pressed_stall_s + 1
+        assert not connection.stalled(soon)
+        assert connection.stalled(soon, pressed=True)
+        # One that drips in is given longer, but not for ever.
+        connection.last_activity = late = soon + LIMITS.pressed_frame_s
+        assert not connection.stalled(late)
+        assert connection.stalled(late, pressed=True)
+
+
+async def test_a_connection_that_ended_its_side_closes_once_its_replies_are_read() -> None:
+    async with listening(Budget(1 << 30), Flood()) as (listener, port), clients(port, 1) as ((reader, writer),):
+        # The first reply fills the buffers, so the others wait; the last one needs no reply that could notice the end.
+        writer.write(framed(b"a") * 20 + framed(b"S"))
+        writer.write_eof()
+        received = await asyncio.wait_for(reader.read(), 30)
+        assert len(received) == 20 * (4 + (1 << 20))
+        while listener.connections:
+            await asyncio.sleep(0.001)
+
+
+async def test_unread_replies_count_against_the_budget() -> None:
+    budget = Budget(1 << 30)
+    async with listening(budget, Flood()) as (_, port), clients(port, 1) as ((_, writer),):
+        writer.write(framed(b"a") * 30)
+        await until_holding(budget, 500_000)
+        await asyncio.sleep(0.05)
+        # Nothing more is served while nothing is read.
+        assert budget.used_bytes < 3 << 20
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_the_pass_goes_to_one_at_a_time(count: int) -> None:
+    budget = Budget(100)
+    budget.take(1000)
+    grown: list[int] = []
+
+    def grow(number: int) -> None:
+        assert budget.take_pass(number)
+        grown.append(number)
+
+    assert budget.take_pass("first")
+    for number in range(count):
+        assert not budget.take_pass(number)
+        budget.wait_to_grow(number, lambda number=number: grow(number))  # type: ignore[misc]
+    assert budget.waiting == count
+    budget.hand_on_pass("somebody else")
+    assert grown == []
+    budget.hand_on_pass("first")
+    for number in range(count):
+        assert grown == list(range(number + 1))
+        budget.hand_on_pass(number)
+    assert budget.waiting == 0
