@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.run-$(shell cksum requirements/run.lock 2>/dev/null | cut -d' ' -f1)
 DEV_STAMP := $(VENV)/.dev-$(shell cksum requirements/dev.lock 2>/dev/null | cut -d' ' -f1)
 PYTEST_ARGS ?=
+FUZZ_ARGS ?=
+SOAK_ARGS ?=
 
 .PHONY: help demo test check bench serve kill-trial conformance compare fuzz docs lock clean
 .DEFAULT_GOAL := help
@@ -57,8 +59,11 @@ conformance: $(DEV_STAMP) ## Run the Java and Go clients against a broker; skips
 compare: $(DEV_STAMP) ## Ask Apache Kafka and Millstream the same odd questions and show where the answers differ
 	@$(BIN)/python -m conformance.compare
 
-fuzz: $(DEV_STAMP) ## Throw random bytes at the record codec, with bounds checks on
-	@NUMBA_BOUNDSCHECK=1 $(BIN)/python -m benchmarks.fuzz_codec
+fuzz: $(DEV_STAMP) ## Throw broken frames, requests, data folders and records at the broker, a minute each
+	@$(BIN)/python -m benchmarks.fuzz_run $(FUZZ_ARGS)
+
+soak: $(DEV_STAMP) ## An hour of mixed load with kills; says whether memory, file handles and latency stayed flat
+	@$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)
 
 docs: $(DEV_STAMP) ## Regenerate docs/configuration.md and docs/protocol.md from the code
 	@$(BIN)/python -m millstream.cli.main config-reference > docs/configuration.md

@@ -93,7 +93,8 @@ def _field_walk(field: Field[Any], flexible: bool, *, tagged: bool) -> Walk:
     kind, nullable = unwrapped(field.type)
     item = item_of(kind)
     if item is not None:
-        return _array_walk(item, field, flexible)
+        walk = _array_walk(item, field, flexible)
+        return walk if nullable else _not_null(_compact_length if flexible else _legacy_length, walk)
     if is_entity(kind):
         walk = guard_of(kind)
         return _nullable_entity(walk) if nullable and not tagged else walk
@@ -145,6 +146,17 @@ def _array(length_of: Length, item: Walk) -> Walk:
         for _ in range(length):
             position = item(span, position)
         return position
+
+    return walk
+
+
+def _not_null(length_of: Length, array: Walk) -> Walk:
+    """Refuse null where a list has to be: kio would hand it on, and no handler expects it."""
+
+    def walk(span: Span, position: int) -> int:
+        if length_of(span, position)[0] < 0:
+            raise ProtocolViolation("a list that must be there is null")
+        return array(span, position)
 
     return walk
 
