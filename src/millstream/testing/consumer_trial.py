@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 from uuid import UUID
 
 from millstream.coordination.later import Later
 from millstream.coordination.state import StateRecord
 from millstream.groups.consumer.assignment import NOTHING, Assignment, assignment_of
+from millstream.groups.consumer.embedded import read_assignment_of, write_assignment
 from millstream.groups.consumer.group import ConsumerGroup
 from millstream.groups.consumer.requests import ConsumerGroupDescription, ConsumerHeartbeat, HeartbeatAnswer
 from millstream.groups.consumer.shard import ConsumerTopics
+from millstream.groups.requests import Joined, Synced
 from millstream.groups.shard import GroupShard
+from millstream.model.errors import MemberIdRequired
 from millstream.testing.group_trial import GROUP, GroupTrial
 from millstream.testing.state_log import MemoryTopics
+from millstream.wire.primitives import Writer
 
 SESSION_MS = 45_000
 REBALANCE_MS = 60_000
@@ -166,3 +170,78 @@ class ConsumerTrial(GroupTrial):
             new_suffix=lambda: str(next(self._suffixes)),
             topics=ConsumerTopics.of(self.cluster),
         )
+
+
+def classic_protocols(
+    *topics: str, owned: Iterable[tuple[str, Iterable[int]]] = (), names: Iterable[str] = ("range",), version: int = 1
+) -> tuple[tuple[str, bytes], ...]:
+    """What a classic consumer of these topics offers when it joins."""
+    writer = Writer(flexible=False)
+    writer.int16(version)
+    writer.array_length(len(topics))
+    for topic in topics:
+        writer.string(topic)
+    writer.blob(None)
+    if version >= 1:
+        listed = [(topic, sorted(numbers)) for topic, numbers in owned]
+        writer.array_length(len(listed))
+        for topic, numbers in listed:
+            writer.string(topic)
+            writer.int32_array(numbers)
+    return tuple((name, bytes(writer.buffer)) for name in names)
+
+
+class ClassicConsumer:
+    """A member of the classic protocol that a test steps by hand; it gives up everything before it joins again."""
+
+    def __init__(self, trial: ConsumerTrial, *topics: str, instance_id: str | None = None) -> None:
+        self._trial = trial
+        self.topics = topics
+        self.instance_id = instance_id
+        self.member_id = ""
+        self.generation = -1
+        self.owned: dict[str, set[int]] = {}
+
+    def join(self, *, cooperative: bool = False) -> Later[Joined]:
+        """Join, with the id that is given for it; the answer may come later."""
+        kept = self.owned.items() if cooperative else ()
+        if not cooperative:
+            self.owned = {}
+        protocols = classic_protocols(*self.topics, owned=kept)
+        answer = self._trial.join(self.member_id, instance_id=self.instance_id, protocols=protocols)
+        if isinstance(answer.error, MemberIdRequired):
+            self.member_id = answer.error.member_id
+            answer = self._trial.join(self.member_id, protocols=protocols)
+        answer.listen(self._joined)
+        return answer
+
+    def sync(self, **assignments: Mapping[str, Iterable[int]]) -> Later[Synced]:
+        """Ask for the assignment; a leader brings those of all by their member ids."""
+        brought = {
+            member_id: write_assignment([(topic, list(numbers)) for topic, numbers in share.items()], version=1)
+            for member_id, share in assignments.items()
+        }
+        answer = self._trial.sync(
+            self.member_id, generation=self.generation, assignments=brought, instance_id=self.instance_id
+        )
+        answer.listen(self._synced)
+        return answer
+
+    def beat(self) -> Later[None]:
+        """Say that it lives."""
+        return self._trial.heartbeat(self.member_id, generation=self.generation, instance_id=self.instance_id)
+
+    def go_on(self) -> None:
+        """Do as a client does: join and sync when told to."""
+        if self.beat().error is not None:
+            self.join(cooperative=True)
+            self.sync()
+
+    def _joined(self, answer: Later[Joined]) -> None:
+        if answer.error is None:
+            self.member_id, self.generation = answer.result().member_id, answer.result().generation
+
+    def _synced(self, answer: Later[Synced]) -> None:
+        if answer.error is None:
+            partitions, _ = read_assignment_of(answer.result().assignment)
+            self.owned = {topic: set(numbers) for topic, numbers in partitions}

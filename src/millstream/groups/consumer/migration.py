@@ -108,7 +108,10 @@ def can_downgrade(group: ConsumerGroup, without: Collection[str], *, members_max
 
 
 def downgrade(group: ConsumerGroup, without: Collection[str], topics: TopicView, *, now_ms: int) -> list[StateRecord]:
-    """The records that make a classic group of a consumer group whose members, but these, all speak that protocol."""
+    """The records that make a classic group of a consumer group whose members, but these, all speak that protocol.
+
+    Members keep what they have, not what they were to get: others may have that still.
+    """
     classic = Group(group.group_id, now_ms=now_ms)
     classic.generation = group.epoch
     for member in group.members.values():
@@ -117,7 +120,7 @@ def downgrade(group: ConsumerGroup, without: Collection[str], topics: TopicView,
     classic.protocol_name = classic.select_protocol()
     assignments = {
         member_id: write_assignment(
-            named_partitions(group.targets.get(member_id, {}), topics),
+            named_partitions(group.members[member_id].position.assigned, topics),
             version=_version_of(member.metadata(classic.protocol_name)),
         )
         for member_id, member in classic.members.items()

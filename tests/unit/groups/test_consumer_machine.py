@@ -1,0 +1,621 @@
+"""Random histories of one consumer group on the real runtime.
+
+Consumers of both protocols join, leave, die and are slow; answers are lost; topics come, grow and go; disks fail and
+the broker crashes. The log is in memory, and the test decides when an append is acknowledged and what a crash leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from itertools import combinations, count
+from typing import Any, TypeVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from millstream.coordination.later import Later
+from millstream.coordination.loading import read_back
+from millstream.coordination.shard import Shard
+from millstream.coordination.timers import Timers
+from millstream.groups.consumer.assignment import NOTHING, Assignment, overlaps, partitions_in, size_of, union
+from millstream.groups.consumer.embedded import read_assignment_of, write_assignment
+from millstream.groups.consumer.group import ConsumerGroup, ConsumerGroupState
+from millstream.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH
+from millstream.groups.consumer.migration import partitions_by_id
+from millstream.groups.consumer.requests import HeartbeatAnswer
+from millstream.groups.consumer.shard import ConsumerTopics
+from millstream.groups.group import Group
+from millstream.groups.requests import (
+    CommitRequest,
+    GroupLimits,
+    Joined,
+    JoinRequest,
+    Leaver,
+    MemberRef,
+    PartitionCommit,
+    Synced,
+    SyncRequest,
+)
+from millstream.groups.shard import GroupShard
+from millstream.model.errors import (
+    BatchTooLarge,
+    CoordinatorUnavailable,
+    FencedMemberEpoch,
+    GroupRejected,
+    MemberIdRequired,
+    MillstreamError,
+    StorageFailure,
+    UnknownGroup,
+    UnknownMember,
+    UnreleasedInstance,
+)
+from millstream.testing.clock import ManualClock
+from millstream.testing.consumer_trial import SimulatedConsumer, classic_protocols
+from millstream.testing.group_trial import GROUP
+from millstream.testing.state_log import MemoryPartition, MemoryTopics
+
+T = TypeVar("T")
+
+SESSION_MS = 10_000
+REBALANCE_MS = 15_000
+EXPECTED = (GroupRejected, CoordinatorUnavailable, UnknownMember, UnknownGroup)
+LIMITS = GroupLimits(
+    session_min_ms=1,
+    session_max_ms=1_000_000,
+    initial_delay_ms=300,
+    members_max=20,
+    offsets_retention_ms=10**12,
+    sweep_ms=10**12,
+    consumer_session_ms=SESSION_MS,
+)
+NAMES = ("apples", "pears", "plums")
+CHOICES: list[dict[str, Any]] = [
+    {"topics": frozenset({"apples"})},
+    {"topics": frozenset({"apples", "pears"})},
+    {"topics": frozenset(NAMES)},
+    {"topics": frozenset(), "expression": "p.*"},
+    {"topics": frozenset({"apples"}), "expression": "pl.*"},
+    {"topics": frozenset(NAMES), "assignor": "range"},
+]
+
+newer = st.integers(0, 3)
+older = st.integers(0, 1)
+
+
+class Newer:
+    """A consumer of the newer protocol, with at most one heartbeat under way."""
+
+    def __init__(self, number: int) -> None:
+        self.instance_id = "static" if number == 0 else None
+        self.choice: dict[str, Any] = CHOICES[2]
+        self.asked = 0
+        self.under_way = False
+        self.begin("")
+
+    def begin(self, member_id: str) -> None:
+        """A new process."""
+        self.consumer = SimulatedConsumer(member_id, instance_id=self.instance_id, rebalance_timeout_ms=REBALANCE_MS)
+        self.told: dict[str, Any] = {}
+        self.joined = False
+        self.asked += 1
+        self.under_way = False
+
+
+class Older:
+    """A consumer of the classic protocol that gives up everything before it joins."""
+
+    def __init__(self) -> None:
+        self.member_id = ""
+        self.generation = -1
+        self.owned: Assignment = NOTHING
+        self.joined: Joined | None = None
+        self.asked = 0
+
+
+class ConsumerGroupHistory(RuleBasedStateMachine):
+    """Consumers that do as they like, on a broker that fails now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        logging.disable(logging.CRITICAL)
+        self.loop = asyncio.new_event_loop()
+        # What fails in a callback is not raised by the loop, so it is kept for the next check.
+        self.defects: list[dict[str, Any]] = []
+        self.loop.set_exception_handler(lambda _, context: self.defects.append(context))
+        self.clock = ManualClock()
+        self.partition = MemoryPartition(acknowledges=False)
+        self.topics = MemoryTopics()
+        self.ids = count(1)
+        self.newer = [Newer(number) for number in range(4)]
+        self.older = [Older() for _ in range(2)]
+        self.durable_epoch = 0
+        self.beginnings = 0
+        self.last_submitted = 0
+        self.last_acknowledged = -1
+
+    @initialize(sizes=st.lists(st.integers(1, 5), min_size=2, max_size=3))
+    def start(self, sizes: list[int]) -> None:
+        for name, partitions in zip(NAMES, sizes, strict=False):
+            self.topics.add(name, partitions=partitions)
+        self.shard = self._open()
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "shard"):
+                self._converge()
+                self.nothing_failed_on_the_side()
+        finally:
+            if hasattr(self, "shard"):
+                self._run(self.shard.close())
+            self.loop.close()
+            logging.disable(logging.NOTSET)
+
+    # What consumers of the newer protocol do
+
+    @rule(who=newer, gives_up=st.booleans(), answer_is_lost=st.booleans())
+    def beat(self, who: int, gives_up: bool, answer_is_lost: bool) -> None:
+        client = self.newer[who]
+        if client.under_way:
+            # It did not get its answer in time, and asks again with everything it knows.
+            client.consumer.lost_answer = True
+        if gives_up:
+            client.consumer.give_up()
+        self._beat(client, lost=answer_is_lost)
+
+    @rule(who=newer, choice=st.sampled_from(CHOICES))
+    def want(self, who: int, choice: dict[str, Any]) -> None:
+        self.newer[who].choice = choice
+        self._beat(self.newer[who])
+
+    @rule(who=newer, for_a_while=st.booleans())
+    def leave(self, who: int, for_a_while: bool) -> None:
+        client = self.newer[who]
+        if client.consumer.epoch > 0:
+            epoch = AWAY_EPOCH if for_a_while and client.instance_id else LEFT_EPOCH
+            request = client.consumer.leaving(epoch)
+            self._ask(lambda shard: shard.consumers.heartbeat(request), pure=True)
+        client.begin("")
+
+    @rule(who=newer)
+    def die(self, who: int) -> None:
+        self.newer[who].begin("")
+
+    @rule(who=newer, stale=st.booleans())
+    def commit(self, who: int, stale: bool) -> None:
+        consumer = self.newer[who].consumer
+        self.last_submitted += 1
+        offset = self.last_submitted
+        member = MemberRef(
+            group_id=GROUP, member_id=consumer.member_id, generation=consumer.epoch - stale if consumer.epoch else -1
+        )
+        request = CommitRequest(member=member, topics={"apples": (PartitionCommit(partition=0, offset=offset),)})
+
+        def committed(_: object) -> None:
+            self.last_acknowledged = max(self.last_acknowledged, offset)
+
+        self._ask(lambda shard: shard.commit(request), committed, pure=True)
+
+    # What consumers of the classic protocol do
+
+    @rule(who=older)
+    def join(self, who: int) -> None:
+        client = self.older[who]
+        client.owned, client.joined = NOTHING, None
+        client.asked += 1
+        asked = client.asked
+        request = JoinRequest(
+            group_id=GROUP,
+            member_id=client.member_id,
+            client_id="classic",
+            client_host="/127.0.0.1",
+            session_timeout_ms=SESSION_MS,
+            rebalance_timeout_ms=REBALANCE_MS,
+            protocol_type="consumer",
+            protocols=classic_protocols(*NAMES[:2]),
+        )
+
+        def joined(answer: Joined) -> None:
+            if client.asked == asked:
+                client.joined, client.generation = answer, answer.generation
+
+        def refused(error: MillstreamError) -> None:
+            if isinstance(error, MemberIdRequired):
+                client.member_id = error.member_id
+            elif isinstance(error, UnknownMember):
+                client.member_id = ""
+
+        self._ask(lambda shard: shard.join(request), joined, refused)
+
+    @rule(who=older)
+    def sync(self, who: int) -> None:
+        client = self.older[who]
+        if client.joined is None:
+            return
+        asked = client.asked
+        request = SyncRequest(member=self._ref(client), assignments=dict(self._shares(client.joined)))
+
+        def synced(answer: Synced) -> None:
+            if client.asked == asked:
+                client.owned = partitions_by_id(read_assignment_of(answer.assignment)[0], self.topics)
+
+        self._ask(lambda shard: shard.sync(request), synced, self._left(client))
+
+    @rule(who=older)
+    def classic_beat(self, who: int) -> None:
+        client = self.older[who]
+        reference = self._ref(client)
+        self._ask(lambda shard: shard.heartbeat(reference), on_error=self._left(client), pure=True)
+
+    @rule(who=older)
+    def classic_leave(self, who: int) -> None:
+        client = self.older[who]
+        leaver = Leaver(client.member_id)
+        client.asked += 1
+        client.owned, client.joined, client.member_id = NOTHING, None, ""
+        self._ask(lambda shard: shard.leave(GROUP, [leaver]))
+
+    # What happens to them
+
+    @rule(name=st.sampled_from(NAMES), partitions=st.integers(1, 6))
+    def topics_change(self, name: str, partitions: int) -> None:
+        topic = self.topics.get(name)
+        if topic is None:
+            self.topics.add(name, partitions=partitions)
+        elif topic.partitions < partitions:
+            self.topics.grow(name, partitions)
+        else:
+            self.topics.remove(name)
+
+    @rule(milliseconds=st.sampled_from([1, 1000, 5000, 9000, 20_000]))
+    def time_passes(self, milliseconds: int) -> None:
+        self._pass_ms(milliseconds)
+
+    @rule(batches=st.sampled_from([1, 3, None]))
+    def acknowledge(self, batches: int | None) -> None:
+        self.partition.acknowledge(batches)
+        self._settle()
+
+    @rule()
+    def a_sync_fails(self) -> None:
+        self.partition.fail(StorageFailure("the disk failed"))
+        self._reloaded()
+
+    @rule(error=st.sampled_from([StorageFailure("the disk is full"), BatchTooLarge("too large")]), who=newer)
+    def appends_are_refused_for_a_moment(self, error: MillstreamError, who: int) -> None:
+        self.partition.refusal = error
+        self._beat(self.newer[who])
+        self._pass_ms(1000)
+        self.partition.refusal = None
+        if self.shard.state is None:
+            self.partition.acknowledge()
+            self._reloaded()
+
+    @rule(kept=st.integers(0, 4))
+    def crash(self, kept: int) -> None:
+        old, self.partition = self.shard, self.partition.after_crash(kept=kept)
+        # The number of the topics' version begins anew with the process.
+        self.topics.version = len(self.topics.all())
+        self.shard = self._open()
+        self._run(self._abandon(old))
+        for client in self.newer:
+            client.asked += 1
+            client.consumer.lost_answer = client.consumer.lost_answer or client.under_way
+            client.under_way = False
+        self._check_what_survived()
+
+    @rule(several=st.sets(newer, min_size=1), crash_between=st.booleans())
+    def settle_down(self, several: set[int], crash_between: bool) -> None:
+        """Some consumers do as they should, so that groups get stable often."""
+        for number in range(4):
+            for who in sorted(several):
+                self.beat(who, True, False)
+            self.acknowledge(None)
+            if crash_between and number == 1:
+                self.crash(4)
+
+    # What must hold
+
+    @invariant()
+    def nothing_failed_on_the_side(self) -> None:
+        for defect in self.defects:
+            raise defect.get("exception") or AssertionError(defect["message"])
+
+    @invariant()
+    def a_partition_has_one_owner_in_the_books(self) -> None:
+        group = self._group()
+        if group is None:
+            return
+        held = [union(m.position.assigned, m.position.pending) for m in group.members.values()]
+        for one, other in combinations(held, 2):
+            assert not overlaps(one, other)
+        for member in group.members.values():
+            for topic_id, number in partitions_in(union(member.position.assigned, member.position.pending)):
+                assert not group.is_taken(topic_id, number, by_other_than=member.member_id)
+        targets = [target for member_id, target in group.targets.items() if member_id in group.members]
+        for one, other in combinations(targets, 2):
+            assert not overlaps(one, other)
+
+    @invariant()
+    def a_partition_has_one_owner_among_members(self) -> None:
+        """Whoever is put out and does not know it yet is not counted: it hears of it before it may go on."""
+        held = list(self._held_by_members())
+        for (_, one), (_, other) in combinations(held, 2):
+            assert not overlaps(one, other), held
+
+    @invariant()
+    def epochs_are_in_order(self) -> None:
+        group = self._group()
+        if group is None and self._is_loaded():
+            # An empty group that was begun anew in the other protocol counts from the beginning.
+            self.durable_epoch = 0
+            self.beginnings += 1
+        if group is not None:
+            assert group.epoch >= self.durable_epoch
+            assert group.target_epoch <= group.epoch
+            assert all(member.epoch <= group.epoch for member in group.members.values())
+
+    @invariant()
+    def the_books_are_in_order(self) -> None:
+        group = self._group()
+        if group is None:
+            return
+        members = group.members.values()
+        assert group.static_members == {m.instance_id: m.member_id for m in members if m.instance_id}
+        assert group.classic_members == sum(m.speaks_classic for m in members)
+        assert group.members_bytes == sum(m.subscription.size_bytes for m in members)
+        assert sum(group.choices.values()) == len(members)
+        assert set(group.resolved) <= set(group.expressions())
+        assert group.targets.keys() <= group.members.keys()
+
+    @invariant()
+    def a_group_is_of_one_kind(self) -> None:
+        state = self.shard.state if hasattr(self, "shard") else None
+        assert state is None or state.groups.get(GROUP) is None or state.consumers.get(GROUP) is None
+
+    # How
+
+    def _beat(self, client: Newer, *, lost: bool = False) -> None:
+        consumer = client.consumer
+        if not consumer.member_id:
+            consumer.member_id = f"m{next(self.ids)}"
+        full = consumer.epoch <= 0 or consumer.lost_answer or client.told != client.choice
+        consumer.topics, consumer.expression = client.choice["topics"], client.choice.get("expression", "")
+        if "assignor" in client.choice:
+            consumer.more["assignor"] = client.choice["assignor"]
+        request = consumer.request(full=full)
+        client.told = client.choice
+        client.asked += 1
+        client.under_way = True
+        asked, beginnings = client.asked, self.beginnings
+
+        def heard(answer: HeartbeatAnswer) -> None:
+            if self.beginnings == beginnings:
+                self.durable_epoch = max(self.durable_epoch, answer.epoch)
+            if client.asked != asked:
+                return
+            client.under_way = lost
+            if lost:
+                consumer.lost_answer = True
+                return
+            assert consumer.epoch <= 0 or answer.epoch >= consumer.epoch
+            client.joined = True
+            consumer.hear(answer)
+
+        def refused(error: MillstreamError) -> None:
+            if client.asked != asked:
+                return
+            client.under_way = False
+            if isinstance(error, FencedMemberEpoch | UnknownMember | UnknownGroup):
+                consumer.fence()
+            elif isinstance(error, GroupRejected) and not isinstance(error, UnreleasedInstance):
+                client.begin("")
+            else:
+                consumer.lost_answer = True
+
+        def not_there() -> None:
+            client.under_way = False
+            consumer.lost_answer = True
+
+        self._ask(lambda shard: shard.consumers.heartbeat(request), heard, refused, not_there, pure=True)
+
+    def _held_by_members(self) -> Iterator[tuple[str, Assignment]]:
+        state = self.shard.state if hasattr(self, "shard") else None
+        if state is None:
+            return
+        group: Group | ConsumerGroup | None = state.groups.get(GROUP) or state.consumers.get(GROUP)
+        members = {} if group is None else group.members
+        for newer_client in self.newer:
+            consumer = newer_client.consumer
+            if consumer.member_id in members and consumer.epoch > 0:
+                yield consumer.member_id, consumer.owned
+        for older_client in self.older:
+            if older_client.member_id in members:
+                yield older_client.member_id, older_client.owned
+
+    def _left(self, client: Older) -> Callable[[MillstreamError], None]:
+        """A classic consumer gives up everything when it is told that it is not a member of this generation."""
+        asked = client.asked
+
+        def refused(error: MillstreamError) -> None:
+            if client.asked == asked and isinstance(error, UnknownMember | GroupRejected):
+                client.owned, client.joined = NOTHING, None
+                if isinstance(error, UnknownMember):
+                    client.member_id = ""
+
+        return refused
+
+    def _shares(self, joined: Joined) -> Iterator[tuple[str, bytes]]:
+        """What the leader of a classic group brings: each partition to one member."""
+        if joined.leader_id != joined.member_id:
+            return
+        members = sorted(member.member_id for member in joined.members)
+        shares: dict[str, dict[str, list[int]]] = {member_id: {} for member_id in members}
+        for name in NAMES[:2]:
+            topic = self.topics.get(name)
+            for number in range(0 if topic is None else topic.partitions):
+                shares[members[number % len(members)]].setdefault(name, []).append(number)
+        for member_id, share in shares.items():
+            yield member_id, write_assignment(share.items(), version=1)
+
+    def _ref(self, client: Older) -> MemberRef:
+        return MemberRef(group_id=GROUP, member_id=client.member_id, generation=client.generation)
+
+    def _is_loaded(self) -> bool:
+        return hasattr(self, "shard") and self.shard.state is not None
+
+    def _group(self) -> ConsumerGroup | None:
+        state = self.shard.state if hasattr(self, "shard") else None
+        return None if state is None else state.consumers.get(GROUP)
+
+    def _open(self) -> Shard[GroupShard]:
+        return self._run(self._opened())
+
+    async def _opened(self) -> Shard[GroupShard]:
+        shard = Shard(
+            "groups-0",
+            self.partition,
+            self._new_state,
+            clock=self.clock,
+            gate=asyncio.Semaphore(1),
+            retry_first_s=0.0,
+            rewrite_records_min=40,
+        )
+        shard.open()
+        await shard.wait_loaded()
+        return shard
+
+    async def _abandon(self, shard: Shard[GroupShard]) -> None:
+        abandoned = shard.partition
+        assert isinstance(abandoned, MemoryPartition)
+        abandoned.acknowledge()
+        await shard.close()
+
+    def _new_state(self, timers: Timers) -> GroupShard:
+        return GroupShard(
+            timers,
+            limits=LIMITS,
+            clock=self.clock,
+            topic_id_of=lambda name: None if (topic := self.topics.get(name)) is None else topic.topic_id,
+            topics=ConsumerTopics.of(self.topics),
+        )
+
+    def _ask(
+        self,
+        operation: Callable[[GroupShard], Any],
+        on_answer: Callable[[Any], None] = lambda _: None,
+        on_error: Callable[[MillstreamError], None] = lambda _: None,
+        on_absence: Callable[[], None] = lambda: None,
+        *,
+        pure: bool = False,
+    ) -> None:
+        shard = self.shard
+
+        async def submit() -> None:
+            try:
+                request = shard.submit(operation, pure=pure)
+            except CoordinatorUnavailable:
+                on_absence()
+                return
+            request.add_done_callback(done)
+
+        def done(request: asyncio.Future[Any]) -> None:
+            # An answer of a broker that has crashed since never arrives.
+            if request.cancelled() or shard is not self.shard:
+                if not request.cancelled():
+                    request.exception()
+                return
+            error = request.exception()
+            if error is None:
+                on_answer(request.result())
+            else:
+                assert isinstance(error, (*EXPECTED, BatchTooLarge)), repr(error)
+                on_error(error)
+
+        self._run(submit())
+        self._settle()
+
+    def _pass_ms(self, milliseconds: int) -> None:
+        async def fire() -> None:
+            if self.shard.state is not None:
+                self.shard.fire_timers()
+
+        for _ in range(5):
+            self.clock.advance_ms(milliseconds // 5)
+            self._run(fire())
+        self.clock.advance_ms(milliseconds % 5)
+        self._run(fire())
+        self._settle()
+
+    def _reloaded(self) -> None:
+        async def reload() -> None:
+            await asyncio.sleep(0)
+            await self.shard.wait_loaded()
+
+        self._run(reload())
+        self._check_what_survived()
+
+    def _check_what_survived(self) -> None:
+        state = self.shard.state
+        assert state is not None
+        if self.topics.get("apples") is None or self.last_acknowledged < 0:
+            return
+        fetched = state.fetch(GROUP, {"apples": [0]})[1]
+        assert not isinstance(fetched, Later)
+        # The topic may have been deleted since, and made anew, with all that was committed gone.
+        offset = fetched["apples"][0].offset
+        assert offset == -1 or self.last_acknowledged <= offset <= self.last_submitted
+
+    def _converge(self) -> None:
+        """When nothing goes wrong any more, those who live share everything out, evenly, and stay with it."""
+        self.partition.refusal = None
+        self.partition.acknowledge()
+        self._reloaded()
+        for client in self.older:
+            client.asked += 1
+            client.owned, client.joined, client.member_id = NOTHING, None, ""
+        for other in self.newer:
+            other.choice = CHOICES[2]
+        for _ in range(12):
+            for _ in range(2):
+                for who in range(4):
+                    self.beat(who, True, False)
+                self.partition.acknowledge()
+                self._settle()
+            self._pass_ms(4000)
+        group = self._group()
+        assert group is not None
+        assert group.state is ConsumerGroupState.STABLE
+        owned = [client.consumer.owned for client in self.newer]
+        everything = {(topic.topic_id, number) for topic in self.topics.all() for number in range(topic.partitions)}
+        assert {place for share in owned for place in partitions_in(share)} == everything
+        assert sum(map(size_of, owned)) == len(everything)
+        if not group.assignors or set(group.assignors) == {"uniform"}:
+            assert max(map(size_of, owned)) - min(map(size_of, owned)) <= 1
+        self._the_state_is_the_fold_of_the_log()
+
+    def _the_state_is_the_fold_of_the_log(self) -> None:
+        state = self.shard.state
+        assert state is not None
+        again = self._new_state(Timers(self.clock))
+        self._run(read_back("again", self.partition, again))
+        assert again.consumers.describe(GROUP) == state.consumers.describe(GROUP)
+        assert sorted(map(repr, again.durable_keys())) == sorted(map(repr, state.durable_keys()))
+
+    def _settle(self) -> None:
+        async def settle() -> None:
+            for _ in range(4):
+                await asyncio.sleep(0)
+
+        self._run(settle())
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+
+TestConsumerGroupHistory = ConsumerGroupHistory.TestCase
+TestConsumerGroupHistory.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
