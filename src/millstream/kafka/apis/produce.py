@@ -66,6 +66,8 @@ _TIMEOUT_S_MAX = 600.0
 # The lower byte of a batch's attributes, which holds the codec and all flags.
 _FLAGS_AT = 22
 _FIRST_FIELDS = struct.Struct(">qiib")
+_OUTCOME = struct.Struct(">ihqq")
+_OUTCOME_WITH_START = struct.Struct(">ihqqq")
 
 
 class _Given(NamedTuple):
@@ -85,10 +87,11 @@ class _Request(NamedTuple):
 class _Outcome:
     """What became of one partition of a request."""
 
-    __slots__ = ("appended", "code", "given", "message")
+    __slots__ = ("appended", "code", "given", "message", "partition")
 
     def __init__(self, given: _Given) -> None:
         self.given = given
+        self.partition: Partition | None = None
         self.appended: AppendedRange | None = None
         self.code = ErrorCode.none
         self.message: str | None = None
@@ -163,6 +166,7 @@ class Produce:
                 partition = self._partition(given)
                 _check_allowed(partition, given.records, request.version)
                 outcome.appended = partition.write(given.records, acks=request.acks)
+                outcome.partition = partition
             except CorruptBatch as error:
                 self.batches_rejected += 1
                 outcome.fail(_as_told(error, given.records))
@@ -179,9 +183,9 @@ class Produce:
     def _reply(self, header: RequestHeader, request: _Request, outcomes: list[_Outcome], throttle_ms: int) -> Answer:
         pending: _Pending | None = None
         for outcome in outcomes:
-            if outcome.appended is None:
+            if outcome.appended is None or outcome.partition is None:
                 continue
-            acknowledged = self._partition(outcome.given).acknowledged(outcome.appended)
+            acknowledged = outcome.partition.acknowledged(outcome.appended)
             if acknowledged is None:
                 continue
             if pending is None:
@@ -316,12 +320,19 @@ def _write(header: RequestHeader, outcomes: list[_Outcome], throttle_ms: int) ->
 
 def _write_outcome(writer: Writer, version: int, outcome: _Outcome) -> None:
     appended = outcome.appended
-    writer.int32(outcome.given.partition)
-    writer.int16(outcome.code)
-    writer.int64(-1 if appended is None else appended.base_offset)
-    writer.int64(-1 if appended is None else appended.append_time_ms)
+    base, time_ms, start = (
+        (-1, -1, -1)
+        if appended is None
+        else (
+            appended.base_offset,
+            appended.append_time_ms,
+            appended.log_start,
+        )
+    )
     if version >= FIRST_WITH_LOG_START:
-        writer.int64(-1 if appended is None else appended.log_start)
+        writer.buffer += _OUTCOME_WITH_START.pack(outcome.given.partition, outcome.code, base, time_ms, start)
+    else:
+        writer.buffer += _OUTCOME.pack(outcome.given.partition, outcome.code, base, time_ms)
     if version >= FIRST_WITH_MESSAGES:
         writer.array_length(0)
         writer.string(outcome.message)
