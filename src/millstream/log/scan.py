@@ -7,6 +7,7 @@ the batches around it.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,7 +20,9 @@ from millstream.records.batch import HEADER_BYTES, LOG_OVERHEAD_BYTES, BatchHead
 WINDOW_BYTES = 4 * 1024 * 1024
 _MAGIC_AT = 16
 _MAGIC_BYTE = b"\x02"
-_GAP_OFFSETS_MAX = 2**31
+_VOTES_MAX = 16
+_SIZE_AND_COUNTS = struct.Struct(">8xi11xi30xi")
+"""Of a batch: its length, its last offset delta and its number of records."""
 
 
 class Bad(NamedTuple):
@@ -157,14 +160,28 @@ class Scan:
     def _resume(self, header: BatchHeader | None) -> tuple[Bad, BatchHeader | None]:
         """What is bad from here on, and the valid batch that follows it, if there is one."""
         start, first = self.position, self.expected
-        if header is not None and header.base_offset > first and self._confirmed(header):
-            # Nothing is wrong with this batch: what should come before it is missing from the file.
-            return Bad(start, start, first, header.base_offset), header
+        if header is not None and first < header.base_offset and header.next_offset <= self._limit:
+            shift = header.base_offset - first
+            right, wrong = self._votes(header, header.next_offset), self._votes(header, header.next_offset - shift)
+            if right > wrong and self._epoch_fits(header):
+                # Nothing is wrong with this batch: what should come before it is missing from the file.
+                return Bad(start, start, first, header.base_offset), header
         for position in self._candidates(start):
             found = batch_at(self._window, position)
             if found is not None and self._plausible(found):
                 return Bad(start, position, first, found.base_offset), found
         return Bad(start, self._window.end, first, -1), None
+
+    def _votes(self, header: BatchHeader, next_offset: int) -> int:
+        """How many more of the batches behind one agree than disagree that it ends at an offset."""
+        agreed = 0
+        for _ in range(_VOTES_MAX):
+            following = batch_at(self._window, header.end_position)
+            if following is None:
+                break
+            agreed += 1 if following.base_offset == next_offset else -1
+            header, next_offset = following, next_offset + following.last_offset_delta + 1
+        return agreed
 
     def _candidates(self, start: int) -> Iterator[int]:
         """Where the next batch may begin: where the bad one says that it ends, then anywhere.
@@ -182,23 +199,29 @@ class Scan:
             position = self._window.find_magic(position + 1)
 
     def _plausible(self, found: BatchHeader) -> bool:
-        """Whether a batch behind a bad stretch carries an offset that can be believed."""
+        """Whether a batch behind a bad stretch carries an offset and an epoch that can be believed."""
         if not self.expected <= found.base_offset or found.next_offset > self._limit:
             return False
         if self._epochs is not None:
-            return self._epochs.epoch_at(found.base_offset) == found.leader_epoch
-        if found.leader_epoch < self._last_epoch:
+            if self._epochs.epoch_at(found.base_offset) != found.leader_epoch:
+                return False
+        elif found.leader_epoch < self._last_epoch:
             return False
-        return self._confirmed(found) or (
-            found.base_offset - self.expected < _GAP_OFFSETS_MAX and self._not_denied(found)
-        )
+        votes = self._votes(found, found.next_offset)
+        # Against a single other batch, what came before decides which of the two is wrong.
+        return votes > 0 or (votes >= -1 and self._expectable(found))
 
-    def _confirmed(self, header: BatchHeader) -> bool:
-        """Whether the batch behind this one says the same about the offsets."""
-        following = batch_at(self._window, header.end_position)
-        return following is not None and following.base_offset == header.next_offset
+    def _expectable(self, found: BatchHeader) -> bool:
+        """Whether an offset that no later batch confirms fits what the bad bytes before it can have held.
 
-    def _not_denied(self, header: BatchHeader) -> bool:
-        """Whether no valid batch behind this one contradicts its offsets."""
-        following = batch_at(self._window, header.end_position)
-        return following is None or following.base_offset >= header.next_offset
+        If these are one batch, two fields of its header tell how many offsets it has, and one bit can have changed
+        only one of them. If they are several, at least a record takes more than a byte.
+        """
+        head = self._window.at(self.position, HEADER_BYTES)
+        if len(head) < HEADER_BYTES:
+            return False
+        size, last_offset_delta, record_count = _SIZE_AND_COUNTS.unpack_from(head)
+        if found.base_offset - self.expected in (last_offset_delta + 1, record_count):
+            return True
+        one_batch = self.position + LOG_OVERHEAD_BYTES + size == found.position
+        return not one_batch and found.base_offset - self.expected <= found.position - self.position

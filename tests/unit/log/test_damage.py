@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from uuid import UUID
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ from millstream.testing.files import MemoryFiles
 TOPIC_ID = UUID(int=1)
 PARTITION = TopicPartition("t", PartitionIndex(0))
 SETTINGS = TopicSettings(segment_bytes=900, index_interval_bytes=150)
+OFFSET_BYTES = range(8)
 EPOCH_BYTES = range(12, 16)
 
 Batches = dict[int, tuple[int, bytes]]
@@ -80,6 +82,8 @@ def read_all(log: Log) -> tuple[dict[int, bytes], set[int]]:
         try:
             data = bytes(log.read(offset, max_bytes=400, up_to=log.end_offset))
         except DamagedRange as damaged:
+            if damaged.next_offset > log.end_offset or log.end_offset > 10_000:
+                raise AssertionError(f"{log} made offsets up: {damaged}") from damaged
             lost.update(range(damaged.first, damaged.next_offset))
             offset = damaged.next_offset
             continue
@@ -114,14 +118,21 @@ def test_flipped_bits_are_reported_and_cost_no_neighbour(
     places = find(files, batches)
     assert places.keys() == batches.keys()
     hit: set[int] = set()
-    for base, at, bit in {
-        (base, byte % len(batches[base][1]), bit)
-        for share, byte, bit in flips
-        for base in [sorted(batches)[int(share * len(batches))]]
-    }:
+    moved: set[int] = set()
+    for share, byte, bit in flips:
+        base = sorted(batches)[int(share * len(batches))]
+        at = byte % len(batches[base][1])
+        if base in hit:
+            # One bit for each batch, so that no two of them cancel each other out.
+            continue
         if at in EPOCH_BYTES and base >= checkpoint:
             # Nothing but a later batch can tell that the epoch of a batch beyond the checkpoint is wrong.
             continue
+        if at in OFFSET_BYTES and moved:
+            # Two batches that lie about their offset may agree with each other.
+            continue
+        if at in OFFSET_BYTES:
+            moved.add(base)
         path, position = places[base]
         files.flip_bit(path, position + at, bit)
         hit.add(base)
@@ -154,6 +165,22 @@ def test_flipped_bits_are_reported_and_cost_no_neighbour(
     served_again, lost_again = read_all(again)
     assert lost_again == lost
     assert served_again.keys() == served.keys() | {appended.base_offset}
+
+
+@pytest.mark.parametrize(("byte", "bit"), [(4, 6), (7, 3), (6, 0)])
+def test_an_offset_that_nothing_confirms_is_not_believed(byte: int, bit: int) -> None:
+    """The last batch says that it is somewhere else, and the one before it cannot say otherwise."""
+    files = MemoryFiles()
+    batches, _ = fill(files, [10] * 6, checkpoint_after=1, clean=False)
+    *_, before, last = sorted(batches)
+    places = find(files, batches)
+    assert places[before][0] == places[last][0]
+    files.flip_bit(places[before][0], places[before][1] + 70, 0)
+    files.flip_bit(places[last][0], places[last][1] + byte, bit)
+
+    _, log = open_log(files)
+    assert log.end_offset == before
+    assert not log.damage
 
 
 @given(st.integers(0, 10**6), st.integers(0, 7), st.booleans())
