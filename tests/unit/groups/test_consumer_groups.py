@@ -123,6 +123,21 @@ def test_the_assignor_with_the_most_votes_is_used(trial: ConsumerTrial) -> None:
     assert other.owned == trial.partitions(orders={3})
 
 
+def test_many_who_come_together_are_shared_out_to_together() -> None:
+    trial = ConsumerTrial(members_max=200)
+    trial.add_topic("t", 200)
+    crowd = members(100, "t")
+    for consumer in crowd:
+        trial.beat(consumer)
+    group = trial.consumers()
+    assert (group.epoch, group.state) == (100, ConsumerGroupState.ASSIGNING)
+    assert group.target_epoch < 60
+    trial.pass_ms(1000)
+    trial.settle(*crowd, rounds=4)
+    assert (group.target_epoch, group.state) == (100, ConsumerGroupState.STABLE)
+    assert set(each_once(trial, crowd)) == {2}
+
+
 def test_topics_that_do_not_exist_yet_are_waited_for(trial: ConsumerTrial) -> None:
     early = SimulatedConsumer("m0", "later")
     assert trial.beat(early).assignment == NOTHING

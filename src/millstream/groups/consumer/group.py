@@ -57,6 +57,7 @@ class ConsumerGroup:
         self.checked_version: int | None = None
         self.checked_expressions: dict[str, int] = {}
         self.refreshed_ms = 0
+        self.aimed_ms = 0
         self.empty_since_ms = 0
 
     # The fold

@@ -43,6 +43,12 @@ REFRESH_MS = 1000
 EXPRESSIONS_AT_ONCE_MAX = 8
 """So many expressions are looked at in one turn; the next turns, of this member or others, do the rest."""
 
+AIM_AT_ONCE_MEMBERS_MAX = 50
+AIM_PAUSE_MS_MAX = 1000
+"""A target is worked out at once in a small group. In a large one, whose members may all come together, it is worked
+out at most once in as many milliseconds as there are members, up to this.
+"""
+
 
 class Turn:
     """What one request does to a group."""
@@ -80,7 +86,7 @@ class Turn:
         self._wants_others = choice_changed
         matches_changed = self._refresh_expressions()
         self._raise_epoch(must=self.group.epoch == 0 or choice_changed or matches_changed)
-        if self._epoch > self.group.target_epoch:
+        if self._epoch > self.group.target_epoch and self._may_aim():
             self._aim()
         self._step(owned)
         return self.member
@@ -156,9 +162,16 @@ class Turn:
             self.records.append(tombstone(ConsumerKey(Kind.OLD_TOPICS, group.group_id)))
         _logger.info("group rebalances", extra={"group": group.group_id, "epoch": self._epoch})
 
+    def _may_aim(self) -> bool:
+        """Whether to work out a target now; what is put off, the next heartbeat of anybody does."""
+        members = len(self.group.members)
+        pause_ms = min(members, AIM_PAUSE_MS_MAX) if members > AIM_AT_ONCE_MEMBERS_MAX else 0
+        return self.group.target_epoch == 0 or self._now_ms - self.group.aimed_ms >= pause_ms
+
     def _aim(self) -> None:
         """Work out a new target for everybody, and write down what changes."""
         group = self.group
+        group.aimed_ms = self._now_ms
         members = {**group.members, self.member.member_id: self.member}
         had = {**group.targets, self.member.member_id: self._target}
         if self._replaced is not None:
