@@ -116,6 +116,9 @@ class Commit:
                 capture.mark_journaled()
             else:
                 capture.mark_stored()
+            if not capture.current:
+                # Segments were cut or deleted meanwhile; whoever waits must not wait for somebody else's append.
+                self.again.append(log)
             return
         capture.mark_synced_files()
         broken = next((target.segment for target in capture.targets if target.segment.broken), None)

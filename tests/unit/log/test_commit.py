@@ -278,3 +278,18 @@ def test_a_sync_of_the_directory_that_fails_is_told_and_tried_again(store: LogSt
     store.sync_soon(log)
     commit(store)
     assert log.synced_offset == 1
+
+
+def test_a_commit_during_which_old_segments_went_is_done_again(store: LogStore) -> None:
+    (log,) = open_logs(store, 1)
+    put(store, log, b"old")
+    commit(store)
+    log.roll()
+    put(store, log, b"new")
+    under_way = store._begin_commit()
+    assert under_way is not None
+    log.delete_before(1)
+    store._do(under_way)
+    assert log.synced_offset == 1
+    commit(store)
+    assert log.synced_offset == 2
