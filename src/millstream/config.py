@@ -60,7 +60,10 @@ class Config:
         minimum=-1,
     )
     retention_check_ms: int = setting(
-        "retention-check-ms", 60_000, "How often old segments are looked for.", minimum=100
+        "retention-check-ms",
+        60_000,
+        "How often old segments are looked for, to delete or to compact them.",
+        minimum=100,
     )
     request_bytes_max: int = setting(
         "request-bytes-max",

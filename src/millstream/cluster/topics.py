@@ -16,7 +16,6 @@ from millstream.model.clock import Clock
 from millstream.model.errors import (
     InvalidPartitions,
     InvalidReplication,
-    InvalidRequest,
     InvalidTopicName,
     PolicyViolation,
     TopicExists,
@@ -197,7 +196,6 @@ class Topics:
                 else:
                     overrides[setting_name] = text
             settings = TopicSettings.from_strings(overrides, base=self._defaults)
-            self._check_settings(name, settings, internal=topic.is_internal)
             changed = dataclasses.replace(topic, overrides=overrides)
             if not validate_only:
                 await asyncio.to_thread(self._catalog.change_topic, changed)
@@ -253,8 +251,7 @@ class Topics:
         self._check_partitions(wanted)
         if replication not in (-1, 1):
             raise InvalidReplication(f"replication factor {replication} needs as many nodes, this cluster has 1")
-        settings = TopicSettings.from_strings(overrides, base=self._defaults)
-        self._check_settings(name, settings, internal=internal)
+        TopicSettings.from_strings(overrides, base=self._defaults)
         return Topic(
             name=name,
             topic_id=uuid.uuid4(),
@@ -274,12 +271,6 @@ class Topics:
     def _check_partitions(self, wanted: int) -> None:
         if not 1 <= wanted <= PARTITIONS_MAX:
             raise InvalidPartitions(f"a topic has 1 to {PARTITIONS_MAX} partitions, not {wanted}")
-
-    def _check_settings(self, name: str, settings: TopicSettings, *, internal: bool) -> None:
-        if "compact" in settings.cleanup_policy and not internal:
-            raise InvalidRequest(
-                f"topic {name!r}: cleanup.policy={settings.cleanup_policy} is not available yet; use delete"
-            )
 
     def _require(self, name: str) -> Topic:
         topic = self._by_name.get(name)

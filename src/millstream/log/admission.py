@@ -1,9 +1,15 @@
-"""What a batch must be before it enters the log. Nothing here looks at single records."""
+"""What a batch must be before it enters the log. Only on compacted topics are records looked at, for their keys."""
 
 from __future__ import annotations
 
-from millstream.model.errors import BatchTooLarge, InvalidBatch
+from millstream.model.errors import BatchTooLarge, InvalidBatch, InvalidTimestamp
+from millstream.model.topic import TopicSettings
 from millstream.records.batch import BatchHeader, Buffer, iterate_headers, read_header
+from millstream.records.raw_record import first_without_key, records_section
+
+KEYED_RECORDS_MAX = 100_000
+KEYED_BYTES_MAX = 32 * 1024 * 1024
+"""So much is looked through for keys on the way in, and no more, as everybody else waits meanwhile."""
 
 
 def read_headers(batches: Buffer, *, internal: bool, max_message_bytes: int) -> list[BatchHeader]:
@@ -40,3 +46,26 @@ def check_client_batch(header: BatchHeader, max_message_bytes: int) -> None:
             f"producer {header.producer_id} sent epoch {header.producer_epoch} and sequence {header.base_sequence}; "
             "both must be 0 or more"
         )
+
+
+def check_times(header: BatchHeader, settings: TopicSettings, now_ms: int) -> None:
+    """Raise `InvalidTimestamp` for a batch whose times are too far from the broker's; -1 means that it has none."""
+    oldest, newest = header.base_timestamp_ms, header.max_timestamp_ms
+    if 0 <= oldest < now_ms - settings.message_timestamp_before_max_ms:
+        limit = f"message.timestamp.before.max.ms allows {settings.message_timestamp_before_max_ms} ms"
+        raise InvalidTimestamp(f"the batch's time {oldest} is {now_ms - oldest} ms before the broker's; {limit}")
+    if newest > now_ms + settings.message_timestamp_after_max_ms:
+        limit = f"message.timestamp.after.max.ms allows {settings.message_timestamp_after_max_ms} ms"
+        raise InvalidTimestamp(f"the batch's time {newest} is {newest - now_ms} ms after the broker's; {limit}")
+
+
+def check_keys(batches: Buffer, header: BatchHeader) -> None:
+    """Raise `InvalidBatch` for a batch of a compacted topic with a record that has no key."""
+    if header.record_count > KEYED_RECORDS_MAX:
+        raise BatchTooLarge(
+            f"the record batch has {header.record_count} records; on a compacted topic {KEYED_RECORDS_MAX} are the most"
+        )
+    section = records_section(batches, header, decompressed_bytes_max=KEYED_BYTES_MAX)
+    without = first_without_key(section, header.record_count)
+    if without >= 0:
+        raise InvalidBatch(f"record {without} of the batch has no key, and the topic is compacted by key")

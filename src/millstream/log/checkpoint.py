@@ -23,6 +23,7 @@ from millstream.log.segment import (
     segment_path,
 )
 from millstream.log.state import FORMAT, LogState, encode_state
+from millstream.log.swap import complete_swaps, settle_swaps, swap_names
 from millstream.log.sync import Capture, sync_folders, sync_segments
 
 _logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Checkpoint:
         self.error: OSError | None = None
         self.capture = Capture(log)
         self.doomed = list(log.doomed)
+        self.swaps = list(log.swaps)
         self.state = encode_state(_state_of(log))
         self.index_writes = [_index_write(segment) for segment in log.segments if _unstored(segment)]
         self.version = version
@@ -61,6 +63,16 @@ class Checkpoint:
             return
         self.index_writes = [write for write in self.index_writes if _store_index(files, write)]
 
+    def clear_away(self, files: Files) -> None:
+        """Let compacted segments take their place and remove what is deleted, as the ledger says; in a thread."""
+        try:
+            complete_swaps(files, self.log.directory, swap_names(self.swaps))
+        except OSError as error:
+            self.error = error
+            return
+        for segment in self.doomed:
+            remove_segment(files, segment)
+
     def finish(self) -> None:
         """Account for what was done; called on the loop."""
         log = self.log
@@ -74,6 +86,7 @@ class Checkpoint:
             )
             return
         self.capture.mark_stored()
+        settle_swaps(log, self.swaps)
         done = {id(segment) for segment in self.doomed}
         log.doomed = [segment for segment in log.doomed if id(segment) not in done]
         if not self.capture.current:
@@ -117,8 +130,7 @@ class Checkpoints:
                 checkpoint.error = error
             return
         for checkpoint in good:
-            for segment in checkpoint.doomed:
-                remove_segment(self._files, segment)
+            checkpoint.clear_away(self._files)
 
     def finish(self) -> None:
         """Account for what was done; called on the loop."""
@@ -138,6 +150,8 @@ def _state_of(log: Log) -> LogState:
         lost=list(log.lost),
         journal_id=log.journal_mark[0],
         journal_sequence=log.journal_mark[1],
+        cleaned_offset=log.cleaned_offset,
+        swaps=swap_names(log.swaps),
     )
 
 

@@ -22,6 +22,8 @@ class Contents:
     producers: Producers
     damage: Damage = field(default_factory=Damage)
     journal_mark: tuple[int, int] = (0, 0)
+    cleaned_offset: int = 0
+    """Up to where compaction has been."""
     known: bool = False
     """Whether there was a checkpoint, so that the folder itself is there for good."""
     changed: bool = False

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 from uuid import UUID
 
-from millstream.log.admission import read_headers
+from millstream.log.admission import check_keys, check_times, read_headers
 from millstream.log.contents import Contents
 from millstream.log.damage import LostRange
 from millstream.log.files import Files, write_fully
@@ -25,6 +25,7 @@ from millstream.log.reader import BrokenSegment, Reader
 from millstream.log.retention import delete_before, delete_expired
 from millstream.log.scan import Bad
 from millstream.log.segment import Segment
+from millstream.log.swap import Swap, settle_swaps
 from millstream.log.truncation import truncate_to
 from millstream.model.clock import Clock
 from millstream.model.errors import (
@@ -120,6 +121,10 @@ class Log:
         self.folder_synced = True
         self.doomed: list[Segment] = []
         """Segments that are no part of the log any more; their files go after the next checkpoint."""
+        self.swaps: list[Swap] = []
+        """Compacted segments whose files take their place with the next checkpoint."""
+        self.cleaned_offset = contents.cleaned_offset
+        """Up to where compaction has been: below, each key stands once."""
         self.dirty = False
         self.changed = contents.changed
         """Whether the last checkpoint is behind."""
@@ -188,6 +193,10 @@ class Log:
         if settings.message_timestamp_type == "LogAppendTime":
             append_time_ms = now_ms
             headers = _stamped(batches, headers, now_ms)
+        elif not internal:
+            check_times(headers[0], settings, now_ms)
+        if not internal and settings.compacts:
+            check_keys(batches, headers[0])
         base_offset = self.end_offset
         next_offset = int(base_offset)
         for header in headers:
@@ -434,6 +443,10 @@ class Log:
                 return
         raise StorageFailure(f"{self.partition}: {broken}, and looking again found nothing wrong")
 
+    def inspect(self, segment: Segment, position: int) -> None:
+        """Somebody found a segment to be broken; note what is lost."""
+        self._inspect(BrokenSegment(segment, position))
+
     def _bad_stretches(self, segment: Segment, position: int) -> Iterator[Bad]:
         """What is bad in a segment from the last known batch before a position on."""
         relative, start = self.reader.index_of(segment).start_before(position)
@@ -538,10 +551,19 @@ class Log:
         self.generation += 1
         self.changed = True
 
+    def swap_segments(self, segments: list[Segment]) -> None:
+        """Go on with compacted segments: the end of the log stays as it is, so what is under way there goes on."""
+        generation = self.generation
+        self.replace_segments(segments)
+        self.generation = generation
+        self.names_version += 1
+        self.journal_mark = self.keeper.journal_mark()
+
     def close(self) -> None:
         """Close the files; the log takes and gives nothing from here on."""
         self.closed = True
         self.generation += 1
+        settle_swaps(self, list(self.swaps))
         for segment in self.segments:
             self.open_files.release(segment)
 

@@ -17,11 +17,20 @@ from millstream.log.index import Index
 from millstream.log.indexes import build_index, load_index
 from millstream.log.producers import Producers
 from millstream.log.scan import Bad, Scan, Window
-from millstream.log.segment import DELETED_SUFFIX, REPAIR_SUFFIX, SEGMENT_SUFFIXES, Segment, base_offset_of
+from millstream.log.segment import (
+    CLEANED_SUFFIX,
+    DELETED_SUFFIX,
+    REPAIR_SUFFIX,
+    SEGMENT_SUFFIXES,
+    Segment,
+    base_offset_of,
+)
 from millstream.log.state import LogState
+from millstream.log.swap import complete_swaps
 from millstream.records.batch import TIMESTAMP_TYPE_FLAG, BatchHeader
 
 _NO_LIMIT = 2**63 - 1
+_UNFINISHED = (DELETED_SUFFIX, REPAIR_SUFFIX, CLEANED_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +68,7 @@ def _believe(opening: Opening, directory: str, state: LogState) -> Contents:
         producers=producers,
         damage=Damage(state.lost),
         journal_mark=(state.journal_id, state.journal_sequence),
+        cleaned_offset=state.cleaned_offset,
         known=True,
     )
     for segment in segments if contents.damage else ():
@@ -81,6 +91,7 @@ class Recovery:
         self._checkpoint = state.recovery_offset if state is not None else 0
         self._believed: dict[int, Segment] = {}
         self._tail: tuple[Segment, int] | None = None
+        self._swaps = state.swaps if state is not None else []
         if state is not None:
             self._contents = _believe(opening, directory, state)
             self._believed = {segment.base_offset: segment for segment in self._contents.segments}
@@ -109,11 +120,13 @@ class Recovery:
 
     def _bases(self) -> list[int]:
         """The segments on disk, once everything is removed that a crash left half done."""
+        if complete_swaps(self._files, self._directory, self._swaps):
+            self._contents.changed = True
         names = self._files.names(self._directory)
         for name in names:
-            if name.endswith((DELETED_SUFFIX, REPAIR_SUFFIX)):
+            if name.endswith(_UNFINISHED):
                 self._files.remove(f"{self._directory}/{name}")
-        bases = sorted(base for base in map(base_offset_of, names) if base is not None)
+        bases = sorted(base for base in map(base_offset_of, names) if base is not None and not self._replaced(base))
         kept = []
         for at, base in enumerate(bases):
             following = bases[at + 1] if at + 1 < len(bases) else _NO_LIMIT
@@ -121,6 +134,12 @@ class Recovery:
                 kept.append(base)
         self._remove_strays(names, set(kept))
         return kept
+
+    def _replaced(self, base: int) -> bool:
+        """Whether a file lies within a segment that the checkpoint knows: compaction has put that in its place."""
+        return base not in self._believed and any(
+            segment.base_offset < base < segment.next_offset for segment in self._believed.values()
+        )
 
     def _remove_strays(self, names: list[str], kept: set[int]) -> None:
         """Remove the files of segments that are deleted or never came to be."""

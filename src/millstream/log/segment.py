@@ -15,12 +15,18 @@ TIME_INDEX_SUFFIX = ".timeindex"
 SEGMENT_SUFFIXES = (LOG_SUFFIX, INDEX_SUFFIX, TIME_INDEX_SUFFIX)
 REPAIR_SUFFIX = ".log.repair"
 DELETED_SUFFIX = ".deleted"
+CLEANED_SUFFIX = ".cleaned"
 _NAME_DIGITS = 20
 
 
 def segment_path(directory: str, base_offset: int, suffix: str = LOG_SUFFIX) -> str:
     """A file of a segment."""
     return f"{directory}/{base_offset:0{_NAME_DIGITS}d}{suffix}"
+
+
+def cleaned_path(directory: str, base_offset: int, token: str) -> str:
+    """The file that compaction writes, until it takes the place of a segment; the token tells one pass from another."""
+    return segment_path(directory, base_offset, f"{LOG_SUFFIX}.{token}{CLEANED_SUFFIX}")
 
 
 def base_offset_of(name: str) -> int | None:

@@ -16,6 +16,9 @@ from millstream.log.files import Files, write_fully
 from millstream.log.producers import PackedProducer
 
 FORMAT = 1
+SwapName = tuple[int, str]
+"""A swap that compaction began: base offset and token."""
+
 _PREFIX = struct.Struct(">4sI")
 _MAGIC = b"MSls"
 
@@ -46,6 +49,10 @@ class LogState(msgspec.Struct, frozen=True, array_like=True):
     lost: list[LostRange]
     journal_id: int
     journal_sequence: int
+    cleaned_offset: int = 0
+    """Up to where compaction has been."""
+    swaps: list[SwapName] = []
+    """Segments whose file may still have to take its place."""
 
 
 _encoder = msgspec.msgpack.Encoder()

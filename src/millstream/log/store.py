@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 from uuid import UUID
 
 from millstream.log.checkpoint import Checkpoints
 from millstream.log.commit import Commit
+from millstream.log.compaction import Compaction, Job
+from millstream.log.compactor import Compactor
 from millstream.log.contents import RecoveryReport
 from millstream.log.files import Files
 from millstream.log.folder import DataFolder
@@ -44,16 +45,6 @@ FAILURE_S = 30.0
 CLOSE_ATTEMPTS = 3
 RETENTION_SLICE = 500
 UPKEEP_LOGS_MAX = 32
-
-
-class Job(Protocol):
-    """Something whose slow half is done in a thread."""
-
-    def execute(self) -> None:
-        """Do what takes time; called in a thread."""
-
-    def finish(self) -> None:
-        """Account for it; called on the loop."""
 
 
 class LogStore:
@@ -92,11 +83,14 @@ class LogStore:
         self._catch_up: dict[Log, None] = {}
         self._commit_wake = asyncio.Event()
         self._upkeep_wake = asyncio.Event()
+        self._compact_wake = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Future[None] | None = None
         self._retention_due = False
         self._commit_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="log-commit")
         self._upkeep_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="log-upkeep")
+        self._compact_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="log-compaction")
+        self._compactor = Compactor(files, clock)
         self._closing = False
         self._commit_seconds = Histogram()
         self._checkpoints = 0
@@ -303,6 +297,21 @@ class LogStore:
         """Delete what is too old or too much, in all logs; returns the bytes freed."""
         return sum(self._expire(log) for log in list(self._logs.values()))
 
+    def compact_once(self) -> bool:
+        """Compact the log that needs it most; False when none does."""
+        self._compactor.begin_round(self._logs.values())
+        compaction = self._compactor.next(self._logs.values())
+        if compaction is None:
+            return False
+        for job in compaction.jobs(self._checkpoint_job):
+            self._do(job)
+        self._compactor.ended(compaction)
+        return True
+
+    def _checkpoint_job(self, log: Log) -> Checkpoints:
+        self._due.pop(log, None)
+        return Checkpoints([log], self._files, self._ledger)
+
     def close_now(self) -> None:
         """Make everything durable, mark the clean stop, and let go of the folder."""
         for job in self._last_jobs():
@@ -378,6 +387,7 @@ class LogStore:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._commit_forever(), name="log commits")
                 tasks.create_task(self._upkeep_forever(), name="log upkeep")
+                tasks.create_task(self._compact_forever(), name="log compaction")
         finally:
             self._loop = None
             self._running.set_result(None)
@@ -400,7 +410,22 @@ class LogStore:
             if self._retention_due:
                 self._retention_due = False
                 await self._delete_expired_slowly()
+                self._compact_wake.set()
                 self._retention_timer()
+
+    async def _compact_forever(self) -> None:
+        while not self._closing:
+            await self._compact_wake.wait()
+            self._compact_wake.clear()
+            self._compactor.begin_round(self._logs.values())
+            while not self._closing and (compaction := self._compactor.next(self._logs.values())) is not None:
+                await self._compact(compaction)
+
+    async def _compact(self, compaction: Compaction) -> None:
+        for job in compaction.jobs(self._checkpoint_job):
+            # Checkpoints of a log are written in the order in which they were taken, so all in one thread.
+            await self._in_thread(self._upkeep_thread if isinstance(job, Checkpoints) else self._compact_thread, job)
+        self._compactor.ended(compaction)
 
     async def _in_thread(self, thread: ThreadPoolExecutor, job: Job) -> None:
         await asyncio.get_running_loop().run_in_executor(thread, job.execute)
@@ -431,6 +456,8 @@ class LogStore:
         self._closing = True
         self._commit_wake.set()
         self._upkeep_wake.set()
+        self._compact_wake.set()
+        self._compactor.cancel()
         if self._running is not None:
             await self._running
         for job in self._last_jobs():
@@ -460,6 +487,7 @@ class LogStore:
             self._forget(log)
         self._commit_thread.shutdown()
         self._upkeep_thread.shutdown()
+        self._compact_thread.shutdown()
         self._open_files.close_all()
         self._ledger.close()
         try:
@@ -499,6 +527,7 @@ class LogStore:
         seconds = (Sample(self._commit_seconds.distribution()),)
         yield Metric("millstream_log_commit_seconds", "histogram", "How long group commits took.", seconds)
         yield counter("millstream_log_checkpoints_total", "Checkpoints of logs since the start.", self._checkpoints)
+        yield from self._compactor.metrics()
         yield gauge("millstream_log_open_files", "Segment files that are open.", len(self._open_files))
         yield gauge("millstream_log_failed_partitions", "Partitions that the disk fails.", len(self.failures))
         yield gauge("millstream_log_free_bytes", "What the disk of the data folder still takes.", self.free_bytes)

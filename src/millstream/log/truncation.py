@@ -59,6 +59,7 @@ def _cut_end(log: Log, offset: int) -> None:
     log.start_offset = min(log.start_offset, log.end_offset)
     log.synced_offset = min(log.synced_offset, log.end_offset)
     log.stored_offset = min(log.stored_offset, log.end_offset)
+    log.cleaned_offset = min(log.cleaned_offset, end)
     log.epochs.cut_after(end)
     log.producers.drop_range(end, _EVERYTHING)
     log.lost.cut_after(end, last.base_offset, position)

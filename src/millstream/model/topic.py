@@ -260,6 +260,11 @@ class TopicSettings:
         """Whether old segments go by age and size."""
         return "delete" in self.cleanup_policy
 
+    @property
+    def compacts(self) -> bool:
+        """Whether only the last record of each key is kept."""
+        return "compact" in self.cleanup_policy
+
     def _check_together(self) -> None:
         if self.min_compaction_lag_ms > self.max_compaction_lag_ms:
             raise InvalidSetting(

@@ -380,7 +380,7 @@ def test_segments_beyond_the_size_limit_go(store: LogStore) -> None:
 
 def test_a_compacted_topic_is_not_cut_by_age(store: LogStore, clock: ManualClock) -> None:
     log = open_log(store, TopicSettings(retention_ms=1000, cleanup_policy="compact"))
-    log.append(a_batch(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
+    log.append(encode_batch([NewRecord(b"key", b"x", (), clock.now_ms())]), leader_epoch=EPOCH)
     clock.advance_ms(10_000)
 
     assert store.delete_expired() == 0

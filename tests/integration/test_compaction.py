@@ -1,0 +1,140 @@
+"""Compacted topics with real clients: the last value of each key, deletions, refusals, restarts and kills."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.testing.server import Server
+
+WAIT_S = 40.0
+TOPIC = "prices"
+QUIET = {"log_level": 0, "reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 200}
+SETTINGS = {
+    "cleanup.policy": "compact",
+    "segment.ms": "100",
+    "min.cleanable.dirty.ratio": "0.01",
+    "delete.retention.ms": "0",
+}
+Content = list[tuple[int, bytes | None, bytes | None]]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with Server(tmp_path / "data", settings={"retention-check-ms": 100}) as server:
+        yield server
+
+
+def create(server: Server, **changes: str) -> None:
+    config = SETTINGS | {name.replace("_", "."): value for name, value in changes.items()}
+    admin = AdminClient({"bootstrap.servers": server.kafka, **QUIET})
+    (created,) = admin.create_topics([NewTopic(TOPIC, 1, 1, config=config)]).values()
+    created.result(WAIT_S)
+
+
+def send(server: Server, pairs: list[tuple[bytes | None, bytes | None]]) -> list[KafkaError]:
+    errors: list[KafkaError] = []
+
+    def note(error: KafkaError | None, _message: Message) -> None:
+        if error is not None:
+            errors.append(error)
+
+    producer = Producer({"bootstrap.servers": server.kafka, "enable.idempotence": True, "linger.ms": 5, **QUIET})
+    for key, value in pairs:
+        producer.produce(TOPIC, value, key, on_delivery=note)
+        producer.poll(0)
+    assert producer.flush(WAIT_S) == 0
+    return errors
+
+
+def content(server: Server) -> Content:
+    """Everything that a new consumer gets, up to the end of the log."""
+    consumer = Consumer(
+        {"bootstrap.servers": server.kafka, "group.id": "reader", "enable.partition.eof": True, **QUIET}
+    )
+    found: Content = []
+    try:
+        consumer.assign([TopicPartition(TOPIC, 0, OFFSET_BEGINNING)])
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            message = consumer.poll(1.0)
+            if message is None:
+                continue
+            error = message.error()
+            if error is None:
+                found.append((message.offset() or 0, message.key(), message.value()))
+            elif error.code() == KafkaError._PARTITION_EOF:
+                return found
+    finally:
+        consumer.close()
+    raise AssertionError("the end of the log was not reached")
+
+
+def metric(server: Server, name: str) -> float:
+    lines = httpx.get(f"http://{server.http}/metrics", timeout=WAIT_S).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + " "))
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_last_value_of_each_key_stays_and_deletions_go(server: Server) -> None:
+    create(server)
+    pairs: list[tuple[bytes | None, bytes | None]] = [(b"k%d" % (n % 50), b"v%d" % n) for n in range(5000)]
+    assert send(server, [*pairs, (b"k7", None)]) == []
+    wait_until(lambda: len(content(server)) == 50)
+    kept = content(server)
+    assert kept[-1] == (5000, b"k7", None)
+    assert {key: value for _, key, value in kept} == dict(pairs) | {b"k7": None}
+    assert send(server, [(b"k8", b"last")]) == []
+    wait_until(lambda: b"k7" not in {key for _, key, _ in content(server)})
+    wanted = {key: value for key, value in [*pairs, (b"k8", b"last")] if key != b"k7"}
+    server.stop()
+    server.start()
+    wait_until(lambda: len(content(server)) == 49)
+    assert {key: value for _, key, value in content(server)} == wanted
+    assert [offset for offset, *_ in content(server)][-1] == 5001
+
+
+def test_records_without_a_key_are_refused(server: Server) -> None:
+    create(server)
+    (error,) = send(server, [(None, b"v")])
+    assert error.code() == KafkaError.INVALID_RECORD
+    assert content(server) == []
+
+
+def test_killed_while_it_compacts_nothing_is_lost(server: Server) -> None:
+    create(server)
+    wanted: dict[bytes, bytes] = {}
+    for round_ in range(3):
+        pairs: list[tuple[bytes | None, bytes | None]] = [
+            (b"key-%d" % (n % 200), b"%d-%d" % (round_, n) + bytes(500)) for n in range(6000)
+        ]
+        assert send(server, pairs) == []
+        wanted |= {key: value for key, value in pairs if key is not None and value is not None}
+        folder = server.data / "partitions"
+        wait_until(lambda folder=folder: bool(list(folder.rglob("*.cleaned"))) or _compacted(folder))  # type: ignore[misc]
+        server.kill()
+        server.start()
+        assert {key: value for _, key, value in content(server)} == wanted
+    wait_until(lambda: len(content(server)) == 200)
+    assert {key: value for _, key, value in content(server)} == wanted
+    assert metric(server, "millstream_log_compaction_passes_total") >= 1
+    assert metric(server, "millstream_log_compaction_freed_bytes_total") > 0
+    assert metric(server, "millstream_log_failed_partitions") == 0
+
+
+def _compacted(folder: Path) -> bool:
+    """Whether a pass was so quick that it has been missed."""
+    return sum(path.stat().st_size for path in folder.rglob("*.log")) < 1_000_000

@@ -1,0 +1,179 @@
+"""Compaction as the running store does it: by a child process on a real disk, beside everything else."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+from uuid import UUID
+
+import msgspec
+import pytest
+
+from millstream.log.cleaner import CleaningCancelled, DamagedSource, Pass, Source
+from millstream.log.cleaner_worker import ChildWorker, InlineWorker
+from millstream.log.files import DiskFiles
+from millstream.log.log import Log
+from millstream.log.store import LogStore
+from millstream.model.ids import Epoch, PartitionIndex
+from millstream.model.topic import TopicPartition, TopicSettings
+from millstream.records.batch import iterate_headers
+from millstream.records.record import NewRecord, Record, decode_records, encode_batch
+from millstream.testing.clock import ManualClock
+
+SETTINGS = TopicSettings(
+    cleanup_policy="compact", segment_bytes=20_000, min_cleanable_dirty_ratio=0.0, segment_ms=3_600_000
+)
+
+
+def opened(folder: Path) -> LogStore:
+    return LogStore.open(
+        folder,
+        files=DiskFiles(),
+        clock=ManualClock(),
+        journal_bytes=100_000,
+        producer_expiry_ms=3_600_000,
+        retention_check_ms=20,
+    )
+
+
+def open_log(store: LogStore) -> Log:
+    return store.open_log(UUID(int=3), TopicPartition("t", PartitionIndex(0)), SETTINGS)
+
+
+def fill(log: Log, count: int) -> None:
+    for number in range(count):
+        batch = encode_batch([NewRecord(b"k%d" % (number % 10), b"v%d" % number + bytes(100))])
+        log.append(batch, leader_epoch=Epoch(0))
+
+
+def read(log: Log) -> list[Record]:
+    found: list[Record] = []
+    offset = int(log.start_offset)
+    while offset < log.end_offset:
+        data = bytes(log.read(offset, max_bytes=10_000, up_to=log.end_offset))
+        found += decode_records(data)
+        offset = [header.next_offset for header in iterate_headers(data)][-1]
+    return found
+
+
+async def until_compacted(log: Log, offset: int) -> None:
+    async with asyncio.timeout(60):
+        while log.cleaned_offset < offset:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_running_store_compacts_by_itself(tmp_path: Path) -> None:
+    store = opened(tmp_path / "data")
+    running = asyncio.create_task(store.run())
+    log = open_log(store)
+    fill(log, 1000)
+    log.roll()
+    store.sync_soon(log)
+    await until_compacted(log, 1000)
+    assert [record.offset for record in read(log)] == list(range(990, 1000))
+    numbers = {metric.name: next(iter(metric.samples)).value for metric in store.metrics()}
+    assert numbers["millstream_log_compaction_passes_total"] == 1
+    assert numbers["millstream_log_compaction_failures_total"] == 0
+    await store.close()
+    await running
+    store = opened(tmp_path / "data")
+    assert store.clean_start
+    assert [record.offset for record in read(open_log(store))] == list(range(990, 1000))
+    store.close_now()
+
+
+async def test_closing_does_not_wait_for_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child is asked and never answers, as if it had a lot to do."""
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    popen = subprocess.Popen
+
+    def sleeper(_command: list[str], **named: object) -> subprocess.Popen[bytes]:
+        loop.call_soon_threadsafe(asked.set)
+        return popen(["sleep", "600"], **named)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(subprocess, "Popen", sleeper)
+    store = opened(tmp_path / "data")
+    running = asyncio.create_task(store.run())
+    log = open_log(store)
+    fill(log, 300)
+    log.roll()
+    store.sync_soon(log)
+    async with asyncio.timeout(60):
+        await asked.wait()
+        await store.close()
+        await running
+    assert opened_cleanly(tmp_path)
+
+
+def opened_cleanly(folder: Path) -> bool:
+    store = opened(folder / "data")
+    clean = store.clean_start
+    store.close_now()
+    return clean
+
+
+def pass_over(folder: Path) -> Pass:
+    store = opened(folder / "data")
+    log = open_log(store)
+    fill(log, 20)
+    store.close_now()
+    segment = log.segments[0]
+    return Pass(
+        directory=log.directory,
+        token="token",
+        groups=[[Source(0, segment.path, segment.size, segment.next_offset)]],
+        dirty_from=0,
+        cleanable_to=20,
+        epochs=[(0, 0)],
+        remembered=[],
+        now_ms=0,
+        delete_retention_ms=0,
+        keep_deletions=False,
+        index_interval_bytes=4096,
+    )
+
+
+def test_the_child_does_what_the_thread_does(tmp_path: Path) -> None:
+    asked = pass_over(tmp_path)
+    child, inline = ChildWorker(asked), InlineWorker(DiskFiles(), with_token(asked, "other"))
+    try:
+        assert child.map_keys() == inline.map_keys()
+        assert child.clean(0) == inline.clean(0)
+    finally:
+        child.close()
+    files = sorted(Path(asked.directory).glob("*.cleaned"))
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def with_token(asked: Pass, token: str) -> Pass:
+    return msgspec.structs.replace(asked, token=token)
+
+
+def test_the_child_tells_what_is_wrong(tmp_path: Path) -> None:
+    asked = pass_over(tmp_path)
+    path = Path(asked.groups[0][0].path)
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    damaged = ChildWorker(asked)
+    with pytest.raises(DamagedSource) as caught:
+        damaged.map_keys()
+    damaged.close()
+    assert (caught.value.base_offset, caught.value.position) == (0, 0)
+    path.unlink()
+    missing = ChildWorker(asked)
+    with pytest.raises(OSError, match="No such file"):
+        missing.map_keys()
+    missing.close()
+
+
+def test_work_that_is_cancelled_ends(tmp_path: Path) -> None:
+    asked = pass_over(tmp_path)
+    for worker in (ChildWorker(asked), InlineWorker(DiskFiles(), asked)):
+        worker.cancel()
+        with pytest.raises(CleaningCancelled):
+            worker.map_keys()
+        worker.close()
+        worker.close()

@@ -1,0 +1,87 @@
+"""Records as bytes: found like the decoder finds them, kept unchanged, and refused where they are none."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.model.errors import CorruptBatch
+from millstream.records.batch import DELETE_HORIZON_FLAG, check_crc, read_header
+from millstream.records.raw_record import (
+    can_shift,
+    empty_batch,
+    first_without_key,
+    raw_records,
+    rebuild_batch,
+    records_section,
+)
+from millstream.records.record import NewRecord, decode_batch, encode_batch
+
+KEYS = st.none() | st.binary(max_size=200)
+HEADERS = st.lists(st.tuples(st.text(max_size=5), st.none() | st.binary(max_size=5)), max_size=3).map(tuple)
+RECORDS = st.lists(
+    st.builds(NewRecord, KEYS, KEYS, HEADERS, st.integers(-1, 2**45)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(records=RECORDS, codec=st.sampled_from([0, 1, 2, 3, 4]), data=st.data())
+def test_what_is_kept_reads_as_before(records: list[NewRecord], codec: int, data: st.DataObject) -> None:
+    batch = encode_batch(records, base_offset=100, compression=codec, producer_id=5, producer_epoch=1, base_sequence=9)
+    header = read_header(batch)
+    section = records_section(batch, header)
+    found = list(raw_records(section, header))
+    before = list(decode_batch(batch, header))
+    assert [(record.key, record.has_value) for record in found] == [(one.key, one.value is not None) for one in before]
+    chosen = data.draw(st.sets(st.sampled_from(range(len(records))), min_size=1))
+    horizon_ms = data.draw(st.none() | st.integers(0, 2**50))
+    kept = [record for at, record in enumerate(found) if at in chosen]
+    rebuilt = rebuild_batch(header, section, kept, delete_horizon_ms=horizon_ms)
+    after = read_header(rebuilt)
+    check_crc(rebuilt, after)
+    assert list(decode_batch(rebuilt, after)) == [one for at, one in enumerate(before) if at in chosen]
+    assert after.next_offset == header.next_offset
+    assert after[10:13] == header[10:13]
+    assert after.compression == codec
+    assert bool(after.attributes & DELETE_HORIZON_FLAG) == (horizon_ms is not None)
+    without = [at for at, record in enumerate(records) if record.key is None]
+    assert first_without_key(section, len(records)) == (without[0] if without else -1)
+
+
+@given(section=st.binary(max_size=60), count=st.integers(0, 9))
+def test_anything_else_is_refused_or_read(section: bytes, count: int) -> None:
+    header = read_header(empty_batch(0, 10, 0))._replace(record_count=count)
+    for look in (lambda: list(raw_records(section, header)), lambda: first_without_key(section, count)):
+        with suppress(CorruptBatch):
+            look()
+
+
+def test_an_empty_batch_stands_for_its_offsets() -> None:
+    batch = empty_batch(7, 2**31, 3, producer_id=4, producer_epoch=1, base_sequence=2)
+    header = read_header(batch)
+    check_crc(batch, header)
+    assert (header.base_offset, header.next_offset, header.leader_epoch, header.record_count) == (7, 2**31, 3, 0)
+    assert list(decode_batch(batch, header)) == []
+
+
+def test_times_that_cannot_be_told_from_the_horizon_are_left_alone() -> None:
+    batch = encode_batch([NewRecord(b"k", None, (), -(2**63))])
+    header = read_header(batch)
+    kept = list(raw_records(records_section(batch, header), header))
+    assert can_shift(header, kept, 0)
+    assert not can_shift(header, kept, 1)
+
+
+def test_a_section_that_is_cut_off_is_refused() -> None:
+    batch = encode_batch([NewRecord(b"key", b"value"), NewRecord(b"key", b"value")])
+    header = read_header(batch)
+    section = records_section(batch, header)
+    for size in range(len(section)):
+        with pytest.raises(CorruptBatch):
+            list(raw_records(section[:size], header))
+        with pytest.raises(CorruptBatch):
+            first_without_key(section[:size], 2)
