@@ -1,0 +1,83 @@
+"""Ten thousand partitions on one node: made in bulk, started again after a stop and a kill, idle at no cost."""
+
+from __future__ import annotations
+
+import os
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.testing.server import Server
+
+WAIT_S = 100.0
+TOPICS, PARTITIONS = 50, 200
+COUNT = TOPICS * PARTITIONS
+CPU_S_PER_START_MAX = 10.0
+CPU_S_IDLE_MAX = 0.5
+RESIDENT_BYTES_MAX = 300 * 1024 * 1024
+
+
+def cpu_s(server: Server) -> float:
+    """Processor time of the server so far; unlike the clock, other processes do not change it."""
+    fields = Path(f"/proc/{server.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(server: Server) -> int:
+    return int(Path(f"/proc/{server.pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def known_partitions(server: Server) -> int:
+    listed = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0}).list_topics(timeout=WAIT_S)
+    return sum(len(topic.partitions) for name, topic in listed.topics.items() if not name.startswith("__"))
+
+
+def metrics(server: Server) -> str:
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://{server.http}/metrics", timeout=WAIT_S) as answer:
+                return str(answer.read().decode())
+        except urllib.error.HTTPError as error:
+            error.close()  # The first answer has to wait for what the gateway imports.
+
+
+def write_to_some(server: Server) -> None:
+    errors: list[object] = []
+    producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0, "linger.ms": 50})
+    for number in range(0, COUNT, 40):
+        topic, partition = f"many-{number // PARTITIONS}", number % PARTITIONS
+        producer.produce(topic, b"x", partition=partition, on_delivery=lambda error, _: errors.append(error))
+    assert producer.flush(WAIT_S) == 0
+    assert not any(errors)
+
+
+def test_ten_thousand_partitions(tmp_path: Path) -> None:
+    with Server(tmp_path / "data") as server:
+        admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+        topics = [NewTopic(f"many-{number}", num_partitions=PARTITIONS) for number in range(TOPICS)]
+        for created in admin.create_topics(topics, request_timeout=WAIT_S, operation_timeout=WAIT_S).values():
+            created.result(WAIT_S)
+        assert known_partitions(server) == COUNT
+        write_to_some(server)
+        for clean in (True, False):
+            server.restart(clean=clean)
+            assert known_partitions(server) == COUNT
+            assert cpu_s(server) < CPU_S_PER_START_MAX
+            write_to_some(server)
+        assert "millstream_topics" in metrics(server)
+        assert resident_bytes(server) < RESIDENT_BYTES_MAX
+        assert len(os.listdir(f"/proc/{server.pid}/fd")) < 1000
+        idle_for_a_while(server)
+
+
+def idle_for_a_while(server: Server) -> None:
+    """Look at it a few seconds apart: next to nothing may have been burnt in between."""
+    time.sleep(12)  # Checkpoints of what was written last.
+    before = cpu_s(server)
+    time.sleep(3)
+    assert cpu_s(server) - before < CPU_S_IDLE_MAX
