@@ -44,6 +44,8 @@ class Plan:
     producers: int = 3
     members: int = 2
     messages_per_s: int = 3000
+    steady: bool = False
+    """Whether each producer keeps to that rate; else answers let it send at once, which is harder."""
     load_s: tuple[float, float] = (0.3, 1.5)
     seed: int = field(default_factory=lambda: random.randrange(2**32))
 
@@ -83,6 +85,7 @@ class _Load(threading.Thread):
         self._shared = shared
         self._partitions = plan.partitions
         self._pause_s = 10 / plan.messages_per_s
+        self._steady = plan.steady
         self._random = random.Random(f"{plan.seed}/{name}")
         self._client = Producer(settings | _QUIET_RECONNECT)
         self._sequence = 0
@@ -95,8 +98,11 @@ class _Load(threading.Thread):
             self._poll()
 
     def _poll(self) -> None:
+        until = time.monotonic() + self._pause_s
         try:
             self._client.poll(self._pause_s)
+            while self._steady and (left := until - time.monotonic()) > 0:
+                self._client.poll(left)
         except KafkaException as error:
             self._shared.fail(f"{self.name}: {error}")
             self._shared.stopping.set()
