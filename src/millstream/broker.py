@@ -77,6 +77,9 @@ class Broker:
     async def _start(self) -> None:
         keep_freed_memory()
         config, undo = self._config, self._undo
+        if config.advertise:
+            # Used only when the APIs are built, but what is wrong with it is told before anything starts.
+            parse_address(config.advertise, name="advertise")
         self._kafka_socket = bind(*parse_address(config.kafka, name="kafka"), flag="kafka")
         undo.callback(self._kafka_socket.close)
         self._http_socket = bind(*parse_address(config.http, name="http"), flag="http")

@@ -9,15 +9,17 @@ import base64
 import json
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 from sqlalchemy import Connection, create_engine, delete, event, insert, select, update
-from sqlalchemy.exc import DatabaseError, IntegrityError
+from sqlalchemy.exc import DatabaseError, IntegrityError, OperationalError
 
 from millstream.catalog.migrations import migrate
+from millstream.catalog.reserve import Reserve
 from millstream.catalog.tables import (
     SCHEMA_VERSION,
     about,
@@ -27,7 +29,7 @@ from millstream.catalog.tables import (
     metadata,
     topics,
 )
-from millstream.model.errors import DataFolderInvalid, TopicExists, UnknownTopic
+from millstream.model.errors import DataFolderInvalid, StorageFailure, TopicExists, UnknownTopic
 from millstream.model.quota import QuotaEntity
 from millstream.model.topic import Topic
 
@@ -40,7 +42,8 @@ _SCHEMA_VERSION = "schema-version"
 class Catalog:
     """What people declared, kept durably."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, reserve: Path | None = None) -> None:
+        self._reserve = Reserve(reserve)
         self._engine = create_engine(url)
         if self._engine.dialect.name == "sqlite":
             event.listen(self._engine, "connect", _make_durable)
@@ -50,7 +53,7 @@ class Catalog:
     def open_folder(cls, data: Path) -> Catalog:
         """Open the embedded catalog of a data folder, creating it in a new one."""
         path = data / "catalog.sqlite"
-        catalog = cls(f"sqlite:///{path}")
+        catalog = cls(f"sqlite:///{path}", reserve=data / "catalog.reserve")
         try:
             catalog.prepare()
         except DatabaseError as error:
@@ -72,6 +75,7 @@ class Catalog:
             else:
                 _upgrade(connection, found)
             self.cluster_id = _about(connection, _CLUSTER_ID) or ""
+        self._reserve.fill()
 
     def topics(self) -> list[Topic]:
         """Every topic, by name."""
@@ -81,7 +85,7 @@ class Catalog:
     def add_topic(self, topic: Topic) -> None:
         """Declare a topic, durably."""
         try:
-            with self._engine.begin() as connection:
+            with self._change() as connection:
                 connection.execute(
                     insert(topics).values(
                         topic_id=str(topic.topic_id),
@@ -97,7 +101,10 @@ class Catalog:
 
     def change_topic(self, topic: Topic) -> None:
         """Store the partitions and overrides of a topic that exists."""
-        with self._engine.begin() as connection:
+        self._even_on_a_full_disk(lambda: self._change_topic(topic))
+
+    def _change_topic(self, topic: Topic) -> None:
+        with self._change() as connection:
             changed = connection.execute(
                 update(topics)
                 .where(topics.c.topic_id == str(topic.topic_id))
@@ -108,7 +115,10 @@ class Catalog:
 
     def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
         """Take a topic out and leave the record that allows its files to go."""
-        with self._engine.begin() as connection:
+        self._even_on_a_full_disk(lambda: self._delete_topic(topic, now_ms))
+
+    def _delete_topic(self, topic: Topic, now_ms: int) -> None:
+        with self._change() as connection:
             connection.execute(delete(topics).where(topics.c.topic_id == str(topic.topic_id)))
             connection.execute(
                 insert(deleted_topics).values(topic_id=str(topic.topic_id), name=topic.name, deleted_ms=now_ms)
@@ -121,12 +131,16 @@ class Catalog:
 
     def forget_deleted(self, topic_id: UUID) -> None:
         """Drop the deletion record once the files are gone."""
-        with self._engine.begin() as connection:
+        self._even_on_a_full_disk(lambda: self._forget_deleted(topic_id))
+        self._reserve.fill()
+
+    def _forget_deleted(self, topic_id: UUID) -> None:
+        with self._change() as connection:
             connection.execute(delete(deleted_topics).where(deleted_topics.c.topic_id == str(topic_id)))
 
     def take_block(self, counter: str, size: int, *, first: int = 0) -> int:
         """Take `size` numbers of a counter for good and return the first of them."""
-        with self._engine.begin() as connection:
+        with self._change() as connection:
             row = connection.execute(select(counters.c.next_value).where(counters.c.name == counter)).first()
             taken = first if row is None else int(row.next_value)
             if row is None:
@@ -142,12 +156,32 @@ class Catalog:
 
     def change_client_quotas(self, changes: Mapping[QuotaEntity, Mapping[str, float]]) -> None:
         """Store the limits of some entities, all or none; an entity without limits is forgotten."""
-        with self._engine.begin() as connection:
+        with self._change() as connection:
             for entity, limits in changes.items():
                 text = json.dumps(entity.parts)
                 connection.execute(delete(client_quotas).where(client_quotas.c.entity == text))
                 if limits:
                     connection.execute(insert(client_quotas).values(entity=text, limits=dict(limits)))
+
+    @contextmanager
+    def _change(self) -> Iterator[Connection]:
+        """One transaction; a disk that does not take it is an error of the storage, which clients can be told."""
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except OperationalError as error:
+            raise StorageFailure(
+                f"the catalog could not be changed: {error.orig}; free space on the disk of the data folder"
+            ) from error
+
+    def _even_on_a_full_disk(self, change: Callable[[], None]) -> None:
+        """Carry out a change that may free space; on a full disk, at the expense of the reserve."""
+        try:
+            change()
+        except StorageFailure:
+            if not self._reserve.give_up():
+                raise
+            change()
 
     def close(self) -> None:
         """Close every connection."""

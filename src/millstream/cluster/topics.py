@@ -31,6 +31,7 @@ _logger = logging.getLogger(__name__)
 
 PARTITIONS_MAX = 10_000
 _NAMES_SHOWN_MAX = 5
+_CLEANUP = "cleanup.policy"
 
 
 class Topics:
@@ -195,6 +196,8 @@ class Topics:
                     overrides.pop(setting_name, None)
                 else:
                     overrides[setting_name] = text
+            if topic.is_internal and overrides.get(_CLEANUP) != topic.overrides.get(_CLEANUP):
+                raise PolicyViolation(f"topic {name!r} holds the broker's own state; its {_CLEANUP} stays as it is")
             settings = TopicSettings.from_strings(overrides, base=self._defaults)
             changed = dataclasses.replace(topic, overrides=overrides)
             if not validate_only:

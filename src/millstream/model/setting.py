@@ -59,9 +59,9 @@ class Setting:
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidSetting(f"{self.name} must be a number, not {value}")
         if self.minimum is not None and value < self.minimum:
-            raise InvalidSetting(f"{self.name} must be at least {self.minimum:g}, not {value}")
+            raise InvalidSetting(f"{self.name} must be at least {_plain(self.minimum)}, not {value}")
         if self.maximum is not None and value > self.maximum:
-            raise InvalidSetting(f"{self.name} must be at most {self.maximum:g}, not {value}")
+            raise InvalidSetting(f"{self.name} must be at most {_plain(self.maximum)}, not {value}")
         if self.length_max is not None:
             self._check_text(value, self.length_max)
 
@@ -78,6 +78,10 @@ class Setting:
         if lowered in ("false", "0", "no", "off"):
             return False
         raise InvalidSetting(f"{self.name} must be true or false, not {text!r}")
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if number == int(number) else str(number)
 
 
 def setting(

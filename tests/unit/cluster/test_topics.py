@@ -166,6 +166,14 @@ async def test_names_that_metrics_cannot_tell_apart_are_refused(tmp_path: Path) 
         await topics.create("a-b-c")
 
 
+async def test_the_brokers_own_topics_stay_compacted(tmp_path: Path) -> None:
+    async with opened(tmp_path) as topics:
+        await topics.create("__consumer_offsets", internal=True, overrides={"cleanup.policy": "compact"})
+        with pytest.raises(PolicyViolation, match=r"cleanup\.policy"):
+            await topics.alter("__consumer_offsets", {"cleanup.policy": None})
+        await topics.alter("__consumer_offsets", {"segment.bytes": "2000000"})
+
+
 async def test_many_asking_for_the_same_missing_topic_get_one(tmp_path: Path) -> None:
     async with opened(tmp_path) as topics:
         found = await asyncio.gather(*(topics.ensure("wanted") for _ in range(10)))
