@@ -1,6 +1,6 @@
 """Run every fuzzer in turn; the exit code is 1 if one of them found something.
 
-    python -m benchmarks.fuzz_run --seconds 60
+python -m benchmarks.fuzz_run --seconds 60
 """
 
 from __future__ import annotations

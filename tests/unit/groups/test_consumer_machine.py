@@ -53,7 +53,8 @@ from millstream.model.errors import (
     UnreleasedInstance,
 )
 from millstream.testing.clock import ManualClock
-from millstream.testing.consumer_trial import SimulatedConsumer, classic_protocols
+from millstream.testing.consumer_clients import Newer, Older
+from millstream.testing.consumer_trial import classic_protocols
 from millstream.testing.group_trial import GROUP
 from millstream.testing.state_log import MemoryPartition, MemoryTopics
 
@@ -85,36 +86,6 @@ newer = st.integers(0, 3)
 older = st.integers(0, 1)
 
 
-class Newer:
-    """A consumer of the newer protocol, with at most one heartbeat under way."""
-
-    def __init__(self, number: int) -> None:
-        self.instance_id = "static" if number == 0 else None
-        self.choice: dict[str, Any] = CHOICES[2]
-        self.asked = 0
-        self.under_way = False
-        self.begin("")
-
-    def begin(self, member_id: str) -> None:
-        """A new process."""
-        self.consumer = SimulatedConsumer(member_id, instance_id=self.instance_id, rebalance_timeout_ms=REBALANCE_MS)
-        self.told: dict[str, Any] = {}
-        self.joined = False
-        self.asked += 1
-        self.under_way = False
-
-
-class Older:
-    """A consumer of the classic protocol that gives up everything before it joins."""
-
-    def __init__(self) -> None:
-        self.member_id = ""
-        self.generation = -1
-        self.owned: Assignment = NOTHING
-        self.joined: Joined | None = None
-        self.asked = 0
-
-
 class ConsumerGroupHistory(RuleBasedStateMachine):
     """Consumers that do as they like, on a broker that fails now and then."""
 
@@ -129,7 +100,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         self.partition = MemoryPartition(acknowledges=False)
         self.topics = MemoryTopics()
         self.ids = count(1)
-        self.newer = [Newer(number) for number in range(4)]
+        self.newer = [Newer(number, CHOICES[2], rebalance_timeout_ms=REBALANCE_MS) for number in range(4)]
         self.older = [Older() for _ in range(2)]
         self.durable_epoch = 0
         self.beginnings = 0
