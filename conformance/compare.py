@@ -19,9 +19,18 @@ from typing import Any
 
 from benchmarks.peers.kafka import kafka
 from benchmarks.peers.unavailable import PeerUnavailable
-from conformance.dialogues import DIALOGUES
+from conformance import consumer_dialogues, dialogues
 from conformance.question import Broker
-from conformance.questions import administration, cluster, fetching, groups, producing, settings, topics
+from conformance.questions import (
+    administration,
+    cluster,
+    consumer_groups,
+    fetching,
+    groups,
+    producing,
+    settings,
+    topics,
+)
 from conformance.questions.asking import lay_fixtures
 
 from millstream.testing.server import Server
@@ -80,10 +89,10 @@ def start(stack: ExitStack) -> tuple[Broker, Broker]:
 
 def asked() -> Iterator[tuple[str, Callable[[Broker], Any]]]:
     """Every question, with how it is put."""
-    for part in (producing, fetching, cluster, topics, settings, groups, administration):
+    for part in (producing, fetching, cluster, topics, settings, groups, consumer_groups, administration):
         for question in part.QUESTIONS:
             yield question.name, question.ask
-    for dialogue in DIALOGUES:
+    for dialogue in (*dialogues.DIALOGUES, *consumer_dialogues.DIALOGUES):
         yield (dialogue.__doc__ or "").rstrip("."), dialogue
 
 

@@ -68,6 +68,8 @@ transaction.state.log.min.isr=1
 share.coordinator.state.topic.replication.factor=1
 share.coordinator.state.topic.min.isr=1
 group.initial.rebalance.delay.ms=0
+group.consumer.assignment.interval.ms=0
+group.consumer.assignor.offload.enable=false
 {flush}"""
 
 

@@ -175,7 +175,7 @@ class GroupCoordinator:
 
     async def describe_consumer_group(self, group_id: str) -> ConsumerGroupDescription:
         """One consumer group with its members."""
-        _check_length(group_id)
+        _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.consumers.describe(group_id), pure=True)
 
     async def delete(self, group_id: str) -> None:

@@ -199,7 +199,7 @@ async def test_groups_are_described(broker: Broker, version: int) -> None:
     one, two = described.members
     assert (one.member_id, one.instance_id, one.rack_id, one.member_epoch) == ("m0", "static", "rack", 1)
     assert (one.client_id, one.client_host) == ("test", "/127.0.0.1")
-    assert (one.subscribed_topic_names, one.subscribed_topic_regex) == (("orders",), None)
+    assert (one.subscribed_topic_names, one.subscribed_topic_regex) == (("orders",), "")
     (topic,) = one.assignment.topic_partitions
     assert (topic.topic_id, topic.topic_name, topic.partitions) == (broker.orders, "orders", (0, 1))
     (topic,) = one.target_assignment.topic_partitions

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from millstream.coordination.state import Outcome, StateRecord
 from millstream.coordination.timers import Timers
-from millstream.groups.consumer.assignment import NOTHING, Assignment
+from millstream.groups.consumer.assignment import NOTHING, Assignment, union
 from millstream.groups.consumer.classic_member import ClassicMembers
 from millstream.groups.consumer.departure import Departure
 from millstream.groups.consumer.expression import Expressions
@@ -302,7 +302,8 @@ class ConsumerShard:
             client_host=told.client_host,
             topics=told.topics,
             expression=told.expression,
-            assigned=self._named(member.position.assigned),
+            # What a member was told to give up, it has until it says that it gave it up.
+            assigned=self._named(union(member.position.assigned, member.position.pending)),
             target=self._named(group.targets.get(member.member_id, NOTHING)),
             speaks_classic=member.speaks_classic,
         )

@@ -91,7 +91,7 @@ def _member(member: ConsumerMemberDescription) -> Member:
         client_id=member.client_id,
         client_host=member.client_host,
         subscribed_topic_names=tuple(map(TopicName, sorted(member.topics))),
-        subscribed_topic_regex=member.expression or None,
+        subscribed_topic_regex=member.expression,
         assignment=_assignment(member.assigned),
         target_assignment=_assignment(member.target),
         member_type=_CLASSIC_MEMBER if member.speaks_classic else _CONSUMER_MEMBER,
