@@ -46,8 +46,7 @@ def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Findi
     findings += [ok("lock", "no broker is using the folder"), _format(folder), _stop(folder)]
     names, catalog_findings = _catalog(folder)
     findings += catalog_findings
-    findings += _segments(folder, names, deep=deep, show_progress=show_progress)
-    return findings
+    return findings + _segments(folder, names, deep=deep, show_progress=show_progress)
 
 
 def _access(folder: Path) -> Finding:
@@ -147,6 +146,7 @@ def _segments(folder: Path, names: dict[str, str], *, deep: bool, show_progress:
     if not deep:
         return [ok("segments", f"{what}, not read (--quick)")]
     findings: list[Finding] = []
+    stopped_clean = (folder / CLEAN_STOP_NAME).exists()
     records = 0
     with Progress("reading segments", total_bytes=total_bytes, wanted=show_progress) as progress:
         for segment, following in zip_longest(found, found[1:]):
@@ -158,7 +158,7 @@ def _segments(folder: Path, names: dict[str, str], *, deep: bool, show_progress:
                 advice = "the disk may be failing: copy the folder away, then check the disk"
                 findings.append(problem("segments", f"{segment.path} cannot be read: {error.strerror}", advice))
                 continue
-            findings += _verdict(label, scanned, limit)
+            findings += _verdict(label, scanned, limit, stopped_clean=stopped_clean)
             records += scanned.records
     return [*findings, ok("segments", f"{what}, {counted(records, 'message')} read")]
 
@@ -170,7 +170,7 @@ def _segment_files(folder: Path) -> Iterator[_Segment]:
             yield _Segment(path.parent.parent.name, int(path.parent.name), base_offset, path)
 
 
-def _verdict(label: str, scanned: ScannedSegment, limit: int) -> Iterator[Finding]:
+def _verdict(label: str, scanned: ScannedSegment, limit: int, *, stopped_clean: bool) -> Iterator[Finding]:
     for bad in scanned.bad:
         where = f"bytes {bad.start} to {bad.end} of {scanned.path}"
         yield _lost(label, "damaged", bad.first, bad.next_offset, where)
@@ -178,6 +178,11 @@ def _verdict(label: str, scanned: ScannedSegment, limit: int) -> Iterator[Findin
         yield _lost(label, "missing", scanned.next_offset, limit, f"at the end of {scanned.path}")
     elif scanned.torn_bytes:
         detail = f"{label}: the last {counted(scanned.torn_bytes, 'byte')} of {scanned.path} are no whole batch"
+        if stopped_clean:
+            # A clean stop leaves no write unfinished, so these bytes were whole once.
+            advice = "the disk damaged messages that were stored; restore them from a copy, if you have one"
+            yield problem("segments", f"{detail}, although the last stop was clean", advice)
+            return
         advice = "a write that a crash cut short; the next start cuts it off, or completes it from the journal"
         yield warning("segments", detail, advice)
 

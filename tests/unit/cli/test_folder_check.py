@@ -95,7 +95,15 @@ def test_a_folder_in_use_is_not_read(folder: Folder) -> None:
     assert "not checked" in findings["segments"][0].detail
 
 
-def test_a_torn_tail_is_a_warning(folder: Folder) -> None:
+def test_a_torn_tail_after_a_clean_stop_is_a_problem(folder: Folder) -> None:
+    folder.segment(0, 1, tail=b"torn")
+    (found, _) = folder.check()["segments"]
+    assert found.severity is Severity.PROBLEM
+    assert "although the last stop was clean" in found.detail
+
+
+def test_a_torn_tail_after_a_crash_is_a_warning(folder: Folder) -> None:
+    (folder.path / "clean-stop").unlink()
     path = folder.segment(0, 1, tail=b"torn")
     (found, _) = folder.check()["segments"]
     assert (found.severity, found.detail) == (
