@@ -212,3 +212,8 @@ def test_paths_named_in_the_docs_exist() -> None:
         if not any((base / name).exists() for base in (ROOT, SOURCE, page.parent))
     ]
     assert missing == []
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
