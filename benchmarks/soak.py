@@ -43,7 +43,8 @@ WARM_UP_SHARE = 0.4
 RATE_PER_S = 50
 MESSAGE_BYTES = 1000
 IDLE_CONNECTIONS = 200
-POINTS_MAX = 300
+POINTS_MIN, POINTS_MAX = 6, 300
+SLOT_S = 5.0
 QUIET: dict[str, Any] = {"log_level": 0, "reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 500}
 RETAINED = {"retention.ms": "20000", "segment.bytes": "1048576"}
 SERVER_SETTINGS = {"retention-check-ms": 2000, "group-initial-delay-ms": 100}
@@ -75,6 +76,7 @@ class Background:
     def __init__(self) -> None:
         self.stopping = threading.Event()
         self.failures: list[str] = []
+        self.refused: dict[str, int] = {}
         self._threads: list[threading.Thread] = []
 
     def every(self, seconds: float, name: str, work: Callable[[], None]) -> None:
@@ -85,7 +87,8 @@ class Background:
                 try:
                     work()
                 except (KafkaException, MillstreamError, OSError, RuntimeError):
-                    continue  # The broker is being killed or started; the trial itself tells if it stays away.
+                    # The broker is being killed or started; the trial itself tells if it stays away.
+                    self.refused[name] = self.refused.get(name, 0) + 1
                 except Exception as error:
                     self.failures.append(f"{name}: {error!r}")
                     return
@@ -117,7 +120,7 @@ class Soak:
         self._ask(lambda client: create_topic(client, "retained", partitions=2, replication=1, settings=RETAINED))
         self._pacer = Producer({"bootstrap.servers": self._server.kafka, "enable.idempotence": True, **QUIET})
         self._background.every(SAMPLE_S, "sampler", self._sample)
-        self._background.every(1 / RATE_PER_S, "pacer", self._pace)
+        self._background.every(0.0, "pacer", self._pace)
         self._background.every(3.0, "topics", self._come_and_go)
         self._background.every(2.0, "admin", self._administer)
         self._background.every(5.0, "idle connections", self._keep_idle)
@@ -129,6 +132,8 @@ class Soak:
             self._pacer.flush(30)
         for connection in self._idle:
             connection.close()
+        for name, count in self._background.refused.items():
+            self._samples.counts[f"times {name} found no broker"] = count
         return self._background.failures
 
     def _ask(self, question: Callable[[Client], Coroutine[Any, Any, object]]) -> None:
@@ -160,7 +165,9 @@ class Soak:
                 self._samples.add(self._samples.latency_ms, (time.monotonic() - due) * 1000)
 
         producer.produce("retained", bytes(MESSAGE_BYTES), on_delivery=acknowledged)
-        producer.poll(0)
+        # Answers are taken as they come until the next message is due.
+        while (left := due + 1 / RATE_PER_S - time.monotonic()) > 0:
+            producer.poll(left)
 
     def _come_and_go(self) -> None:
         """A topic that is created, written, read by a consumer of its own, and deleted."""
@@ -177,8 +184,9 @@ class Soak:
         consumer.subscribe([name])
         consumer.consume(30, 5)
         consumer.close()
-        self._ask(lambda client: delete_topic(client, name))
+        # The group first: with its last topic it would go by itself.
         self._ask(lambda client: delete_group(client, name))
+        self._ask(lambda client: delete_topic(client, name))
         self._samples.count("topics created and deleted")
 
     def _administer(self) -> None:
@@ -212,7 +220,7 @@ def settled(series: Sequence[tuple[float, int, float]]) -> list[list[tuple[float
         points = [(at, value) for at, number, value in series if number == stretch]
         late = points[int(len(points) * WARM_UP_SHARE) :]
         step = max(1, len(late) // POINTS_MAX)
-        if len(late) >= 10:
+        if len(late) >= POINTS_MIN:
             stretches.append(late[::step])
     return stretches
 
@@ -223,13 +231,13 @@ def growth(points: Sequence[tuple[float, float]]) -> float:
     return statistics.median(slopes) * (points[-1][0] - points[0][0]) if slopes else 0.0
 
 
-def by_minute(latencies: Sequence[tuple[float, int, float]], share: float) -> list[tuple[float, int, float]]:
-    """A percentile of the latencies in each ten seconds, which is what has to stay flat."""
+def by_slot(latencies: Sequence[tuple[float, int, float]], share: float) -> list[tuple[float, int, float]]:
+    """A percentile of the latencies in each five seconds, which is what has to stay flat."""
     slots: dict[tuple[int, int], list[float]] = {}
     for at, stretch, value in latencies:
-        slots.setdefault((int(at // 10), stretch), []).append(value)
+        slots.setdefault((int(at // SLOT_S), stretch), []).append(value)
     return [
-        (slot * 10.0, stretch, sorted(values)[int(len(values) * share)]) for (slot, stretch), values in slots.items()
+        (slot * SLOT_S, stretch, sorted(values)[int(len(values) * share)]) for (slot, stretch), values in slots.items()
     ]
 
 
@@ -239,8 +247,8 @@ def judge(samples: Samples) -> list[str]:
     series = {
         "memory (MB)": (samples.resident_mb, 0.10, 8.0),
         "file handles": (samples.handles, 0.10, 20.0),
-        "p50 latency (ms)": (by_minute(samples.latency_ms, 0.5), 0.5, 2.0),
-        "p99 latency (ms)": (by_minute(samples.latency_ms, 0.99), 1.0, 50.0),
+        "p50 latency (ms)": (by_slot(samples.latency_ms, 0.5), 0.5, 2.0),
+        "p99 latency (ms)": (by_slot(samples.latency_ms, 0.99), 1.0, 50.0),
     }
     for name, (points, share, least) in series.items():
         for number, stretch in enumerate(settled(points), 1):
