@@ -9,7 +9,7 @@ import typer
 
 from millstream.cli.connection import ask
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
-from millstream.cli.output import counted, print_json, print_line, print_note, print_table, sized
+from millstream.cli.output import counted, one_line, print_json, print_line, print_note, print_table, sized
 
 if TYPE_CHECKING:
     from millstream.cli.client_admin import Clients, ConnectedClient
@@ -58,7 +58,6 @@ def list_(
 
 
 def _row(one: ConnectedClient) -> list[str | None]:
-    from millstream.cli.message_text import one_line
 
     return [
         one_line(one.client_id) or None,

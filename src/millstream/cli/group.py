@@ -19,7 +19,7 @@ from millstream.cli.options import (
     Yes,
     ask_person,
 )
-from millstream.cli.output import counted, print_json, print_line, print_table
+from millstream.cli.output import counted, one_line, print_json, print_line, print_table
 from millstream.cli.position import HELP, parse_position
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def list_(
     if as_json:
         print_json({"groups": groups})
     elif groups:
-        keys = ("group", "state", "members", "lag")
+        keys = ("group", "type", "state", "members", "lag")
         print_table(keys, [[group[key] for key in keys] for group in groups])
     else:
         print_line("No groups yet; a consumer with a group id makes one.")
@@ -124,7 +124,7 @@ def reset(
     said = (
         "Nothing was changed (--dry-run)." if dry_run else f"Moved group {name} in {counted(len(moves), 'partition')}."
     )
-    print_line(said)
+    print_line(one_line(said))
 
 
 @app.command("delete")
@@ -148,7 +148,7 @@ def delete(
     if as_json:
         print_json({"group": name, "deleted": True})
     else:
-        print_line(f"Deleted group {name}.")
+        print_line(f"Deleted group {one_line(name)}.")
 
 
 async def _summary(client: Client, name: str, state: str, kind: str) -> dict[str, Any]:
@@ -191,6 +191,7 @@ def _as_document(group: Group, progress: list[Progress]) -> dict[str, Any]:
     owners = {where: member.member_id for member in group.members for where in member.partitions}
     return {
         "group": group.name,
+        "type": group.kind,
         "state": group.state,
         "protocol": group.protocol,
         "lag": _total_lag(progress),
@@ -221,7 +222,7 @@ def _as_document(group: Group, progress: list[Progress]) -> dict[str, Any]:
 def _print_description(group: Group, progress: list[Progress]) -> None:
     lag = _total_lag(progress)
     behind = "" if lag is None else f", {counted(lag, 'message')} behind"
-    print_line(f"{group.name}  ({group.state}, {counted(len(group.members), 'member')}{behind})")
+    print_line(f"{one_line(group.name)}  ({group.state}, {group.kind}, {counted(len(group.members), 'member')}{behind})")
     owners = {where: member for member in group.members for where in member.partitions}
     rows = []
     for one in progress:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millstream.cli.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP
-from millstream.model.errors import GroupNotEmpty, ProtocolViolation, UnknownGroup, UnknownTopic
+from millstream.model.errors import GroupNotEmpty, InvalidRequest, ProtocolViolation, UnknownGroup, UnknownTopic
 from millstream.model.ids import PartitionIndex
 from millstream.model.topic import TopicPartition
 from millstream.wire.client import Client
@@ -15,6 +15,9 @@ from millstream.wire.primitives import Reader
 from millstream.wire.refusal import refusal
 
 DEAD = "Dead"
+CLASSIC = "classic"
+CONSUMER = "consumer"
+"""A group of the newer protocol, in which the broker shares out."""
 _NO_GENERATION = -1
 _GROUP_ID_NOT_FOUND = 69
 _UNKNOWN_MEMBER_ID = 25
@@ -37,7 +40,9 @@ class Group:
     name: str
     state: str
     protocol: str
+    """How partitions are shared out."""
     members: tuple[Member, ...]
+    kind: str = CLASSIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class Progress:
 
 
 async def list_groups(client: Client) -> list[tuple[str, str, str]]:
-    """The name, the state and the protocol type of every group, from every node."""
+    """The name, the state and the type of every group, from every node."""
     from kio.schema.list_groups.v5 import request
 
     messages: Any = request
@@ -68,19 +73,51 @@ async def list_groups(client: Client) -> list[tuple[str, str, str]]:
         if answer.error_code:
             raise refusal(answer.error_code, None, about="the list of groups")
         for group in answer.groups:
-            found[group.group_id] = (group.group_id, group.group_state, group.protocol_type)
+            found[group.group_id] = (group.group_id, group.group_state, group.group_type or CLASSIC)
     return sorted(found.values())
 
 
 async def describe_group(client: Client, name: str) -> Group:
-    """One group, or `UnknownGroup`."""
+    """One group of either type, or `UnknownGroup`."""
+    found = await _describe_classic(client, name) or await _describe_consumers(client, name)
+    if found is None:
+        raise UnknownGroup(f"group {name!r} does not exist; millstream group list shows those that do")
+    return found
+
+
+async def _describe_consumers(client: Client, name: str) -> Group | None:
+    from kio.schema.consumer_group_describe.v1 import request
+
+    messages: Any = request
+    asked = messages.ConsumerGroupDescribeRequest(group_ids=(name,), include_authorized_operations=False)
+    try:
+        described = (await client.send(await client.coordinator(name), asked)).groups[0]
+    except InvalidRequest:
+        # A broker that does not serve the newer protocol has no such groups.
+        return None
+    if described.error_code == _GROUP_ID_NOT_FOUND:
+        return None
+    if described.error_code:
+        raise refusal(described.error_code, described.error_message, about=f"group {name!r}")
+    members = tuple(
+        Member(one.member_id, one.client_id, one.client_host, _named_partitions(one.assignment.topic_partitions))
+        for one in described.members
+    )
+    return Group(name, described.group_state, described.assignor_name, members, CONSUMER)
+
+
+def _named_partitions(topics: Any) -> tuple[TopicPartition, ...]:
+    return tuple(TopicPartition(one.topic_name, PartitionIndex(index)) for one in topics for index in one.partitions)
+
+
+async def _describe_classic(client: Client, name: str) -> Group | None:
     from kio.schema.describe_groups.v6 import request
 
     messages: Any = request
     asked = messages.DescribeGroupsRequest(groups=(name,), include_authorized_operations=False)
     described = (await client.send(await client.coordinator(name), asked)).groups[0]
     if described.error_code == _GROUP_ID_NOT_FOUND or described.group_state == DEAD:
-        raise UnknownGroup(f"group {name!r} does not exist; millstream group list shows those that do")
+        return None
     if described.error_code:
         raise refusal(described.error_code, described.error_message, about=f"group {name!r}")
     members = tuple(

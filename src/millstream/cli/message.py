@@ -8,7 +8,7 @@ import typer
 
 from millstream.cli.connection import ask
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
-from millstream.cli.output import counted, print_bytes, print_json, print_line
+from millstream.cli.output import counted, one_line, print_bytes, print_json, print_line
 
 if TYPE_CHECKING:
     from millstream.cli.stored_message import StoredMessage
@@ -65,7 +65,7 @@ def _document(topic: TopicMetadata, partition: int, stored: StoredMessage) -> di
 
 def _print_message(topic: TopicMetadata, partition: int, stored: StoredMessage) -> None:
     from millstream.cli.message_id import message_id
-    from millstream.cli.message_text import local_time, one_line, readable, readable_value
+    from millstream.cli.message_text import local_time, readable, readable_value
 
     record = stored.record
     print_line(f"{topic.name}/{partition}@{record.offset}")

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from millstream.cli.message_id import message_id
+from millstream.cli.output import one_line
 from millstream.records.record import Record
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -59,11 +60,6 @@ def readable(value: bytes | None) -> str:
 def harmless(text: str) -> str:
     """A text from elsewhere, which must not be able to move the cursor or change the terminal of whoever reads it."""
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
-
-
-def one_line(text: str) -> str:
-    """A name from elsewhere, which must not be able to break its line either."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def _as_json(value: bytes | None) -> Any:

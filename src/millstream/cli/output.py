@@ -60,6 +60,11 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]], *, indent:
         print_line(indent + "  ".join(cells).rstrip())
 
 
+def one_line(text: str) -> str:
+    """A name from elsewhere, which must not be able to break its line or change the terminal of whoever reads it."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
 def counted(number: int, noun: str) -> str:
     """`1 message`, `2,000 messages`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
@@ -85,4 +90,4 @@ def _cell(value: Any) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return str(value)
+    return one_line(str(value))

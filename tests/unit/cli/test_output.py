@@ -55,3 +55,8 @@ def test_numbers_are_said_as_people_say_them() -> None:
         "1.5 MiB",
         "5120.0 TiB",
     ]
+
+
+def test_a_table_cannot_be_broken_by_a_name(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    print_table(["group"], [["g\x1b[31m\nX"]])
+    assert capfdbinary.readouterr().out == b"GROUP\ng\\x1b[31m\\x0aX\n"
