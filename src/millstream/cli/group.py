@@ -222,7 +222,9 @@ def _as_document(group: Group, progress: list[Progress]) -> dict[str, Any]:
 def _print_description(group: Group, progress: list[Progress]) -> None:
     lag = _total_lag(progress)
     behind = "" if lag is None else f", {counted(lag, 'message')} behind"
-    print_line(f"{one_line(group.name)}  ({group.state}, {group.kind}, {counted(len(group.members), 'member')}{behind})")
+    members = counted(len(group.members), "member")
+    kind = "" if group.kind == "classic" else f", {group.kind} group"
+    print_line(f"{one_line(group.name)}  ({group.state}{kind}, {members}{behind})")
     owners = {where: member for member in group.members for where in member.partitions}
     rows = []
     for one in progress:

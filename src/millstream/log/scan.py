@@ -217,8 +217,8 @@ class Scan:
         If these are one batch, two fields of its header tell how many offsets it has, and one bit can have changed
         only one of them. If they are several, at least a record takes more than a byte.
         """
-        if found.base_offset == self.expected:
-            # It goes on where the last good batch ended, so the bytes between the two hold nothing of the log.
+        if found.base_offset == self.expected or found.next_offset == self._limit:
+            # It goes on where the last good batch ended, or ends where the segment is known to end.
             return True
         head = self._window.at(self.position, HEADER_BYTES)
         if len(head) < HEADER_BYTES:
