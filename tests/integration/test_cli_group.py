@@ -51,6 +51,7 @@ def test_a_group_is_seen_with_its_member_and_its_lag(millstream: CommandLine) ->
     with consuming(millstream, "seers", "seen", 4):
         described = millstream("group", "describe", "seers", "--json").document
         assert (described["group"], described["state"], described["lag"]) == ("seers", "Stable", 6)
+        assert described["type"] == "classic"
         (member,) = described["members"]
         assert (member["client"], member["partitions"]) == ("reader", [["seen", 0]])
         assert described["offsets"] == [
@@ -65,10 +66,12 @@ def test_a_group_is_seen_with_its_member_and_its_lag(millstream: CommandLine) ->
             }
         ]
         shown = millstream("group", "describe", "seers")
-        assert shown.lines[0] == "seers  (Stable, 1 member, 6 messages behind)"
+        assert shown.lines[0] == "seers  (Stable, classic, 1 member, 6 messages behind)"
         assert shown.lines[-1].split()[:5] == ["seen", "0", "4", "10", "6"]
         listed = [one for one in millstream("group", "list", "--json").document["groups"] if one["group"] == "seers"]
-        assert [(one["state"], one["members"], one["lag"]) for one in listed] == [("Stable", 1, 6)]
+        assert [(one["type"], one["state"], one["members"], one["lag"]) for one in listed] == [
+            ("classic", "Stable", 1, 6)
+        ]
 
         for command in (("reset", "seers", "--to", "start"), ("delete", "seers")):
             refused = millstream("group", *command)

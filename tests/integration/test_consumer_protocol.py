@@ -1,0 +1,333 @@
+"""The newer group protocol (KIP-848) with confluent-kafka: members come, go and die, and so does the broker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewPartitions, NewTopic
+
+from millstream.testing.command import CommandLine
+from millstream.testing.server import Server
+
+PARTITIONS = 4
+WAIT_S = 40.0
+ALL = set(range(PARTITIONS))
+SETTINGS = {
+    "group-initial-delay-ms": 100,
+    "group-session-min-ms": 1000,
+    "group-consumer-heartbeat-ms": 200,
+    "group-consumer-session-ms": 3000,
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose members send heartbeats often, and are missed soon."""
+    with Server(tmp_path_factory.mktemp("consumer-groups") / "data", settings=SETTINGS) as started:
+        yield started
+
+
+class Member:
+    """One member of a group, which notes what it holds and what it reads."""
+
+    def __init__(self, server: Server, *topics: str, group: str = "", **settings: Any) -> None:
+        self.held: set[tuple[str, int]] = set()
+        self.read: dict[int, list[int]] = defaultdict(list)
+        self.client = Consumer(
+            {
+                "bootstrap.servers": server.kafka,
+                "log_level": 0,
+                "group.id": group or f"{topics[0]}-group",
+                "group.protocol": "consumer",
+                "auto.offset.reset": "earliest",
+                "enable.auto.commit": False,
+                # Metadata is fetched again soon after a broker comes back.
+                "reconnect.backoff.max.ms": 500,
+                **settings,
+            }
+        )
+        self.client.subscribe(list(topics), on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._revoked)
+
+    @property
+    def partitions(self) -> set[int]:
+        """The partitions it holds."""
+        return {partition for _, partition in self.held}
+
+    def _assigned(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+        self.held |= {(one.topic, one.partition) for one in partitions}
+
+    def _revoked(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+        self.held -= {(one.topic, one.partition) for one in partitions}
+
+    def step(self) -> None:
+        """Read what is there."""
+        for message in self.client.consume(100, 0.05):
+            if message.error() is None:
+                self.read[_number(message.partition())].append(_number(message.offset()))
+
+    def commit(self) -> None:
+        """Commit, again where the epoch has changed meanwhile."""
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            try:
+                self.client.commit(asynchronous=False)
+            except KafkaException:
+                self.step()
+            else:
+                return
+        raise TimeoutError("the member could not commit")
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.client.close()
+
+
+def _number(value: int | None) -> int:
+    assert value is not None
+    return value
+
+
+def step_until(condition: Callable[[], bool], *members: Member) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, [(member.held, dict(member.read)) for member in members]
+        for member in members:
+            member.step()
+
+
+def create(server: Server, topic: str, partitions: int = PARTITIONS) -> None:
+    admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+    for created in admin.create_topics([NewTopic(topic, partitions, 1)]).values():
+        created.result(WAIT_S)
+
+
+def type_of(server: Server, group: str) -> str:
+    admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+    listed = admin.list_consumer_groups().result(WAIT_S)
+    return {one.group_id: str(one.type.name) for one in listed.valid}[group]
+
+
+def send(server: Server, topic: str, per_partition: int) -> None:
+    delivered: list[Message] = []
+    producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
+    for number in range(per_partition):
+        for partition in range(PARTITIONS):
+            producer.produce(
+                topic, b"%d" % number, partition=partition, on_delivery=lambda _, message: delivered.append(message)
+            )
+    assert producer.flush(WAIT_S) == 0
+    assert len(delivered) == per_partition * PARTITIONS
+
+
+def total(*members: Member) -> int:
+    return sum(len(offsets) for member in members for offsets in member.read.values())
+
+
+def read_by(partition: int, *members: Member) -> set[int]:
+    return {offset for member in members for offset in member.read[partition]}
+
+
+def evenly(*members: Member) -> Callable[[], bool]:
+    """Whether the members hold every partition between them, each once, and no two differ by more than one."""
+
+    def check() -> bool:
+        counts = [len(member.partitions) for member in members]
+        everything = set().union(*(member.partitions for member in members))
+        return everything == ALL and sum(counts) == PARTITIONS and max(counts) - min(counts) <= 1
+
+    return check
+
+
+@pytest.mark.parametrize("assignor", ["uniform", "range"])
+def test_members_join_and_leave(server: Server, topic: str, assignor: str) -> None:
+    create(server, topic)
+    send(server, topic, 20)
+    settings = {"group.remote.assignor": assignor}
+    first = Member(server, topic, **settings)
+    step_until(lambda: first.partitions == ALL and total(first) == 20 * PARTITIONS, first)
+    first.commit()
+    second, third = Member(server, topic, **settings), Member(server, topic, **settings)
+    step_until(evenly(first, second, third), first, second, third)
+    send(server, topic, 20)
+    step_until(lambda: total(first, second, third) == 40 * PARTITIONS, first, second, third)
+    for member in (first, second, third):
+        member.commit()
+    second.close()
+    step_until(evenly(first, third), first, third)
+    first.close()
+    step_until(lambda: third.partitions == ALL, third)
+    send(server, topic, 20)
+    step_until(lambda: total(first, second, third) == 60 * PARTITIONS, third)
+    for partition in ALL:
+        assert sorted(first.read[partition] + second.read[partition] + third.read[partition]) == list(range(60))
+    third.close()
+
+
+def test_the_next_member_goes_on_where_the_last_committed(server: Server, topic: str) -> None:
+    create(server, topic)
+    send(server, topic, 10)
+    first = Member(server, topic)
+    step_until(lambda: total(first) == 10 * PARTITIONS, first)
+    first.commit()
+    first.close()
+    send(server, topic, 5)
+    second = Member(server, topic)
+    step_until(lambda: total(second) == 5 * PARTITIONS, second)
+    assert {partition: list(range(10, 15)) for partition in ALL} == dict(second.read)
+    second.close()
+
+
+MEMBER_PROGRAM = """
+import sys
+from confluent_kafka import Consumer
+address, topic = sys.argv[1:]
+client = Consumer({
+    "bootstrap.servers": address, "group.id": topic + "-group", "group.protocol": "consumer",
+    "auto.offset.reset": "earliest", "enable.auto.commit": False,
+})
+client.subscribe([topic])
+while True:
+    client.poll(0.1)
+"""
+
+
+def test_a_member_dies(server: Server, topic: str) -> None:
+    create(server, topic)
+    first = Member(server, topic)
+    step_until(lambda: first.partitions == ALL, first)
+    with subprocess.Popen([sys.executable, "-c", MEMBER_PROGRAM, server.kafka, topic]) as other:
+        try:
+            step_until(lambda: len(first.partitions) == 2, first)
+            send(server, topic, 20)
+            os.kill(other.pid, signal.SIGKILL)
+            step_until(lambda: first.partitions == ALL, first)
+            step_until(lambda: set(first.read) == ALL and total(first) >= 20 * PARTITIONS, first)
+        finally:
+            other.kill()
+    assert all(sorted(set(offsets)) == list(range(20)) for offsets in first.read.values())
+    first.close()
+
+
+def test_a_static_member_comes_back_to_what_it_had(server: Server, topic: str) -> None:
+    create(server, topic)
+    one = Member(server, topic, **{"group.instance.id": "one"})
+    two = Member(server, topic, **{"group.instance.id": "two"})
+    step_until(evenly(one, two), one, two)
+    kept, held = set(one.held), set(two.held)
+    two.close()
+    again = Member(server, topic, **{"group.instance.id": "two"})
+    step_until(lambda: again.held == held, one, again)
+    assert one.held == kept
+    one.close()
+    again.close()
+
+
+def test_topics_grow_and_match_an_expression(server: Server, topic: str) -> None:
+    admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+    create(server, topic, 1)
+    member = Member(server, f"^{topic}(-more)?$", group=f"{topic}-group")
+    step_until(lambda: member.held == {(topic, 0)}, member)
+    for grown in admin.create_partitions([NewPartitions(topic, 2)]).values():
+        grown.result(WAIT_S)
+    step_until(lambda: member.held == {(topic, 0), (topic, 1)}, member)
+    create(server, f"{topic}-more", 1)
+    step_until(lambda: member.held == {(topic, 0), (topic, 1), (f"{topic}-more", 0)}, member)
+    for deleted in admin.delete_topics([topic]).values():
+        deleted.result(WAIT_S)
+    step_until(lambda: member.held == {(f"{topic}-more", 0)}, member)
+    member.close()
+
+
+def test_a_live_group_moves_over_and_back(server: Server, topic: str) -> None:
+    create(server, topic)
+    send(server, topic, 10)
+    classic: dict[str, Any] = {"group.protocol": "classic", "heartbeat.interval.ms": 200, "session.timeout.ms": 3000}
+    old = Member(server, topic, **classic)
+    step_until(lambda: old.partitions == ALL and total(old) == 10 * PARTITIONS, old)
+    old.commit()
+    new = Member(server, topic)
+    step_until(evenly(old, new), old, new)
+    assert type_of(server, f"{topic}-group") == "CONSUMER"
+    send(server, topic, 10)
+    step_until(lambda: all(len(read_by(p, old, new)) == 20 for p in ALL), old, new)
+    old.commit()
+    new.commit()
+    new.close()
+    step_until(lambda: old.partitions == ALL, old)
+    assert type_of(server, f"{topic}-group") == "CLASSIC"
+    send(server, topic, 10)
+    step_until(lambda: all(len(read_by(p, old, new)) == 30 for p in ALL), old)
+    old.close()
+
+
+def test_the_commands_know_the_type(server: Server, topic: str) -> None:
+    millstream = CommandLine(server.kafka)
+    create(server, topic)
+    send(server, topic, 3)
+    member = Member(server, topic, **{"client.id": "reader"})
+    step_until(lambda: total(member) == 3 * PARTITIONS, member)
+    member.commit()
+    group = f"{topic}-group"
+    listed = [one for one in millstream("group", "list", "--json").document["groups"] if one["group"] == group]
+    assert [(one["type"], one["state"], one["members"], one["lag"]) for one in listed] == [("consumer", "Stable", 1, 0)]
+    row = next(line.split() for line in millstream("group", "list").lines if line.startswith(group))
+    assert row == [group, "consumer", "Stable", "1", "0"]
+    described = millstream("group", "describe", group, "--json").document
+    assert (described["type"], described["protocol"], described["lag"]) == ("consumer", "uniform", 0)
+    (found,) = described["members"]
+    assert found["client"] == "reader"
+    assert sorted(found["partitions"]) == [[topic, index] for index in sorted(ALL)]
+    shown = millstream("group", "describe", group)
+    assert shown.lines[0] == f"{group}  (Stable, consumer group, 1 member, 0 messages behind)"
+    for command in (("reset", group, "--to", "start"), ("delete", group)):
+        assert millstream("group", *command).code == 5
+    member.close()
+    assert millstream("group", "reset", group, "--to", "start", "--topic", topic).code == 0
+    assert millstream("group", "describe", group, "--json").document["lag"] == 3 * PARTITIONS
+    assert millstream("group", "delete", group).code == 0
+    assert millstream("group", "describe", group).code == 3
+
+
+@pytest.mark.parametrize("crash", [False, True], ids=["stopped", "killed"])
+def test_the_broker_comes_back_in_the_middle(start_server: Callable[..., Server], topic: str, crash: bool) -> None:
+    server = start_server(**{name.replace("-", "_"): value for name, value in SETTINGS.items()})
+    create(server, topic)
+    send(server, topic, 20)
+    members = [Member(server, topic) for _ in range(2)]
+    step_until(evenly(*members), *members)
+    step_until(lambda: total(*members) == 20 * PARTITIONS, *members)
+    for member in members:
+        member.commit()
+    held = [set(member.held) for member in members]
+    for _ in range(2):
+        if crash:
+            server.kill()
+        else:
+            server.stop()
+        server.start()
+        for member in members:
+            member.step()
+    send(server, topic, 20)
+    step_until(lambda: all(len(read_by(partition, *members)) == 40 for partition in ALL), *members)
+    # Whoever was there before is there again, with what it had.
+    assert [set(member.held) for member in members] == held
+    joining = Member(server, topic)
+    step_until(evenly(*members, joining), *members, joining)
+    for member in (*members, joining):
+        member.commit()
+        member.close()
+    late = Member(server, topic)
+    send(server, topic, 1)
+    step_until(lambda: total(late) >= PARTITIONS, late)
+    assert {partition: [40] for partition in ALL} == dict(late.read)
+    late.close()
