@@ -50,6 +50,7 @@ class Broker:
         self._kafka_socket: socket.socket | None = None
         self._http_socket: socket.socket | None = None
         self._served: Served | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._undo = AsyncExitStack()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -113,7 +114,7 @@ class Broker:
         )
         await listener.start(self._kafka_socket)
         undo.push_async_callback(listener.drain, config.shutdown_ms / 1000)
-        self._supervise("APIs", self._serve(dispatch, catalog, topics, listener, budget, store))
+        self._serving = self._supervise("APIs", self._serve(dispatch, catalog, topics, listener, budget, store))
         undo.push_async_callback(self._close_served)
 
         gateway = HttpChild(
@@ -135,20 +136,22 @@ class Broker:
     ) -> None:
         """Import the APIs beside the loop, since their message classes take a while, then answer with them."""
         config, clock = self._config, self._clock
+        # Told before anything is awaited: a node that is stopped meanwhile has no sockets any more.
+        kafka, http, advertised = self.kafka_address, self.http_address, self._advertised()
         module = await asyncio.to_thread(_import_served)
         node = module.NodeState(
             node_id=config.node_id,
             cluster_id=catalog.cluster_id,
             started_ms=clock.now_ms(),
-            kafka=self.kafka_address,
-            http=self.http_address,
+            kafka=kafka,
+            http=http,
             data=self._data,
         )
         parts = module.Parts(
             config=config,
             clock=clock,
             topics=topics,
-            membership=Membership(catalog.cluster_id, self._advertised()),
+            membership=Membership(catalog.cluster_id, advertised),
             producer_ids=ProducerIds(catalog),
             quotas=ClientQuotas(catalog),
             budget=budget,
@@ -168,6 +171,9 @@ class Broker:
         await gateway.run()
 
     async def _close_served(self) -> None:
+        if self._serving is not None:
+            # Clients that came while the APIs were loaded are answered too, and not kept waiting until they are cut.
+            await asyncio.wait([self._serving])
         if self._served is not None:
             await self._served.close()
 
@@ -178,10 +184,11 @@ class Broker:
 
     # -- supervision ----------------------------------------------------------------------------------------
 
-    def _supervise(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    def _supervise(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

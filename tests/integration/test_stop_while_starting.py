@@ -1,0 +1,29 @@
+"""A node that is stopped while clients wait for it to get ready: they are answered, and it ends at once."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from millstream.testing.server import Server
+from millstream.wire import codec
+
+StartServer = Callable[..., Server]
+
+
+def test_clients_that_came_early_are_answered(start_server: StartServer) -> None:
+    server = start_server()
+    request = codec.load_request_class(18, 0)()
+    host, _, port = server.kafka.rpartition(":")
+    for _ in range(3):
+        server.stop()
+        server.start()
+        with socket.create_connection((host, int(port)), timeout=60) as client:
+            # The listener is up before the APIs are loaded, so this may well wait for them.
+            client.sendall(codec.write_request(1, "early", request))
+            server.stop()
+            assert len(client.recv(4)) == 4
+        server.start()
+    said = server.log.read_text(encoding="utf-8")
+    assert "died" not in said
+    assert "connections closed before they were done" not in said
