@@ -377,6 +377,19 @@ def test_a_wrong_expression_is_refused_and_changes_nothing(trial: ConsumerTrial)
     assert size_of(trial.consumers().members["m0"].position.assigned) == 4
 
 
+def test_a_group_uses_only_so_many_expressions() -> None:
+    trial = ConsumerTrial(members_max=200)
+    crowd = [SimulatedConsumer(f"m{number}", expression=f"orders|x{number}") for number in range(100)]
+    for consumer in crowd:
+        trial.beat(consumer)
+    one_more = SimulatedConsumer("m100", expression="orders|x100")
+    assert isinstance(trial.send(one_more.request()).error, InvalidExpression)
+    one_more.expression = "orders|x7"
+    trial.beat(one_more)
+    trial.leave(crowd[0])
+    trial.beat(SimulatedConsumer("m101", expression="orders|x101"))
+
+
 def test_an_expression_is_changed_and_dropped(trial: ConsumerTrial) -> None:
     one, two = SimulatedConsumer("m0", expression="orders"), SimulatedConsumer("m1", expression="orders")
     trial.settle(one, two)

@@ -34,6 +34,7 @@ from millstream.groups.consumer.records import (
 from millstream.groups.consumer.surroundings import Surroundings
 from millstream.groups.consumer.target import names_of, preferred_assignor, topic_ids_of, work_out_target
 from millstream.groups.consumer.topic_view import metadata_hash
+from millstream.model.errors import InvalidExpression
 
 _logger = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ REFRESH_MS = 1000
 
 EXPRESSIONS_AT_ONCE_MAX = 8
 """So many expressions are looked at in one turn; the next turns, of this member or others, do the rest."""
+
+EXPRESSIONS_MAX = 100
+"""So many different expressions a group may use: what each matches is kept."""
 
 AIM_AT_ONCE_MEMBERS_MAX = 50
 AIM_PAUSE_MS_MAX = 1000
@@ -105,6 +109,8 @@ class Turn:
         if old == new:
             return False
         if new and not self.group.users_of(new):
+            if len(self.group.resolved) >= EXPRESSIONS_MAX:
+                raise InvalidExpression(f"group {self.group.group_id!r} uses {EXPRESSIONS_MAX} others already")
             self._around.expressions.check(new)
         if old and self.group.users_of(old) <= 1:
             self.records.append(tombstone(ConsumerKey(Kind.EXPRESSION, self.group.group_id, old)))
