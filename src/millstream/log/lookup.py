@@ -14,6 +14,9 @@ from millstream.records.record import decode_batch
 
 Found = tuple[Offset, int, Epoch]
 
+LOOKED_INTO_BYTES_MAX = 32 * 1024 * 1024
+"""A batch that decompresses to more is not looked into: this happens on the loop, and its time is known well enough."""
+
 
 class Lookup:
     """Finds records of one log by their timestamps."""
@@ -56,7 +59,7 @@ class Lookup:
             return (first, frame.max_timestamp_ms, epoch) if first < up_to else None
         data = self._reader.read(segment, frame.position, 0, segment.size, segment.next_offset).data
         try:
-            for record in decode_batch(data, read_header(data)):
+            for record in decode_batch(data, read_header(data), decompressed_bytes_max=LOOKED_INTO_BYTES_MAX):
                 if record.timestamp_ms >= timestamp_ms and start_offset <= record.offset < up_to:
                     return record.offset, record.timestamp_ms, epoch
         except BatchRejected:
