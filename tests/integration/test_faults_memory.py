@@ -22,7 +22,7 @@ WAIT_S = 60.0
 PRODUCE, FETCH, LIST_OFFSETS, METADATA, API_VERSIONS = 0, 1, 2, 3, 18
 BUDGET_BYTES = 64 * 1024 * 1024
 GROWTH_BYTES_MAX = 3 * BUDGET_BYTES
-"""The budget, and twice as much again for what the allocator, one batch looked into and the frame with the pass take."""
+"""The budget, and twice as much for what the allocator, one batch looked into and the frame with the pass take."""
 
 
 @pytest.fixture(scope="module")
