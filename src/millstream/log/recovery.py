@@ -1,5 +1,7 @@
 """Opening the folder of a log: as its state says after a clean stop, by scanning what that does not cover else.
 
+A file that is missing although the state names it is damage too: the range is noted, and writes go to a new file.
+
 Recovery starts at the checkpoint. A tail that is no batch is torn and is cut; anything bad that has a valid batch
 behind it, or that lies below the checkpoint, is damage: it is noted with its range and what lies behind it stays.
 """
@@ -7,6 +9,8 @@ behind it, or that lies below the checkpoint, is damage: it is noted with its ra
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import msgspec
 
 from millstream.log.contents import Contents, RecoveryReport
 from millstream.log.damage import Damage, LostRange
@@ -24,6 +28,7 @@ from millstream.log.segment import (
     SEGMENT_SUFFIXES,
     Segment,
     base_offset_of,
+    segment_name,
 )
 from millstream.log.state import LogState
 from millstream.log.swap import complete_swaps
@@ -46,10 +51,18 @@ class Opening:
 def open_contents(
     opening: Opening, directory: str, state: LogState | None, *, clean: bool
 ) -> tuple[Contents, RecoveryReport | None]:
-    """Open the folder of a log; after a clean stop nothing in it is looked at."""
-    if state is not None and clean:
+    """Open the folder of a log; after a clean stop nothing in it is looked at but the names of its files."""
+    if state is not None and clean and not _misses_a_file(opening.files, directory, state):
         return _believe(opening, directory, state), None
     return Recovery(opening, directory, state).run()
+
+
+def _misses_a_file(files: Files, directory: str, state: LogState) -> bool:
+    """Whether somebody took a segment away since; its reader would find out too late, and its writer for good."""
+    if not state.segments:
+        return False
+    there = set(files.names(directory))
+    return any(segment_name(segment.base_offset) not in there for segment in state.segments)
 
 
 def _believe(opening: Opening, directory: str, state: LogState) -> Contents:
@@ -248,9 +261,12 @@ class Recovery:
         self._lose(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end))
 
     def _lose(self, lost: LostRange) -> None:
-        self._contents.damage.add(lost)
+        """Note a lost range, or as much of it as had not been deleted before."""
         self._contents.changed = True
-        self._report.lost.append((lost.first, lost.next_offset))
+        first = max(lost.first, self._contents.start_offset)
+        if first < lost.next_offset:
+            self._contents.damage.add(msgspec.structs.replace(lost, first=first))
+            self._report.lost.append((first, lost.next_offset))
 
     def _settle(self) -> None:
         """Decide about the end: what is missing below the checkpoint is damage, anything else is torn and is cut."""

@@ -83,6 +83,7 @@ def delete_before(log: Log, offset: int) -> None:
     if log.segments and offset == log.end_offset and log.segments[-1].size:
         log.roll()
     log.start_offset = Offset(offset)
+    log.lost.cut_before(offset)
     log.changed = True
     count = 0
     while count + 1 < len(log.segments) and log.segments[count + 1].base_offset <= offset:

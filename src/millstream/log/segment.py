@@ -21,7 +21,12 @@ _NAME_DIGITS = 20
 
 def segment_path(directory: str, base_offset: int, suffix: str = LOG_SUFFIX) -> str:
     """A file of a segment."""
-    return f"{directory}/{base_offset:0{_NAME_DIGITS}d}{suffix}"
+    return f"{directory}/{segment_name(base_offset, suffix)}"
+
+
+def segment_name(base_offset: int, suffix: str = LOG_SUFFIX) -> str:
+    """The name of a file of a segment in the folder of its log."""
+    return f"{base_offset:0{_NAME_DIGITS}d}{suffix}"
 
 
 def cleaned_path(directory: str, base_offset: int, token: str) -> str:

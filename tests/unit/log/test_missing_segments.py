@@ -1,0 +1,129 @@
+"""Segment files that somebody took away while the broker was stopped: damage with its range, not a log that hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from uuid import UUID
+
+import pytest
+
+from millstream.log.log import Log
+from millstream.log.segment import segment_path
+from millstream.log.store import LogStore
+from millstream.model.errors import DamagedRange
+from millstream.model.ids import Epoch, PartitionIndex
+from millstream.model.topic import TopicPartition, TopicSettings
+from millstream.records.record import NewRecord, decode_records, encode_batch
+from millstream.testing.files import MemoryFiles
+
+OpenStore = Callable[[], LogStore]
+
+TOPIC_ID = UUID(int=1)
+PARTITION = TopicPartition("t", PartitionIndex(0))
+SETTINGS = TopicSettings(segment_bytes=300)
+
+
+def open_log(store: LogStore) -> Log:
+    return store.open_log(TOPIC_ID, PARTITION, SETTINGS)
+
+
+def put(log: Log, number: int) -> None:
+    value = b"%d" % number + b"." * 60
+    log.append(encode_batch([NewRecord(None, value, (), 1000)]), leader_epoch=Epoch(0))
+
+
+def filled(open_store: OpenStore) -> list[int]:
+    """Write twelve records and stop cleanly; returns the base offsets of the segments."""
+    store = open_store()
+    log = open_log(store)
+    for number in range(12):
+        put(log, number)
+    bases = [segment.base_offset for segment in log.segments]
+    store.close_now()
+    assert len(bases) >= 4
+    return bases
+
+
+def take_away(files: MemoryFiles, *bases: int) -> None:
+    for base in bases:
+        files.remove(segment_path(f"/data/partitions/{TOPIC_ID}/0", base))
+
+
+def read_all(log: Log) -> tuple[list[int], list[tuple[int, int]]]:
+    """The offsets that are served, and the ranges that are said to be lost."""
+    served: list[int] = []
+    lost: list[tuple[int, int]] = []
+    offset = int(log.start_offset)
+    while offset < log.end_offset:
+        try:
+            data = log.read(offset, max_bytes=10_000, up_to=log.end_offset)
+        except DamagedRange as damaged:
+            lost.append((damaged.first, damaged.next_offset))
+            offset = damaged.next_offset
+            continue
+        served += [int(record.offset) for record in decode_records(data)]
+        offset = served[-1] + 1
+    return served, lost
+
+
+@pytest.mark.parametrize("which", [0, 1, -1], ids=["the first", "one in the middle", "the active one"])
+def test_a_missing_segment_is_damage(open_store: OpenStore, files: MemoryFiles, which: int) -> None:
+    bases = filled(open_store)
+    first = bases[which]
+    after = (*bases, 12)[bases.index(first) + 1]
+    take_away(files, first)
+
+    store = open_store()
+    log = open_log(store)
+    assert log.damage == ((first, after),)
+    assert [report.lost for report in store.recovery_reports] == [[(first, after)]]
+    served, lost = read_all(log)
+    assert lost == [(first, after)]
+    assert served == [offset for offset in range(12) if not first <= offset < after]
+
+    put(log, 12)
+    assert read_all(log)[0][-1] == 12
+    store.close_now()
+    again = open_store()
+    log = open_log(again)
+    assert log.damage == ((first, after),)
+    assert again.recovery_reports == []
+    assert read_all(log)[0][-1] == 12
+
+
+def test_all_segments_missing(open_store: OpenStore, files: MemoryFiles) -> None:
+    take_away(files, *filled(open_store))
+    store = open_store()
+    log = open_log(store)
+    assert log.damage == ((0, 12),)
+    put(log, 12)
+    store.sync_soon(log)
+    assert store.commit_once()
+    assert read_all(log) == ([12], [(0, 12)])
+
+
+def test_what_was_deleted_before_is_not_lost(open_store: OpenStore, files: MemoryFiles) -> None:
+    bases = filled(open_store)
+    store = open_store()
+    open_log(store).delete_before(1)
+    store.close_now()
+    take_away(files, 0)
+    assert open_log(open_store()).damage == ((1, bases[1]),)
+
+
+def test_a_missing_segment_after_a_crash(open_store: OpenStore, files: MemoryFiles) -> None:
+    bases = filled(open_store)
+    open_log(open_store())
+    files.kill()
+    take_away(files, bases[-1])
+    store = open_store()
+    assert open_log(store).damage == ((bases[-1], 12),)
+
+
+def test_damage_goes_with_retention(open_store: OpenStore, files: MemoryFiles) -> None:
+    bases = filled(open_store)
+    take_away(files, bases[0])
+    log = open_log(open_store())
+    log.delete_before(bases[1])
+    assert log.damage == ()
+    assert log.start_offset == bases[1]
