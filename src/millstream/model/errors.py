@@ -55,6 +55,11 @@ MillstreamError
 ├── CoordinatorUnavailable
 │   ├── CoordinatorLoading
 │   └── NotCoordinator             ask again who coordinates this
+├── StoreUnavailable               the coordination store gave no answer; whether it did the change is not known
+│   ├── StoreRefused               it answered that it did not do it
+│   └── WatchLost                  it cannot tell what changed since then; read everything anew
+├── CatalogUnavailable             the catalog gives no answer; data flows, declarations wait
+├── CorruptState                   what a store holds cannot be read
 ├── DataFolderInUse
 ├── DataFolderInvalid
 ├── AddressTaken                   a listener cannot have the address it was given
@@ -299,6 +304,26 @@ class CoordinatorLoading(CoordinatorUnavailable):
 
 class NotCoordinator(CoordinatorUnavailable):
     """Another node coordinates what was asked for, or this one has just begun anew."""
+
+
+class StoreUnavailable(MillstreamError):
+    """The coordination store gave no answer, so it is not known whether it carried out the change."""
+
+
+class StoreRefused(StoreUnavailable):
+    """The coordination store answered, and surely did not carry out the change."""
+
+
+class WatchLost(StoreUnavailable):
+    """The coordination store has forgotten what changed since then; everything has to be read anew."""
+
+
+class CatalogUnavailable(MillstreamError):
+    """The catalog gives no answer: data flows, but nothing can be declared for now."""
+
+
+class CorruptState(MillstreamError):
+    """What a store holds cannot be read."""
 
 
 class DataFolderInUse(MillstreamError):

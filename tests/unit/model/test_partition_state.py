@@ -1,0 +1,35 @@
+"""Tests of what the cluster agrees on for one partition."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.model.errors import CorruptState
+from millstream.model.ids import Epoch, NodeId
+from millstream.model.partition_state import NO_LEADER, PartitionState, sole
+
+NODES = st.lists(st.integers(0, 2**31 - 1).map(NodeId), min_size=1, max_size=5, unique=True)
+
+
+@given(NODES, st.data())
+def test_a_state_is_read_back_as_it_was(replicas: list[NodeId], data: st.DataObject) -> None:
+    state = PartitionState(
+        replicas=tuple(replicas),
+        leader=data.draw(st.sampled_from([*replicas, NO_LEADER])),
+        leader_epoch=Epoch(data.draw(st.integers(0, 2**31 - 1))),
+        in_sync=tuple(data.draw(st.lists(st.sampled_from(replicas), unique=True))),
+        eligible=tuple(data.draw(st.lists(st.sampled_from(replicas), unique=True))),
+    )
+    assert PartitionState.from_json(state.to_json()) == state
+
+
+def test_an_election_raises_the_epoch_even_if_the_leader_stays() -> None:
+    state = sole(NodeId(7))
+    assert state.elected(NodeId(7)).leader_epoch == state.leader_epoch + 1
+    assert not state.elected(NO_LEADER).has_leader
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"replicas": 1}', '{"replicas": ["x"], "leader": 1}'])
+def test_what_is_no_state_is_refused_with_what_it_says(text: str) -> None:
+    with pytest.raises(CorruptState, match="cannot be read"):
+        PartitionState.from_json(text)
