@@ -10,6 +10,7 @@ from millstream.model.errors import CorruptState
 from millstream.model.ids import Epoch, NodeId
 
 NO_LEADER = NodeId(-1)
+FIRST_EPOCH = Epoch(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class Versioned(NamedTuple):
     revision: int
 
 
-def sole(node: NodeId, epoch: Epoch = Epoch(0)) -> PartitionState:
+def sole(node: NodeId, epoch: Epoch = FIRST_EPOCH) -> PartitionState:
     """The state of a partition that one node carries alone."""
     return PartitionState(replicas=(node,), leader=node, leader_epoch=epoch, in_sync=(node,))
 
