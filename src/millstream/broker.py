@@ -158,6 +158,7 @@ class Broker:
             connections=listener.connections,
             sources=[listener, dispatch, topics, store],
             troubles=lambda: _troubles(store),
+            damage=store.damage,
             node=node,
         )
         self._served = module.Served(parts)

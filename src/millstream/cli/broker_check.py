@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from millstream import __version__
 from millstream.cli.connection import CLIENT_ID
+from millstream.cli.damage import lost_of, node_status
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.finding import Finding, ok, problem, warning
 from millstream.cli.output import counted
@@ -17,10 +17,10 @@ from millstream.model.errors import BrokerUnreachable, MillstreamError, RequestT
 from millstream.wire.client import Client
 from millstream.wire.cluster_metadata import ClusterMetadata
 
-NODE_STATUS_KEY = 32000
 CLOCK_SKEW_MS_MAX = 5_000
 SLOW_ANSWER_S = 1.0
 _HTTP_S = 5.0
+_SHOWN_MAX = 5
 
 
 async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
@@ -60,12 +60,11 @@ def _led(metadata: ClusterMetadata) -> Iterator[Finding]:
 
 
 async def _status_findings(client: Client, brokers: str) -> list[Finding]:
-    try:
-        status: dict[str, Any] = json.loads(bytes(await client.private(None, NODE_STATUS_KEY, b"")))
-    except (MillstreamError, ValueError):
+    status = await node_status(client)
+    if status is None:
         advice = "checks of its inside are left out; if it is a Millstream node, look at its log"
         return [warning("status", f"{brokers} does not tell its status; it may be another kind of broker", advice)]
-    return [_version(status), _readiness(status), _clock(status), await _http(status)]
+    return [_version(status), _readiness(status), *_damage(status), _clock(status), await _http(status)]
 
 
 def _version(status: dict[str, Any]) -> Finding:
@@ -80,6 +79,17 @@ def _readiness(status: dict[str, Any]) -> Finding:
         advice = "look at the broker's log; for a full disk, free space or lower the retention of topics"
         return problem("readiness", f"node {status['node_id']} is not ready: {'; '.join(status['reasons'])}", advice)
     return ok("readiness", f"node {status['node_id']} is ready")
+
+
+def _damage(status: dict[str, Any]) -> Iterator[Finding]:
+    lost = lost_of(status) if "damage" in status else []
+    for one in lost[:_SHOWN_MAX]:
+        yield problem("damage", str(one), one.advice)
+    if len(lost) > _SHOWN_MAX:
+        advice = "millstream topic describe NAME shows those of a topic"
+        yield problem("damage", f"{counted(len(lost) - _SHOWN_MAX, 'more range')} that the disk lost", advice)
+    if not lost:
+        yield ok("damage", "no offsets are known to be lost")
 
 
 def _clock(status: dict[str, Any]) -> Finding:

@@ -17,7 +17,9 @@ from millstream.cli.output import counted, sized
 from millstream.cli.progress import Progress
 from millstream.cli.segment_scan import ScannedSegment, scan_segment
 from millstream.log.folder import CLEAN_STOP_NAME, FORMAT, FORMAT_NAME, LOCK_NAME, PARTITIONS_NAME
+from millstream.log.ledger import LEDGER_NAME, last_states
 from millstream.log.segment import base_offset_of
+from millstream.log.state import LogState, decode_state
 
 CATALOG_NAME = "catalog.sqlite"
 
@@ -145,7 +147,7 @@ def _segments(folder: Path, names: dict[str, str], *, deep: bool, show_progress:
     what = f"{counted(len(found), 'segment')} with {sized(total_bytes)}"
     if not deep:
         return [ok("segments", f"{what}, not read (--quick)")]
-    findings: list[Finding] = []
+    findings = list(_missing(folder, names, found))
     stopped_clean = (folder / CLEAN_STOP_NAME).exists()
     records = 0
     with Progress("reading segments", total_bytes=total_bytes, wanted=show_progress) as progress:
@@ -168,6 +170,39 @@ def _segment_files(folder: Path) -> Iterator[_Segment]:
         base_offset = base_offset_of(path.name)
         if base_offset is not None and path.parent.name.isdigit():
             yield _Segment(path.parent.parent.name, int(path.parent.name), base_offset, path)
+
+
+def _missing(folder: Path, names: dict[str, str], found: list[_Segment]) -> Iterator[Finding]:
+    """Files at the start and at the end of logs that the last checkpoint knows and that are not there any more.
+
+    What is missing in between is seen at the segment before it.
+    """
+    try:
+        states = last_states((folder / LEDGER_NAME).read_bytes())
+    except OSError:
+        return
+    bases: dict[tuple[str, int], set[int]] = {}
+    for one in found:
+        bases.setdefault((one.topic_id, one.partition), set()).add(one.base_offset)
+    for (topic_id, partition), content in sorted(states.items()):
+        state = decode_state(content)
+        if state is None or str(topic_id) not in names:
+            continue
+        there = bases.get((str(topic_id), partition), set())
+        for first, after in _gone(state, there):
+            if not there or first < min(there) or after > max(there):
+                where = f"a file of {folder / PARTITIONS_NAME / str(topic_id) / str(partition)}"
+                yield _lost(f"{names[str(topic_id)]}-{partition}", "missing", first, after, where)
+
+
+def _gone(state: LogState, there: set[int]) -> Iterator[tuple[int, int]]:
+    """The ranges of the files that are missing, now or since an earlier start."""
+    swapped = {base for base, _ in state.swaps}
+    ranges = [(lost.first, lost.next_offset) for lost in state.lost if lost.segment < 0]
+    ranges += [(one.base_offset, one.next_offset) for one in state.segments if one.base_offset not in there | swapped]
+    for first, after in sorted(ranges):
+        if max(first, state.start_offset) < after:
+            yield max(first, state.start_offset), after
 
 
 def _verdict(label: str, scanned: ScannedSegment, limit: int, *, stopped_clean: bool) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from millstream.model.errors import NotFound, OffsetOutOfRange, UnknownTopic
+from millstream.model.errors import CorruptBatch, NotFound, OffsetOutOfRange, UnknownTopic
 from millstream.records.batch import TIMESTAMP_TYPE_FLAG, BatchHeader, check_crc, iterate_whole_headers
 from millstream.records.record import Record, decode_batch
 from millstream.wire.client import Client
@@ -61,6 +61,13 @@ async def find_message(client: Client, topic: TopicMetadata, partition: int, off
 
         start, end = (await offset_bounds(client, topic.name, [partition]))[partition]
         raise NotFound(_nothing(where, offset, start, end)) from None
+    except CorruptBatch:
+        from millstream.cli.damage import ask_lost
+
+        for lost in await ask_lost(client, topic, [partition]) or ():
+            if lost.first <= offset < lost.next_offset:
+                raise NotFound(f"{lost}; {lost.advice}") from None
+        raise
     for header in iterate_whole_headers(answer.records):
         if not header.base_offset <= offset <= header.last_offset:
             continue

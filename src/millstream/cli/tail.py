@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.connection import ask
+from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, Partitions, TimeoutSeconds
 from millstream.cli.output import as_json_text, print_bytes, print_note
 from millstream.cli.position import HELP, Kind, Position, parse_position
@@ -84,6 +85,8 @@ def tail(
         left = await _show_past(tailer, begin, ends, number, show)
         if follow and left != 0:
             await _show_new(tailer, left, show)
+        if tailer.lost:
+            raise CommandFailed(f"not everything could be shown: {'; '.join(map(str, tailer.lost))}")
 
     ask(brokers, timeout, question)
 

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from typing import NamedTuple
 
+from millstream.cli.damage import LostOffsets
 from millstream.cli.output import print_note
-from millstream.model.errors import BrokerUnreachable, OffsetOutOfRange, RequestTimedOut
+from millstream.model.errors import BrokerUnreachable, CorruptBatch, OffsetOutOfRange, RequestTimedOut
 from millstream.model.ids import Offset, PartitionIndex
 from millstream.model.topic import TopicPartition
 from millstream.records.batch import iterate_whole_headers
@@ -36,6 +37,8 @@ class Tailer:
         self._client = client
         self._topic = topic
         self._patience_s = patience_s
+        self.lost: list[LostOffsets] = []
+        """What was left out, since the disk of the broker lost it."""
         self._positions = {
             TopicPartition(topic, PartitionIndex(partition)): Offset(offset) for partition, offset in starts.items()
         }
@@ -55,14 +58,12 @@ class Tailer:
             wanted = {where: at for where, at in self._positions.items() if at < ends[where.partition]}
             if not wanted:
                 return
-            moved = False
-            for where, answer in (await self._client.fetch_many(wanted, limits)).items():
-                before = self._positions[where]
+            before = dict(self._positions)
+            for where, answer in (await self._fetch(wanted, limits)).items():
                 for message in self._take(where, answer):
                     if message.record.offset < ends[where.partition]:
                         yield message
-                moved = moved or self._positions[where] > before
-            if not moved:
+            if self._positions == before:
                 # What is left cannot be read any more, for example because it was deleted meanwhile.
                 return
 
@@ -90,7 +91,7 @@ class Tailer:
         deadline: float | None = None
         while True:
             try:
-                return await self._client.fetch_many(self._positions, limits)
+                return await self._fetch(self._positions, limits)
             except OffsetOutOfRange:
                 await self._start_over()
             except (BrokerUnreachable, RequestTimedOut) as error:
@@ -100,6 +101,33 @@ class Tailer:
                 if loop.time() > deadline:
                     raise
                 await asyncio.sleep(_RETRY_S)
+
+    async def _fetch(
+        self, wanted: Mapping[TopicPartition, Offset], limits: FetchLimits
+    ) -> dict[TopicPartition, FetchAnswer]:
+        try:
+            return await self._client.fetch_many(wanted, limits)
+        except CorruptBatch:
+            if not await self._step_over():
+                raise
+            return {}
+
+    async def _step_over(self) -> bool:
+        """Go on behind what the disk of the broker lost, and say so; False when it knows of nothing there."""
+        from millstream.cli.damage import ask_lost
+        from millstream.cli.topic_admin import find_topic
+
+        found = await find_topic(self._client, self._topic)
+        lost = await ask_lost(self._client, found, [where.partition for where in self._positions]) or ()
+        moved = False
+        for one in lost:
+            where = TopicPartition(one.topic, PartitionIndex(one.partition))
+            if one.first <= self._positions[where] < one.next_offset:
+                self._positions[where] = Offset(one.next_offset)
+                self.lost.append(one)
+                print_note(f"{one}; going on at {one.next_offset}. To do: {one.advice}.")
+                moved = True
+        return moved
 
     async def _start_over(self) -> None:
         """Retention has overtaken a slow reader: go on with what is left."""

@@ -23,6 +23,7 @@ from millstream.model.errors import TopicExists
 from millstream.model.topic import CONTRACT, DESCRIPTION, OWNER
 
 if TYPE_CHECKING:
+    from millstream.cli.damage import LostOffsets
     from millstream.wire.client import Client
     from millstream.wire.cluster_metadata import TopicMetadata
 
@@ -239,12 +240,14 @@ def _card(owner: str | None, description: str | None, contract: str | None) -> d
 
 
 async def _describe(client: Client, name: str) -> dict[str, Any]:
+    from millstream.cli.damage import ask_lost
     from millstream.cli.topic_admin import find_topic, offset_bounds, topic_configs
 
     topic = await find_topic(client, name)
     bounds, configs = await asyncio.gather(
         offset_bounds(client, name, list(topic.partitions)), topic_configs(client, name)
     )
+    lost = await ask_lost(client, topic, topic.partitions)
     return {
         "topic": name,
         "id": str(topic.topic_id),
@@ -258,12 +261,19 @@ async def _describe(client: Client, name: str) -> dict[str, Any]:
                 "in_sync": list(one.in_sync),
                 "start": bounds[one.partition][0],
                 "end": bounds[one.partition][1],
+                "damage": _damage_of(lost, one.partition),
             }
             for one in topic.partitions.values()
         ],
         "settings": {key: config.value for key, config in configs.items()},
         "overrides": {key: config.value for key, config in configs.items() if config.is_override},
     }
+
+
+def _damage_of(lost: list[LostOffsets] | None, partition: int) -> list[dict[str, int]] | None:
+    if lost is None:
+        return None
+    return [{"first": one.first, "next": one.next_offset} for one in lost if one.partition == partition]
 
 
 def _replication(topic: TopicMetadata) -> int:
@@ -286,6 +296,7 @@ def _print_description(described: dict[str, Any]) -> None:
     ]
     print_table([*keys, "messages", "in sync"], rows)
     print_line()
+    _print_damage(described)
     print_table(
         ["setting", "value", "set by"],
         [
@@ -294,3 +305,18 @@ def _print_description(described: dict[str, Any]) -> None:
             if name not in _CARD.values()
         ],
     )
+
+
+def _print_damage(described: dict[str, Any]) -> None:
+    from millstream.cli.damage import LostOffsets
+
+    lost = [
+        LostOffsets(described["topic"], one["partition"], each["first"], each["next"])
+        for one in described["partitions"]
+        for each in one["damage"] or ()
+    ]
+    for each in lost:
+        print_line(f"DAMAGED  {each}")
+        print_line(f"         -> {each.advice}")
+    if lost:
+        print_line()

@@ -48,7 +48,7 @@ from millstream.kafka.apis.list_groups import ListGroups
 from millstream.kafka.apis.list_offsets import ListOffsets
 from millstream.kafka.apis.list_partition_reassignments import ListPartitionReassignments
 from millstream.kafka.apis.metadata import Metadata
-from millstream.kafka.apis.node_status import READY, STOPPING, NodeState, NodeStatus
+from millstream.kafka.apis.node_status import READY, STOPPING, Damaged, NodeState, NodeStatus
 from millstream.kafka.apis.offset_commit import OffsetCommit
 from millstream.kafka.apis.offset_delete import OffsetDelete
 from millstream.kafka.apis.offset_fetch import OffsetFetch
@@ -80,6 +80,7 @@ class Parts:
     sources: Sequence[MetricSource]
     troubles: Callable[[], Iterable[str]]
     node: NodeState
+    damage: Callable[[], Damaged] = tuple
 
 
 class Served:
@@ -157,7 +158,7 @@ class Served:
         process = ProcessMetrics(started_ms=parts.node.started_ms)
         lag = GroupMetrics(self._groups, parts.topics)
         sources = (*parts.sources, self._produce, self._fetch, self._meters, lag, process)
-        yield NodeStatus(parts.node, sources, parts.clock, troubles=parts.troubles)
+        yield NodeStatus(parts.node, sources, parts.clock, troubles=parts.troubles, damage=parts.damage)
 
     def _client_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         yield ClientList(self._parts.connections)

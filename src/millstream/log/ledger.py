@@ -197,6 +197,15 @@ class Ledger:
         self._broken = False
 
 
+def last_states(content: bytes) -> dict[LogKey, bytes]:
+    """The last state of each log that a ledger holds, for whoever only looks."""
+    found: dict[LogKey, bytes] = {}
+    for position, end in _groups(content):
+        for key, place in _places(content[position + _GROUP.size : end], position + _GROUP.size):
+            found[key] = content[place.position : place.position + place.size]
+    return found
+
+
 def _groups(content: bytes) -> Iterator[tuple[int, int]]:
     """Where each valid group begins and ends."""
     position = content.find(_MAGIC)

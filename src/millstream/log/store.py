@@ -522,6 +522,10 @@ class LogStore:
             if log.failure is not None and (log.broken or log.failed_at > since)
         }
 
+    def damage(self) -> Iterator[tuple[TopicPartition, tuple[tuple[int, int], ...]]]:
+        """The partitions of which the disk lost something, each with the ranges of offsets, as (first, next)."""
+        return ((log.partition, log.damage) for log in self._logs.values() if log.lost)
+
     def metrics(self) -> Iterable[Metric]:
         """The numbers of the log."""
         seconds = (Sample(self._commit_seconds.distribution()),)
@@ -530,4 +534,7 @@ class LogStore:
         yield from self._compactor.metrics()
         yield gauge("millstream_log_open_files", "Segment files that are open.", len(self._open_files))
         yield gauge("millstream_log_failed_partitions", "Partitions that the disk fails.", len(self.failures))
+        lost = [after - first for _, ranges in self.damage() for first, after in ranges]
+        yield gauge("millstream_log_damaged_ranges", "Ranges of offsets that the disk lost.", len(lost))
+        yield gauge("millstream_log_damaged_offsets", "Offsets that the disk lost.", sum(lost))
         yield gauge("millstream_log_free_bytes", "What the disk of the data folder still takes.", self.free_bytes)

@@ -87,3 +87,13 @@ async def test_a_gateway_that_answers_is_fine_whatever_it_says_of_readiness(gate
 async def test_a_gateway_that_is_away_is_a_problem() -> None:
     found = await broker_check._http(status())
     assert (found.severity, "does not answer" in found.detail) == (Severity.PROBLEM, True)
+
+
+def test_lost_offsets_are_problems_that_say_what_to_do() -> None:
+    assert [one.severity for one in broker_check._damage(status(damage=[]))] == [Severity.OK]
+    lost = [{"topic": "orders", "partition": 0, "first": 3, "next": at} for at in range(10, 17)]
+    found = list(broker_check._damage(status(damage=lost)))
+    assert {one.severity for one in found} == {Severity.PROBLEM}
+    assert found[0].detail == "orders-0: the disk lost the offsets 3 to 9"
+    assert "group reset GROUP --topic orders --partition 0 --to 10" in found[0].advice
+    assert (len(found), found[-1].detail) == (6, "2 more ranges that the disk lost")

@@ -4,9 +4,11 @@ import json
 from collections.abc import Iterable, Iterator
 
 from millstream.kafka.api import ClientInfo
-from millstream.kafka.apis.node_status import READY, STOPPING, NodeState, NodeStatus
+from millstream.kafka.apis.node_status import DAMAGE_MAX, READY, STOPPING, NodeState, NodeStatus
 from millstream.kafka.node_metrics import GroupMetrics, ProcessMetrics
+from millstream.model.ids import PartitionIndex
 from millstream.model.metric import Histogram, Metric, MetricSource, Sample, counter
+from millstream.model.topic import TopicPartition
 from millstream.testing.clock import ManualClock
 from millstream.wire.codec import read_request_header, request_head, response_body_at
 
@@ -52,6 +54,17 @@ def test_a_frame_is_answered_with_the_document() -> None:
 
 def test_ready_and_unharmed_means_no_reasons() -> None:
     assert status().snapshot()["reasons"] == []
+
+
+def test_what_the_disk_lost_is_named_up_to_a_bound() -> None:
+    partition = TopicPartition("orders", PartitionIndex(2))
+    api = NodeStatus(node(), (), ManualClock(), damage=lambda: [(partition, ((3, 5), (9, 10)))])
+    assert api.snapshot()["damage"] == [
+        {"topic": "orders", "partition": 2, "first": 3, "next": 5},
+        {"topic": "orders", "partition": 2, "first": 9, "next": 10},
+    ]
+    many = NodeStatus(node(), (), ManualClock(), damage=lambda: [(partition, [(at, at + 1) for at in range(5000)])])
+    assert len(many.snapshot()["damage"]) == DAMAGE_MAX
 
 
 def test_every_reason_is_told() -> None:

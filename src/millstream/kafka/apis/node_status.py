@@ -4,19 +4,21 @@ The HTTP gateway and `millstream doctor` ask it. The request has no body. The an
 
     {"node_id": 1, "cluster_id": "…", "version": "0.1.0", "state": "starting" | "ready" | "stopping",
      "reasons": ["…"], "started_ms": …, "now_ms": …, "kafka": "host:port", "http": "host:port", "data": "/folder",
+     "damage": [{"topic": …, "partition": …, "first": …, "next": …}, …],
      "metrics": [{"name": …, "kind": …, "help": …, "samples": [[value, {label: text}], …], "left_out": false}, …]}
 
-`reasons` says why the node should get no traffic now; it is empty exactly when the node is ready and unharmed. The
-value of a histogram's sample is `{"bounds": […], "cumulative": […], "observations": …, "total": …}`. A metric has at
-most `SAMPLES_MAX` samples, so that a node with very many partitions answers as quickly as any; `left_out` tells
-whether there are more.
+`reasons` says why the node should get no traffic now; it is empty exactly when the node is ready and unharmed.
+`damage` names the ranges of offsets that the disk lost, each from `first` up to but without `next`, at most
+`DAMAGE_MAX` of them. The value of a histogram's sample is
+`{"bounds": […], "cumulative": […], "observations": …, "total": …}`. A metric has at most `SAMPLES_MAX` samples, so that
+a node with very many partitions answers as quickly as any; `left_out` tells whether there are more.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -27,11 +29,18 @@ from millstream import __version__
 from millstream.kafka.api import ClientInfo
 from millstream.model.clock import Clock
 from millstream.model.metric import Distribution, Metric, MetricSource
+from millstream.model.topic import TopicPartition
 from millstream.net.connection import Answer
 from millstream.wire.codec import RequestHeader, response_head
 
 SAMPLES_MAX = 2000
 """Samples of one metric at most: about 2 ms of the loop's time for the largest."""
+
+DAMAGE_MAX = 1000
+"""Damaged ranges that are named; the metrics count all."""
+
+Damaged = Iterable[tuple[TopicPartition, Iterable[tuple[int, int]]]]
+"""Partitions with the ranges of offsets that were lost."""
 
 STARTING, READY, STOPPING = "starting", "ready", "stopping"
 
@@ -62,12 +71,14 @@ class NodeStatus:
         clock: Clock,
         *,
         troubles: Callable[[], Iterable[str]] = tuple,
+        damage: Callable[[], Damaged] = tuple,
         samples_max: int = SAMPLES_MAX,
     ) -> None:
         self._node = node
         self._sources = sources
         self._clock = clock
         self._troubles = troubles
+        self._damage = damage
         self._samples_max = samples_max
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
@@ -89,12 +100,18 @@ class NodeStatus:
             "kafka": node.kafka,
             "http": node.http,
             "data": node.data,
+            "damage": list(islice(self._damaged_ranges(), DAMAGE_MAX)),
             "metrics": [self._described(metric) for source in self._sources for metric in source.metrics()],
         }
 
     def _reasons(self) -> list[str]:
         reasons = [] if self._node.state == READY else [f"the node is {self._node.state}"]
         return [*reasons, *self._troubles()]
+
+    def _damaged_ranges(self) -> Iterator[dict[str, Any]]:
+        for partition, ranges in self._damage():
+            for first, after in ranges:
+                yield {"topic": partition.topic, "partition": partition.partition, "first": first, "next": after}
 
     def _described(self, metric: Metric) -> dict[str, Any]:
         samples = iter(metric.samples)

@@ -1,0 +1,62 @@
+"""Files that somebody removed while the broker was stopped: every way to look at the node says what is lost."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from millstream.testing.command import CommandLine, call_command
+from millstream.testing.server import Server
+
+StartServer = Callable[..., Server]
+
+
+def segments(data: Path, topic_id: str) -> list[Path]:
+    return sorted((data / "partitions" / topic_id / "0").glob("*.log"))
+
+
+def details(document: Any, check: str) -> list[str]:
+    return [one["detail"] for one in document["findings"] if one["check"] == check]
+
+
+def test_removed_segments_are_told_and_the_rest_is_served(start_server: StartServer) -> None:
+    server = start_server()
+    millstream = CommandLine(server.kafka)
+    settings = ("--set", "segment.bytes=1048576")
+    topic_id = millstream("topic", "create", "harmed", *settings, "--json").document["id"]
+    for number in range(9):
+        millstream("publish", "harmed", f"{number}{'.' * 400_000}")
+    server.stop()
+    first, *_, active = segments(server.data, topic_id)
+    end_of_first, start_of_active = int(segments(server.data, topic_id)[1].stem), int(active.stem)
+    first.unlink()
+    active.unlink()
+
+    stopped = call_command(["doctor", "--json", "--data", str(server.data)])
+    assert stopped.code == 1
+    told = [f"harmed-0: offsets 0 to {end_of_first - 1}", f"harmed-0: offsets {start_of_active} to 8"]
+    assert [detail.partition(" are missing")[0] for detail in details(stopped.document, "segments")[:-1]] == told
+
+    server.start()
+    lost = [f"harmed-0: the disk lost the offsets 0 to {end_of_first - 1}"]
+    lost += [f"harmed-0: the disk lost the offsets {start_of_active} to 8"]
+    running = millstream("doctor", "--json")
+    assert (running.code, details(running.document, "damage")) == (1, lost)
+    (partition,) = millstream("topic", "describe", "harmed", "--json").document["partitions"]
+    assert partition["damage"] == [{"first": 0, "next": end_of_first}, {"first": start_of_active, "next": 9}]
+    assert f"DAMAGED  {lost[0]}" in millstream("topic", "describe", "harmed").out
+    metrics = urllib.request.urlopen(f"http://{server.http}/metrics", timeout=10).read().decode()
+    assert "\nmillstream_log_damaged_ranges 2.0\n" in metrics
+
+    millstream("publish", "harmed", "after")
+    shown = millstream("tail", "harmed", "--from", "start", "--json")
+    assert shown.code == 1
+    assert [one["offset"] for one in shown.documents] == [*range(end_of_first, start_of_active), 9]
+    assert f"{lost[0]}; going on at {end_of_first}" in shown.err
+    assert f"--to {end_of_first}" in shown.err
+    assert "not everything could be shown" in shown.err
+    one = millstream("message", "show", "harmed", 0, 0)
+    assert (one.code, lost[0] in one.err) == (3, True)
+    assert server.stop() == 0
