@@ -1,0 +1,148 @@
+"""What the cluster asks of its coordination service: a small ordered store that compares before it changes.
+
+Two back ends stand behind it: `embedded_store` in the process's memory, and `etcd_store`.
+
+Keys are texts like `nodes/1`, relative to the part of the service that belongs to this cluster. Every change of the
+store has a revision, higher than that of the change before; all changes of one call share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+CHANGES_MAX = 64
+"""How many keys one call may change."""
+
+EXPECTS_MAX = CHANGES_MAX + 16
+"""How many keys one call may name a revision for: those it changes, and some that fence it."""
+
+ABSENT = 0
+"""The revision of a key that does not exist."""
+
+
+class Entry(NamedTuple):
+    """A key with its value, as a read found it."""
+
+    key: str
+    value: str
+    revision: int
+    """Of the last change of this key."""
+    created: int
+    """Of the change that made it exist."""
+
+
+class Snapshot(NamedTuple):
+    """All keys below a prefix as they were at one revision of the store; a watch goes on after it."""
+
+    entries: Mapping[str, Entry]
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Give a key a value, whether it exists or not."""
+
+    key: str
+    value: str
+    leased: bool = False
+    """The key goes when this store's session ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Remove a key; nothing happens if it does not exist."""
+
+    key: str
+
+
+Change = Put | Delete
+
+
+class Expect(NamedTuple):
+    """A condition: the key was last changed at this revision; `ABSENT` means that it must not exist."""
+
+    key: str
+    revision: int
+
+
+class Event(NamedTuple):
+    """One change that a watch tells of."""
+
+    key: str
+    value: str | None
+    """None when the key was deleted, or went with its session."""
+    revision: int
+
+
+class Session(Protocol):
+    """A lease that is kept alive as long as the process is well; keys put with `leased` go when it ends."""
+
+    @property
+    def live(self) -> bool:
+        """Whether it holds, as far as this node knows. Nothing may rely on it for safety, only compare-and-swap."""
+
+    async def close(self) -> None:
+        """End it, and with it its keys, at once where the store can be reached, else by its time running out.
+
+        `on_lost` is not called for it. Never raises because the store is away.
+        """
+
+
+class CoordinationStore(Protocol):
+    """One node's door to the store. All methods are called on the event loop."""
+
+    @property
+    def available(self) -> bool:
+        """Whether the last that was heard of the store was an answer."""
+
+    @property
+    def away_since_ms(self) -> int | None:
+        """Since when, on the wall clock, it gives none; None while it is available."""
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called, on the event loop, each time `available` changes."""
+
+    async def read(self, prefix: str) -> Snapshot:
+        """Every key that begins with `prefix`, with nothing missing that was answered before this call.
+
+        Raises StoreUnavailable when no answer came in time.
+        """
+
+    async def change(self, changes: Sequence[Change], expect: Sequence[Expect] = ()) -> int | None:
+        """Carry out all changes in one step if every expectation holds; None, and no change, if one does not.
+
+        The result is the revision that the keys have now. A call changes at most `CHANGES_MAX` keys, each once.
+
+        Raises StoreRefused when it is certain that nothing was changed, else StoreUnavailable: then it may have been
+        carried out, and the caller has to read back.
+        """
+
+    def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:
+        """Every change below `prefix` with a revision above `after`, in order, none missing and none twice.
+
+        All changes of one revision come in one batch; a batch may hold several revisions. It waits through any time
+        that the store is away. Raises WatchLost when the store has forgotten that part of its history: read anew.
+        Close it (`contextlib.aclosing`) when leaving it early.
+        """
+
+    async def open_session(self, ttl_s: float, on_lost: Callable[[], None]) -> Session:
+        """Begin a session; `Put(leased=True)` belongs to the last one opened. The one before it must have ended.
+
+        It is lost when this process does not make its event loop run for `ttl_s`, when the store cannot be reached
+        for that long, or when the store ends it. `on_lost` is then called once, on the event loop.
+        """
+
+    async def close(self) -> None:
+        """End the session, the watches and every connection."""
+
+
+def check_changes(changes: Sequence[Change], expect: Sequence[Expect]) -> None:
+    """What every back end asks of its caller, so that a mistake shows in all of them."""
+    if len(changes) > CHANGES_MAX or len(expect) > EXPECTS_MAX:
+        raise ValueError(
+            f"{len(changes)} changes (at most {CHANGES_MAX}), {len(expect)} expectations (at most {EXPECTS_MAX})"
+        )
+    if len({change.key for change in changes}) != len(changes):
+        raise ValueError("one call changes each key at most once")
