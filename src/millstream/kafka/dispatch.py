@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Iterable
 from itertools import count
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from millstream.kafka.api import Api, ClientInfo
 from millstream.model.errors import ProtocolViolation
 from millstream.model.metric import Histogram, Metric, Sample
 from millstream.net.connection import Answer, Buffers, Connection
+from millstream.net.promise import Promise
 from millstream.wire.codec import (
     API_VERSIONS_KEY,
     RequestHeader,
@@ -73,20 +74,22 @@ class Dispatch:
 
     def handle(self, frame: memoryview, connection: Connection) -> Answer:
         """Answer one frame."""
-        if not self._loaded.is_set():
-            return self._when_loaded(frame, connection)
+        if not self._apis:
+            return self._when_loaded(bytearray(frame), connection)
         started = time.perf_counter()
         header = read_request_header(frame)
-        client = self._client(connection, header)
+        client: ClientInfo | None = connection.state
+        if client is None or client.client_id != header.client_id:
+            client = self._client(connection, header)
         api = self._find(header)
         if isinstance(api, Api):
             return self._answer(api, header, frame, client, started)
         answer = api.handle_frame(frame, header, client)
         return self._observe(self._latencies[api.key], answer, started)
 
-    async def _when_loaded(self, frame: memoryview, connection: Connection) -> Buffers | None:
+    async def _when_loaded(self, frame: bytearray, connection: Connection) -> Buffers | None:
         await self._loaded.wait()
-        answer = self.handle(frame, connection)
+        answer = self.handle(memoryview(frame), connection)
         if isinstance(answer, Awaitable):
             return await answer
         return answer
@@ -116,14 +119,21 @@ class Dispatch:
             )
         return api
 
-    async def _answer(
+    def _answer(
         self, api: Api[Any, Any], header: RequestHeader, frame: memoryview, client: ClientInfo, started: float
-    ) -> Buffers:
+    ) -> Answer:
         version = header.version
         if not api.versions[0] <= version <= api.versions[1]:
             # ApiVersions only: an unknown version is answered in the oldest, which says what is served.
             return [_unsupported(api, header)]
+        # The frame is not there any more when the coroutine begins.
         request = read_request(api.key, version, frame, header.body_at)
+        return self._answer_with(api, header, request, client, started)
+
+    async def _answer_with(
+        self, api: Api[Any, Any], header: RequestHeader, request: Any, client: ClientInfo, started: float
+    ) -> Buffers:
+        version = header.version
         response = await api.answer(version, request, client)
         encoded = write_response(api.key, version, header.correlation_id, response)
         self._latencies[api.key].observe(time.perf_counter() - started)
@@ -133,17 +143,10 @@ class Dispatch:
         if answer is None or isinstance(answer, list):
             latency.observe(time.perf_counter() - started)
             return answer
-        if isinstance(answer, asyncio.Future):
-            answer.add_done_callback(_observer(latency, started))
+        if isinstance(answer, Promise):
+            answer.observe(latency, started)
             return answer
         return _observed(latency, answer, started)
-
-
-def _observer(latency: Histogram, started: float) -> Callable[[asyncio.Future[Any]], None]:
-    def observe(_done: asyncio.Future[Any]) -> None:
-        latency.observe(time.perf_counter() - started)
-
-    return observe
 
 
 async def _observed(latency: Histogram, answer: Awaitable[Buffers | None], started: float) -> Buffers | None:

@@ -1,14 +1,14 @@
 """One client connection: frames in, replies out, in order.
 
-A frame is four bytes of length and that many bytes of body. Small frames are cut out of one scratch buffer
-that all connections of the loop share; a large one is received straight into a buffer of its own, which the
-log later writes to disk from, so the payload is never copied in Python. A service must be done with a frame once
-it has answered or promised to: its buffer is then used for another one. A buffer grows with what has arrived, never
-with what was announced, so half a frame costs little more than the bytes that its sender has paid for.
+A frame is four bytes of length and that many bytes of body. Small frames are served where they lie in one scratch
+buffer that all connections of the loop share; a large one is received straight into a buffer of its own, which the
+log later writes to disk from, so the payload is never copied in Python. A service must be done with a frame when it
+returns: its memory is then used for another one. A buffer grows with what has arrived, never with what was announced,
+so half a frame costs little more than the bytes that its sender has paid for.
 
-Requests are served one after the other, as Kafka does, with one exception: a reply may be promised (a future),
-and then the next request is taken up at once. Produce uses this, so that pipelined requests share one sync.
-Replies leave in the order of their requests in any case.
+Requests are served one after the other, as Kafka does, with one exception: a reply may be promised, and then the next
+request is taken up at once. Produce uses this, so that pipelined requests share one sync. Replies leave in the order
+of their requests in any case.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import struct
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 from millstream.model.errors import ProtocolViolation
 from millstream.net.budget import Budget
 from millstream.net.frame_buffers import BUFFER_BYTES, FrameBuffers
+from millstream.net.promise import Buffers as Buffers
+from millstream.net.promise import Promise
 
 _logger = logging.getLogger(__name__)
 
-Buffers = list[bytes | bytearray | memoryview]
-Answer = Buffers | asyncio.Future[Buffers | None] | Coroutine[Any, Any, Buffers | None] | None
+Answer = Buffers | Promise | asyncio.Future[Buffers | None] | Coroutine[Any, Any, Buffers | None] | None
 
 SCRATCH_BYTES = 128 * 1024
 
@@ -36,7 +37,7 @@ WRITE_BUFFER_HIGH_BYTES = 64 * 1024
 """A client that leaves more than this unread is not served further until it has caught up; all of it then counts."""
 
 FRAMES_WAITING_MAX = 64
-FRAMES_AT_ONCE_MAX = 64
+FRAMES_AT_ONCE_MAX = 128
 """So many requests of one connection are served before the others get their turn."""
 
 FRAME_COST_BYTES = 512
@@ -47,6 +48,9 @@ LARGE_BYTES = 64 * 1024
 """A frame of which a quarter of this has come gets a buffer for large ones."""
 
 REPLIES_WAITING_MAX = 1024
+PIECES_MAX = 4
+"""More small pieces than this are joined, since each one by itself costs the transport more than its bytes."""
+
 _LENGTH = struct.Struct(">i")
 
 _scratch_view = memoryview(bytearray(SCRATCH_BYTES))
@@ -57,9 +61,10 @@ class Service(Protocol):
     """What stands behind the connection and answers requests."""
 
     def handle(self, frame: memoryview, connection: Connection) -> Answer:
-        """Answer now (buffers), promise an answer (a future), or need the connection to wait (a coroutine).
+        """Answer now (buffers), promise an answer, or need the connection to wait (a coroutine).
 
-        None means that the client expects no reply. `ProtocolViolation` closes the connection.
+        None means that the client expects no reply. `ProtocolViolation` closes the connection. The frame's memory is
+        used again as soon as this returns, so whoever needs the frame later, such as a coroutine, takes a copy.
         """
 
 
@@ -88,23 +93,6 @@ class ConnectionLimits:
     """While others wait for memory, a frame has to be complete after this long, however steadily it drips in."""
 
 
-class _Frame(NamedTuple):
-    """A whole request and the buffer it lies in."""
-
-    view: memoryview
-    buffer: bytearray
-
-
-class _Reply:
-    """A place in the order of replies."""
-
-    __slots__ = ("buffers", "done")
-
-    def __init__(self) -> None:
-        self.buffers: Buffers | None = None
-        self.done = False
-
-
 class Connection(asyncio.BufferedProtocol):
     """The server's side of one TCP connection."""
 
@@ -129,8 +117,9 @@ class Connection(asyncio.BufferedProtocol):
         self._frame_since = 0.0
         self._served_at_once = 0
         self._length_bytes = bytearray()
-        self._waiting: deque[_Frame] = deque()
-        self._replies: deque[_Reply] = deque()
+        self._waiting: deque[tuple[memoryview, bytearray]] = deque()
+        self._replies: deque[Promise] = deque()
+        self._ready: Buffers = []
         self._task: asyncio.Task[None] | None = None
         self._gathering = False
         self._flush_is_due = False
@@ -169,8 +158,9 @@ class Connection(asyncio.BufferedProtocol):
             self._task.cancel()
         self._transport = None
         self._replies.clear()
+        self._ready.clear()
         while self._waiting:
-            self._release(self._waiting.popleft().buffer)
+            self._release(self._waiting.popleft()[1])
         if self._frame is not None:
             frame, self._frame = self._frame, None
             self._give_back(frame)
@@ -195,15 +185,15 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 self._split(_scratch_view[:nbytes])
         except ProtocolViolation as error:
+            self._flush_replies()
             self.fail(error)
-            return
         except Exception as error:
             _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
             self.fail(error)
-            return
+        else:
+            self._flush_replies()
         finally:
             self._gathering = False
-        self._flush_replies()
 
     def eof_received(self) -> bool:
         """Let replies that are under way leave before the connection closes."""
@@ -235,7 +225,9 @@ class Connection(asyncio.BufferedProtocol):
         """Whether nothing is under way, and the client is not being held back."""
         if self._muted is not None:
             return False
-        return not (self._replies or self._waiting or self._task or self._write_paused or self._frame is not None)
+        if self._replies or self._ready or self._waiting:
+            return False
+        return not (self._task or self._write_paused or self._frame is not None)
 
     def stalled(self, now: float, *, pressed: bool = False) -> bool:
         """Whether the client left something half done and has stopped moving; `pressed` is less patient."""
@@ -294,33 +286,36 @@ class Connection(asyncio.BufferedProtocol):
     # -- frames ---------------------------------------------------------------------------------------------
 
     def _split(self, data: memoryview) -> None:
-        """Cut whole frames out of the scratch buffer; begin a frame of its own for the rest."""
+        """Serve the whole frames in the scratch buffer; begin a frame of its own for the rest."""
         if self._length_bytes:
             # A length that came in pieces: put it together and go on with a copy, which is rare and small.
-            data = memoryview(bytes(self._length_bytes) + bytes(data))
+            data = memoryview(bytearray(self._length_bytes) + data)
             self._length_bytes.clear()
         position = 0
         available = len(data)
-        while available - position >= _LENGTH.size:
+        bytes_max = self._limits.frame_bytes_max
+        while available - position >= 4:
             (size,) = _LENGTH.unpack_from(data, position)
-            self._check_size(size)
-            position += _LENGTH.size
-            if position + size > available:
-                self._begin_frame(size, data[position:])
+            if not 0 < size <= bytes_max:
+                raise self._impossible(size)
+            start = position + 4
+            position = start + size
+            if position > available:
+                self._begin_frame(size, data[start:])
                 return
-            # The scratch buffer is reused at once, so the frame takes its bytes along.
-            body = bytearray(data[position : position + size])
-            position += size
-            self._budget.take(size + FRAME_COST_BYTES)
-            self._take_frame(_Frame(memoryview(body), body))
+            self._traffic.frames_in += 1
+            if self._may_serve():
+                self._serve(data[start:position], None)
+            else:
+                # The scratch buffer is used again at once, so a frame that has to wait takes its bytes along.
+                self._keep_for_later(bytearray(data[start:position]))
         self._length_bytes += data[position:]
 
-    def _check_size(self, size: int) -> None:
-        if not 0 < size <= self._limits.frame_bytes_max:
-            raise ProtocolViolation(
-                f"a request of {size} bytes was announced; 1 to {self._limits.frame_bytes_max} are allowed "
-                "(is the client speaking the Kafka protocol without TLS?)"
-            )
+    def _impossible(self, size: int) -> ProtocolViolation:
+        return ProtocolViolation(
+            f"a request of {size} bytes was announced; 1 to {self._limits.frame_bytes_max} are allowed "
+            "(is the client speaking the Kafka protocol without TLS?)"
+        )
 
     def _begin_frame(self, size: int, start: memoryview) -> None:
         self._frame_size = size
@@ -336,7 +331,12 @@ class Connection(asyncio.BufferedProtocol):
         self._filled += nbytes
         if self._filled == self._frame_size:
             self._frame = None
-            self._take_frame(_Frame(memoryview(frame)[: self._frame_size], frame))
+            self._traffic.frames_in += 1
+            view = memoryview(frame)[: self._frame_size]
+            if self._may_serve():
+                self._serve(view, frame)
+            else:
+                self._wait_for_turn(view, frame)
 
     @property
     def _is_cramped(self) -> bool:
@@ -374,49 +374,70 @@ class Connection(asyncio.BufferedProtocol):
 
     # -- requests -------------------------------------------------------------------------------------------
 
-    def _take_frame(self, frame: _Frame) -> None:
-        self._traffic.frames_in += 1
-        if self._task is not None or self._waiting or self._write_paused or self._muted is not None:
-            self._waiting.append(frame)
-        elif self._served_at_once >= FRAMES_AT_ONCE_MAX:
-            self._waiting.append(frame)
+    def _may_serve(self) -> bool:
+        """Whether nothing holds up the next frame; at most so many at once, so that others get their turn."""
+        if self._waiting or self._task is not None or self._write_paused or self._muted is not None:
+            return False
+        self._served_at_once += 1
+        return self._served_at_once <= FRAMES_AT_ONCE_MAX
+
+    def _keep_for_later(self, frame: bytearray) -> None:
+        self._budget.take(len(frame) + FRAME_COST_BYTES)
+        self._wait_for_turn(memoryview(frame), frame)
+
+    def _wait_for_turn(self, view: memoryview, buffer: bytearray) -> None:
+        is_only_for_others = not (
+            self._waiting or self._task is not None or self._write_paused or self._muted is not None
+        )
+        self._waiting.append((view, buffer))
+        if is_only_for_others:
             self._loop.call_soon(self._take_turn)
-        else:
-            self._served_at_once += 1
-            self._serve(frame)
 
-    def _serve(self, frame: _Frame) -> None:
+    def _serve(self, frame: memoryview, buffer: bytearray | None) -> None:
+        """Serve one frame; the buffer that it lies in, if it has one of its own, is given back afterwards."""
         try:
-            answer = self._service.handle(frame.view, self)
+            answer = self._service.handle(frame, self)
         except BaseException:
-            self._release(frame.buffer)
+            if buffer is not None:
+                self._release(buffer)
             raise
-        if asyncio.iscoroutine(answer):
-            reply = _Reply()
-            self._replies.append(reply)
-            self._task = self._loop.create_task(self._wait_for(reply, answer))
-            self._task.add_done_callback(lambda _done: self._after_task(answer, frame.buffer))
+        if answer.__class__ is not list and asyncio.iscoroutine(answer):
+            self._begin_task(answer, len(frame), buffer)
             return
-        self._release(frame.buffer)
-        if answer is None:
-            return
-        reply = _Reply()
-        self._replies.append(reply)
+        if buffer is not None:
+            self._release(buffer)
         if isinstance(answer, list):
-            self._finish(reply, answer)
-        else:
-            answer.add_done_callback(lambda done: self._promise_kept(reply, done))
+            self._answer(answer)
+        elif answer is not None:
+            promise = answer if isinstance(answer, Promise) else self._promise_of(answer)
+            self._replies.append(promise)
+            promise.when_kept = self._promise_kept
 
-    def _promise_kept(self, reply: _Reply, done: asyncio.Future[Buffers | None]) -> None:
-        if done.cancelled() or self._transport is None:
-            return
-        error = done.exception()
-        if error is not None:
-            self.fail(error)
-        else:
-            self._finish(reply, done.result())
+    def _begin_task(self, answer: Coroutine[Any, Any, Buffers | None], size: int, buffer: bytearray | None) -> None:
+        """Have the connection wait for an answer; what was read from the frame counts until then."""
+        reply = Promise()
+        self._replies.append(reply)
+        if buffer is None:
+            self._budget.take(size + FRAME_COST_BYTES)
+        self._task = self._loop.create_task(self._wait_for(reply, answer))
+        self._task.add_done_callback(lambda _done: self._after_task(answer, size, buffer))
 
-    async def _wait_for(self, reply: _Reply, answer: Coroutine[Any, Any, Buffers | None]) -> None:
+    def _promise_of(self, future: asyncio.Future[Buffers | None]) -> Promise:
+        promise = Promise()
+
+        def settle(done: asyncio.Future[Buffers | None]) -> None:
+            if done.cancelled():
+                return
+            error = done.exception()
+            if error is not None:
+                self.fail(error)
+            else:
+                promise.keep(done.result())
+
+        future.add_done_callback(settle)
+        return promise
+
+    async def _wait_for(self, reply: Promise, answer: Coroutine[Any, Any, Buffers | None]) -> None:
         try:
             buffers = await answer
         except ProtocolViolation as error:
@@ -425,13 +446,17 @@ class Connection(asyncio.BufferedProtocol):
             _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
             self.fail(error)
         else:
-            self._finish(reply, buffers)
+            reply.keep(buffers)
+            self._promise_kept()
 
-    def _after_task(self, answer: Coroutine[Any, Any, Buffers | None], buffer: bytearray) -> None:
+    def _after_task(self, answer: Coroutine[Any, Any, Buffers | None], size: int, buffer: bytearray | None) -> None:
         # A task that was cancelled before its first step has not touched the answer; close it, so that it never is.
         answer.close()
         self._task = None
-        self._release(buffer)
+        if buffer is None:
+            self._budget.give_back(size + FRAME_COST_BYTES)
+        else:
+            self._release(buffer)
         self._serve_waiting()
         self._adjust_reading()
         self._close_when_drained()
@@ -452,24 +477,37 @@ class Connection(asyncio.BufferedProtocol):
                 return
             served += 1
             try:
-                self._serve(self._waiting.popleft())
+                self._serve(*self._waiting.popleft())
             except ProtocolViolation as error:
                 self.fail(error)
 
     # -- replies --------------------------------------------------------------------------------------------
 
-    def _finish(self, reply: _Reply, buffers: Buffers | None) -> None:
-        reply.buffers = buffers
-        reply.done = True
-        self._unsent_bytes += sum(map(len, buffers)) if buffers is not None else 0
+    def _answer(self, buffers: Buffers) -> None:
+        """Send an answer that is there already, behind those that are not."""
+        if self._replies:
+            reply = Promise()
+            self._replies.append(reply)
+            reply.keep(buffers)
+        else:
+            self._ready += buffers
+        for buffer in buffers:
+            self._unsent_bytes += len(buffer)
         if self._unsent_bytes > WRITE_BUFFER_HIGH_BYTES:
             # Large ones leave at once: only the transport tells whether the client reads, and holds the next ones up.
             self._flush_replies()
-        if self._gathering or self._flush_is_due or not self._replies or self._replies[0] is not reply:
-            return
+        elif not self._gathering:
+            self._flush_soon()
+
+    def _promise_kept(self) -> None:
         # One commit keeps many promises, so the others of this turn of the loop are waited for.
-        self._flush_is_due = True
-        self._loop.call_soon(self._flush_due)
+        if not self._flush_is_due and self._replies and self._replies[0].is_kept:
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            self._loop.call_soon(self._flush_due)
 
     def _flush_due(self) -> None:
         self._flush_is_due = False
@@ -480,21 +518,31 @@ class Connection(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None:
             return
-        out: Buffers = []
+        out = self._ready
         self._unsent_bytes = 0
         replies = self._replies
-        while replies and replies[0].done:
+        while replies and replies[0].is_kept:
             buffers = replies.popleft().buffers
             if buffers is not None:
-                out.extend(buffers)
+                out += buffers
         if out:
-            self.last_activity = self._loop.time()
-            self._traffic.bytes_out += sum(map(len, out))
-            transport.writelines(out)
-            if self._write_paused:
-                self._hold_out(transport.get_write_buffer_size())
+            self._ready = []
+            self._send(transport, out)
         self._adjust_reading()
         self._close_when_drained()
+
+    def _send(self, transport: asyncio.Transport, out: Buffers) -> None:
+        size = sum(map(len, out))
+        self.last_activity = self._loop.time()
+        self._traffic.bytes_out += size
+        if len(out) == 1:
+            transport.write(out[0])
+        elif len(out) > PIECES_MAX and size <= WRITE_BUFFER_HIGH_BYTES:
+            transport.write(b"".join(out))
+        else:
+            transport.writelines(out)
+        if self._write_paused:
+            self._hold_out(transport.get_write_buffer_size())
 
     def _hold_out(self, size_bytes: int) -> None:
         """Count the bytes that the client has not read yet."""
@@ -538,5 +586,7 @@ class Connection(asyncio.BufferedProtocol):
             transport.resume_reading()
 
     def _close_when_drained(self) -> None:
-        if self._draining and not (self._replies or self._waiting or self._task) and self._transport is not None:
+        if not self._draining or self._transport is None:
+            return
+        if not (self._replies or self._ready or self._waiting or self._task):
             self._transport.close()

@@ -35,6 +35,31 @@ class AdvanceListener(Protocol):
         """Called on the loop each time the high watermark has moved or the partition has closed."""
 
 
+class AcknowledgementListener(Protocol):
+    """Somebody who waits for one append to be acknowledged."""
+
+    def acknowledged(self, error: MillstreamError | None) -> None:
+        """Called on the loop once: the append is acknowledged, or the error says why it never will be."""
+
+
+class _Told:
+    """Hands an acknowledgement to a future."""
+
+    __slots__ = ("future",)
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def acknowledged(self, error: MillstreamError | None) -> None:
+        # Whoever waited may have gone away, which cancels the future.
+        if self.future.done():
+            return
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+
+
 class Partition:
     """The leader's side of one partition."""
 
@@ -60,7 +85,7 @@ class Partition:
         # The epoch lives on in the log, so it never goes back, whatever the catalog says.
         self.leader_epoch = Epoch(max(FIRST_EPOCH, log.latest_epoch))
         self._store = store
-        self._waiting: deque[tuple[Offset, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[Offset, AcknowledgementListener]] = deque()
         self._listeners: set[AdvanceListener] = set()
         self._closed = False
         self.bytes_in = 0
@@ -109,11 +134,19 @@ class Partition:
 
     def acknowledged(self, appended: AppendedRange) -> asyncio.Future[None] | None:
         """None when the range is acknowledged already, else a future that tells when it is, or why it never will be."""
-        if appended.next_offset <= self.high_watermark:
+        if self.is_acknowledged(appended):
             return None
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((appended.next_offset, future))
-        return future
+        told = _Told()
+        self.tell(appended, told)
+        return told.future
+
+    def is_acknowledged(self, appended: AppendedRange) -> bool:
+        """Whether a reply about an append may be sent."""
+        return appended.next_offset <= self.high_watermark
+
+    def tell(self, appended: AppendedRange, listener: AcknowledgementListener) -> None:
+        """Tell `listener` when an append that is not acknowledged yet is, in the moment when the watermark moves."""
+        self._waiting.append((appended.next_offset, listener))
 
     async def append(
         self, batches: bytearray | memoryview, *, acks: int = ACKS_ALL, internal: bool = False
@@ -170,20 +203,10 @@ class Partition:
         self.high_watermark = readable
         waiting = self._waiting
         while waiting and waiting[0][0] <= readable:
-            _settle(waiting.popleft()[1], None)
+            waiting.popleft()[1].acknowledged(None)
         for listener in tuple(self._listeners):
             listener.advanced(self)
 
     def _fail_waiting(self, error: StorageFailure | MillstreamError) -> None:
         while self._waiting:
-            _settle(self._waiting.popleft()[1], error)
-
-
-def _settle(future: asyncio.Future[None], error: MillstreamError | None) -> None:
-    # The producer may have gone away, which cancels its future.
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
+            self._waiting.popleft()[1].acknowledged(error)

@@ -85,6 +85,7 @@ NEVER_FLEXIBLE: Final = frozenset({17, 47})
 """SaslHandshake and OffsetDelete stayed with fixed lengths."""
 
 _FIXED_HEADER: Final = struct.Struct(">hhi")
+_FIXED_HEADER_AND_CLIENT: Final = struct.Struct(">hhih")
 _SIZE_AND_CORRELATION: Final = struct.Struct(">ii")
 _INT32: Final = struct.Struct(">i")
 
@@ -98,11 +99,8 @@ class RequestHeader(NamedTuple):
     client_id: str | None
     body_at: int
     """Where the body begins in the frame."""
-
-    @property
-    def flexible(self) -> bool:
-        """Whether the body has compact lengths and tagged fields."""
-        return is_flexible(self.api_key, self.version)
+    flexible: bool
+    """Whether the body has compact lengths and tagged fields."""
 
 
 def is_flexible(api_key: int, version: int) -> bool:
@@ -112,13 +110,30 @@ def is_flexible(api_key: int, version: int) -> bool:
 
 def read_request_header(frame: Buffer) -> RequestHeader:
     """Read the header of a request; the frame comes without its size."""
+    try:
+        api_key, version, correlation_id, length = _FIXED_HEADER_AND_CLIENT.unpack_from(frame)
+        flexible = is_flexible(api_key, version)
+        end = 10 + length
+        if length < 0 or (flexible and frame[end]):
+            return read_any_request_header(frame)
+        client_id = str(frame[10:end], "utf-8")
+    except (struct.error, IndexError, UnicodeDecodeError):
+        return read_any_request_header(frame)
+    if end > len(frame):
+        return read_any_request_header(frame)
+    return RequestHeader(api_key, version, correlation_id, client_id, end + flexible, flexible)
+
+
+def read_any_request_header(frame: Buffer) -> RequestHeader:
+    """The same for every header there is: without a client id, with tagged fields, or broken."""
     if len(frame) < _FIXED_HEADER.size:
         raise ProtocolViolation(f"a request of {len(frame)} bytes is too short for a header")
     api_key, version, correlation_id = _FIXED_HEADER.unpack_from(frame)
-    reader = Reader(frame, _FIXED_HEADER.size, flexible=is_flexible(api_key, version))
+    flexible = is_flexible(api_key, version)
+    reader = Reader(frame, _FIXED_HEADER.size, flexible=flexible)
     client_id = reader.legacy_nullable_string()
     reader.skip_tags()
-    return RequestHeader(api_key, version, correlation_id, client_id, reader.position)
+    return RequestHeader(api_key, version, correlation_id, client_id, reader.position, flexible)
 
 
 def response_head(api_key: int, version: int, correlation_id: int, body_bytes: int) -> bytes:

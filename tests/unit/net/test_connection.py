@@ -12,10 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millstream.model.errors import AddressTaken, ProtocolViolation
+from millstream.model.metric import Histogram
 from millstream.net.budget import Budget
 from millstream.net.connection import Answer, Connection, ConnectionLimits
 from millstream.net.frame_buffers import BUFFER_BYTES
 from millstream.net.listener import Listener, bind
+from millstream.net.promise import Promise
 
 LIMITS = ConnectionLimits(frame_bytes_max=32 * 1024 * 1024, stall_s=60)
 
@@ -126,19 +128,33 @@ async def test_an_announced_length_alone_costs_little_memory() -> None:
 
 
 async def test_promised_replies_leave_in_the_order_of_their_requests() -> None:
-    promises: list[asyncio.Future[list[bytes | bytearray | memoryview] | None]] = []
+    promises: list[Promise] = []
 
     def promise(frame: bytes) -> Answer:
-        promises.append(asyncio.get_running_loop().create_future())
+        if frame == b"now":
+            return [framed(b"now")]
+        promises.append(Promise())
         return promises[-1]
 
     async with listening(Scripted(promise)) as (_, port), client(port) as (reader, writer):
-        writer.write(framed(b"a") + framed(b"b") + framed(b"c"))
+        writer.write(framed(b"a") + framed(b"b") + framed(b"c") + framed(b"now"))
         while len(promises) < 3:
             await asyncio.sleep(0.001)
         for number in (2, 0, 1):
-            promises[number].set_result([framed(b"reply %d" % number)])
-        assert [await read_frame(reader) for _ in range(3)] == [b"reply 0", b"reply 1", b"reply 2"]
+            promises[number].keep([framed(b"reply %d" % number)])
+        assert [await read_frame(reader) for _ in range(4)] == [b"reply 0", b"reply 1", b"reply 2", b"now"]
+
+
+async def test_a_promise_can_be_waited_for_before_and_after_it_is_kept() -> None:
+    latency = Histogram()
+    promise = Promise()
+    promise.observe(latency, 0.0)
+    waiting = asyncio.ensure_future(promise)
+    await asyncio.sleep(0)
+    promise.keep([b"x"])
+    assert await waiting == [b"x"]
+    assert await promise == [b"x"]
+    assert latency.observations == 1
 
 
 async def test_a_coroutine_holds_up_later_requests_of_its_connection_only() -> None:
@@ -268,3 +284,35 @@ def test_a_taken_port_names_the_flag() -> None:
             bind("127.0.0.1", taken.getsockname()[1], flag="kafka")
     finally:
         taken.close()
+
+
+async def test_a_frame_that_waits_for_a_coroutine_keeps_its_bytes() -> None:
+    """Small frames are served where they lie in a buffer that all connections share; those that wait have a copy."""
+    gate = asyncio.Event()
+
+    def answer(frame: bytes) -> Answer:
+        async def slow() -> list[bytes | bytearray | memoryview]:
+            await gate.wait()
+            return [framed(frame)]
+
+        return slow() if frame == b"slow" else [framed(frame)]
+
+    async with listening(Scripted(answer)) as (_, port), client(port) as (reader, writer), client(port) as other:
+        writer.write(framed(b"slow") + framed(b"first") + framed(b"second"))
+        for number in range(3):
+            other[1].write(framed(b"overwritten %d" % number) * 5)
+            assert [await read_frame(other[0]) for _ in range(5)] == [b"overwritten %d" % number] * 5
+        gate.set()
+        assert [await read_frame(reader) for _ in range(3)] == [b"slow", b"first", b"second"]
+
+
+async def test_replies_to_good_requests_leave_before_a_bad_one_ends_the_connection() -> None:
+    def answer(frame: bytes) -> Answer:
+        if frame == b"bad":
+            raise ProtocolViolation("bad")
+        return [framed(frame)]
+
+    async with listening(Scripted(answer)) as (_, port), client(port) as (reader, writer):
+        writer.write(framed(b"good") + framed(b"bad"))
+        assert await read_frame(reader) == b"good"
+        assert await reader.read() == b""

@@ -39,7 +39,8 @@ def test_request_headers_are_read_as_kio_writes_them(api_key: int, client_id: st
         )
         entity_writer(header_class)(buffer, written)
         header = codec.read_request_header(buffer.getvalue() + b"body")
-        assert header == (api_key, version, 77, client_id, len(buffer.getvalue()))
+        flexible = codec.is_flexible(api_key, version)
+        assert header == (api_key, version, 77, client_id, len(buffer.getvalue()), flexible)
         assert codec.request_head(api_key, version, 77, client_id) == buffer.getvalue()
 
 

@@ -19,16 +19,15 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections import OrderedDict
 from collections.abc import Iterable
-from typing import NamedTuple
-from uuid import UUID
+from typing import cast
 
 from kio.schema.errors import ErrorCode
 
 from millstream.cluster.topics import Topics
 from millstream.kafka.api import ClientInfo
 from millstream.kafka.errors import error_code
+from millstream.kafka.produce_layout import Portion, Request, read, write
 from millstream.kafka.quota_meter import QuotaMeter
 from millstream.log.log import AppendedRange
 from millstream.model.errors import (
@@ -40,7 +39,8 @@ from millstream.model.errors import (
     UnsupportedCompression,
 )
 from millstream.model.metric import Metric, counter, gauge
-from millstream.net.connection import Answer, Buffers
+from millstream.net.connection import Answer
+from millstream.net.promise import Promise
 from millstream.records.batch import (
     COMPRESSION_MASK,
     COMPRESSION_ZSTD,
@@ -51,14 +51,10 @@ from millstream.records.batch import (
     read_header,
 )
 from millstream.replication.partition import Partition
-from millstream.wire.codec import RequestHeader, response_head
-from millstream.wire.primitives import Reader, Writer
+from millstream.wire.codec import RequestHeader
 
 FIRST_SERVED = 3
-FIRST_WITH_LOG_START = 5
 FIRST_WITH_ZSTD = 7
-FIRST_WITH_MESSAGES = 8
-FIRST_WITH_TOPIC_IDS = 13
 ACKS_NONE = 0
 _ACKS_VALID = (-1, 0, 1)
 _PENDING_SWEEP_S = 0.25
@@ -66,54 +62,57 @@ _TIMEOUT_S_MAX = 600.0
 # The lower byte of a batch's attributes, which holds the codec and all flags.
 _FLAGS_AT = 22
 _FIRST_FIELDS = struct.Struct(">qiib")
-_OUTCOME = struct.Struct(">ihqq")
-_OUTCOME_WITH_START = struct.Struct(">ihqqq")
+_TIMED_OUT = "the records were not acknowledged within the request's timeout"
+_NO_TRANSACTION = "the record batch belongs to a transaction, but the request names none"
 
 
-class _Given(NamedTuple):
-    topic: str | UUID
-    partition: int
-    records: memoryview | None
+class _Waiting:
+    """A partition of a request whose reply waits for it to be acknowledged."""
+
+    __slots__ = ("is_over", "pending", "portion")
+
+    def __init__(self, pending: _Pending, portion: Portion) -> None:
+        self.pending = pending
+        self.portion = portion
+        self.is_over = False
+
+    def acknowledged(self, error: MillstreamError | None) -> None:
+        """Called once by the partition."""
+        if self.is_over:
+            return
+        self.is_over = True
+        if error is not None:
+            self.portion.fail(error_code(error), str(error))
+        self.pending.one_less()
 
 
-class _Request(NamedTuple):
-    version: int
-    transactional_id: str | None
-    acks: int
-    timeout_ms: int
-    given: list[_Given]
-
-
-class _Outcome:
-    """What became of one partition of a request."""
-
-    __slots__ = ("appended", "code", "given", "message", "partition")
-
-    def __init__(self, given: _Given) -> None:
-        self.given = given
-        self.partition: Partition | None = None
-        self.appended: AppendedRange | None = None
-        self.code = ErrorCode.none
-        self.message: str | None = None
-
-    def fail(self, error: MillstreamError) -> None:
-        self.code = error_code(error)
-        self.message = str(error)
-        self.appended = None
-
-
-class _Pending:
+class _Pending(Promise):
     """A request whose reply waits for acknowledgements."""
 
-    __slots__ = ("deadline", "header", "outcomes", "promise", "remaining", "throttle_ms")
+    __slots__ = ("_produce", "deadline", "header", "portions", "throttle_ms", "waiting", "waits_for")
 
-    def __init__(self, header: RequestHeader, outcomes: list[_Outcome], deadline: float, throttle_ms: int) -> None:
+    def __init__(self, produce: Produce, header: RequestHeader, portions: list[Portion], throttle_ms: int) -> None:
+        super().__init__()
+        self._produce = produce
         self.header = header
-        self.outcomes = outcomes
+        self.portions = portions
         self.throttle_ms = throttle_ms
-        self.deadline = deadline
-        self.remaining: dict[_Outcome, asyncio.Future[None]] = {}
-        self.promise: asyncio.Future[Buffers | None] = asyncio.get_running_loop().create_future()
+        self.deadline = 0.0
+        self.waiting: list[_Waiting] = []
+        self.waits_for = 0
+
+    def one_less(self) -> None:
+        """One of the partitions is acknowledged, or never will be."""
+        self.waits_for -= 1
+        if not self.waits_for:
+            self._produce.keep(self)
+
+    def time_out(self) -> None:
+        """Tell of every partition that is still waited for that nothing is known."""
+        for waiting in self.waiting:
+            if not waiting.is_over:
+                waiting.is_over = True
+                waiting.portion.fail(ErrorCode.request_timed_out, _TIMED_OUT)
 
 
 class Produce:
@@ -125,7 +124,7 @@ class Produce:
     def __init__(self, topics: Topics, quota: QuotaMeter) -> None:
         self._topics = topics
         self._quota = quota
-        self._pending: OrderedDict[_Pending, None] = OrderedDict()
+        self._pending: dict[_Pending, None] = {}
         self._sweep: asyncio.TimerHandle | None = None
         self.batches_rejected = 0
 
@@ -138,91 +137,77 @@ class Produce:
         """Append everything in the frame; the answer is ready, promised, or none."""
         if header.version < FIRST_SERVED:
             raise ProtocolViolation(f"Produce v{header.version} is not served; versions 3 and later are")
-        request = _read(frame, header)
-        outcomes = [self._append(given, request) for given in request.given]
+        request = read(frame, header)
+        version = header.version
+        waiting: list[tuple[Partition, Portion]] = []
+        for portion in request.portions:
+            partition = self._append(portion, request, version)
+            if partition is not None:
+                waiting.append((partition, portion))
         client.produce_requests += 1
         client.produced_bytes += len(frame)
         throttle_ms = self._quota.charge(client, len(frame)) if self._quota.is_limiting else 0
         if request.acks == ACKS_NONE:
-            _check_unanswered(outcomes)
+            _check_unanswered(request.portions)
             return None
-        return self._reply(header, request, outcomes, throttle_ms)
+        if not waiting:
+            return write(header, request.portions, throttle_ms)
+        pending = _Pending(self, header, request.portions, throttle_ms)
+        self._wait(pending, waiting, request.timeout_ms)
+        return pending
 
-    def _append(self, given: _Given, request: _Request) -> _Outcome:
-        outcome = _Outcome(given)
+    def _append(self, portion: Portion, request: Request, version: int) -> Partition | None:
+        """Append what is given for one partition; returns the partition if it has to be waited for."""
         if request.acks not in _ACKS_VALID:
-            outcome.code = ErrorCode.invalid_required_acks
-            outcome.message = f"acks must be -1, 0 or 1, not {request.acks}"
+            portion.fail(ErrorCode.invalid_required_acks, f"acks must be -1, 0 or 1, not {request.acks}")
         elif request.transactional_id is not None:
-            outcome.code = ErrorCode.invalid_producer_id_mapping
-            outcome.message = "transactions are not available yet"
-        elif _flags(given.records) & TRANSACTIONAL_FLAG:
-            outcome.code = ErrorCode.transactional_id_authorization_failed
-            outcome.message = "the record batch belongs to a transaction, but the request names none"
+            portion.fail(ErrorCode.invalid_producer_id_mapping, "transactions are not available yet")
+        elif _flags(portion.records) & TRANSACTIONAL_FLAG:
+            portion.fail(ErrorCode.transactional_id_authorization_failed, _NO_TRANSACTION)
         else:
             try:
-                if given.records is None:
-                    raise CorruptBatch("the request holds no records for this partition")
-                partition = self._partition(given)
-                _check_allowed(partition, given.records, request.version)
-                outcome.appended = partition.write(given.records, acks=request.acks)
-                outcome.partition = partition
+                return self._store(portion, request.acks, version)
             except CorruptBatch as error:
-                self.batches_rejected += 1
-                outcome.fail(_as_told(error, given.records))
+                self._reject(portion, _as_told(error, portion.records))
             except MillstreamError as error:
-                self.batches_rejected += 1
-                outcome.fail(error)
-        return outcome
+                self._reject(portion, error)
+        return None
 
-    def _partition(self, given: _Given) -> Partition:
-        if isinstance(given.topic, UUID):
-            return self._topics.partition_by_id(given.topic, given.partition)
-        return self._topics.partition(given.topic, given.partition)
+    def _store(self, portion: Portion, acks: int, version: int) -> Partition | None:
+        records = portion.records
+        if records is None:
+            raise CorruptBatch("the request holds no records for this partition")
+        topic = portion.topic
+        if isinstance(topic, str):
+            partition = self._topics.partition(topic, portion.index)
+        else:
+            partition = self._topics.partition_by_id(topic, portion.index)
+        _check_allowed(partition, records, version)
+        appended = portion.appended = partition.write(records, acks=acks)
+        # The memory they lie in is not the request's any more once it is answered or promised.
+        portion.records = None
+        return None if partition.is_acknowledged(appended) else partition
 
-    def _reply(self, header: RequestHeader, request: _Request, outcomes: list[_Outcome], throttle_ms: int) -> Answer:
-        pending: _Pending | None = None
-        for outcome in outcomes:
-            if outcome.appended is None or outcome.partition is None:
-                continue
-            acknowledged = outcome.partition.acknowledged(outcome.appended)
-            if acknowledged is None:
-                continue
-            if pending is None:
-                timeout_s = min(max(request.timeout_ms, 0) / 1000, _TIMEOUT_S_MAX)
-                deadline = asyncio.get_running_loop().time() + timeout_s
-                pending = _Pending(header, outcomes, deadline, throttle_ms)
-            pending.remaining[outcome] = acknowledged
-        if pending is None:
-            return _write(header, outcomes, throttle_ms)
-        self._wait(pending)
-        return pending.promise
+    def _reject(self, portion: Portion, error: MillstreamError) -> None:
+        self.batches_rejected += 1
+        portion.fail(error_code(error), str(error))
 
-    def _wait(self, pending: _Pending) -> None:
+    def _wait(self, pending: _Pending, waiting: list[tuple[Partition, Portion]], timeout_ms: int) -> None:
+        loop = asyncio.get_running_loop()
+        pending.deadline = loop.time() + min(max(timeout_ms, 0) / 1000, _TIMEOUT_S_MAX)
         self._pending[pending] = None
-        for outcome, acknowledged in pending.remaining.items():
-            acknowledged.add_done_callback(
-                lambda done, outcome=outcome: self._acknowledged(pending, outcome, done)  # type: ignore[misc]
-            )
+        pending.waits_for = len(waiting)
+        for partition, portion in waiting:
+            one = _Waiting(pending, portion)
+            pending.waiting.append(one)
+            partition.tell(cast("AppendedRange", portion.appended), one)
         if self._sweep is None:
-            self._sweep = asyncio.get_running_loop().call_later(_PENDING_SWEEP_S, self._time_out)
+            self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
 
-    def _acknowledged(self, pending: _Pending, outcome: _Outcome, done: asyncio.Future[None]) -> None:
-        if pending.remaining.pop(outcome, None) is None:
-            return
-        error = None if done.cancelled() else done.exception()
-        if isinstance(error, MillstreamError):
-            outcome.fail(error)
-        elif error is not None:
-            outcome.code = ErrorCode.unknown_server_error
-            outcome.message = str(error)
-        if not pending.remaining:
-            self._keep(pending)
-
-    def _keep(self, pending: _Pending) -> None:
-        self._pending.pop(pending, None)
-        if not pending.promise.done():
-            pending.promise.set_result(_write(pending.header, pending.outcomes, pending.throttle_ms))
+    def keep(self, pending: _Pending) -> None:
+        """Answer a request that waits for nothing any more."""
+        del self._pending[pending]
+        pending.keep(write(pending.header, pending.portions, pending.throttle_ms))
 
     def _time_out(self) -> None:
         """Answer what has waited longer than its client is willing to; the records may still become durable."""
@@ -230,14 +215,9 @@ class Produce:
         loop = asyncio.get_running_loop()
         now = loop.time()
         for pending in tuple(self._pending):
-            if pending.deadline > now:
-                continue
-            for outcome in pending.remaining:
-                outcome.code = ErrorCode.request_timed_out
-                outcome.message = "the records were not acknowledged within the request's timeout"
-                outcome.appended = None
-            pending.remaining.clear()
-            self._keep(pending)
+            if pending.deadline <= now:
+                pending.time_out()
+                self.keep(pending)
         if self._pending:
             self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
 
@@ -271,69 +251,8 @@ def _as_told(error: CorruptBatch, records: memoryview | None) -> MillstreamError
     return error
 
 
-def _check_unanswered(outcomes: list[_Outcome]) -> None:
-    for outcome in outcomes:
-        if outcome.code is not ErrorCode.none:
+def _check_unanswered(portions: list[Portion]) -> None:
+    for portion in portions:
+        if portion.code is not ErrorCode.none:
             # There is no reply that could carry the error, so the connection itself has to tell.
-            raise ProtocolViolation(f"produce with acks=0 failed: {outcome.message}")
-
-
-def _read(frame: memoryview, header: RequestHeader) -> _Request:
-    """Read the whole request before anything is done, so that a malformed one leaves no trace."""
-    reader = Reader(frame, header.body_at, flexible=header.flexible)
-    by_id = header.version >= FIRST_WITH_TOPIC_IDS
-    transactional_id = reader.nullable_string()
-    acks = reader.int16()
-    timeout_ms = reader.int32()
-    given: list[_Given] = []
-    for _ in range(reader.array_length()):
-        topic: str | UUID = reader.uuid() if by_id else reader.string()
-        for _ in range(reader.array_length()):
-            partition = reader.int32()
-            given.append(_Given(topic, partition, reader.blob()))
-            reader.skip_tags()
-        reader.skip_tags()
-    reader.skip_tags()
-    return _Request(header.version, transactional_id, acks, timeout_ms, given)
-
-
-def _write(header: RequestHeader, outcomes: list[_Outcome], throttle_ms: int) -> Buffers:
-    version = header.version
-    writer = Writer(flexible=header.flexible)
-    by_topic: dict[str | UUID, list[_Outcome]] = {}
-    for outcome in outcomes:
-        by_topic.setdefault(outcome.given.topic, []).append(outcome)
-    writer.array_length(len(by_topic))
-    for topic, of_topic in by_topic.items():
-        if isinstance(topic, UUID):
-            writer.uuid(topic)
-        else:
-            writer.string(topic)
-        writer.array_length(len(of_topic))
-        for outcome in of_topic:
-            _write_outcome(writer, version, outcome)
-        writer.no_tags()
-    writer.int32(throttle_ms)
-    writer.no_tags()
-    return [response_head(0, version, header.correlation_id, len(writer.buffer)), writer.buffer]
-
-
-def _write_outcome(writer: Writer, version: int, outcome: _Outcome) -> None:
-    appended = outcome.appended
-    base, time_ms, start = (
-        (-1, -1, -1)
-        if appended is None
-        else (
-            appended.base_offset,
-            appended.append_time_ms,
-            appended.log_start,
-        )
-    )
-    if version >= FIRST_WITH_LOG_START:
-        writer.buffer += _OUTCOME_WITH_START.pack(outcome.given.partition, outcome.code, base, time_ms, start)
-    else:
-        writer.buffer += _OUTCOME.pack(outcome.given.partition, outcome.code, base, time_ms)
-    if version >= FIRST_WITH_MESSAGES:
-        writer.array_length(0)
-        writer.string(outcome.message)
-    writer.no_tags()
+            raise ProtocolViolation(f"produce with acks=0 failed: {portion.message}")
