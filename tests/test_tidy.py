@@ -14,7 +14,7 @@ import pytest
 
 import millstream
 from millstream.cli.config_reference import reference
-from millstream.cli.main import ORDER
+from millstream.cli.app import ORDER
 from millstream.cli.protocol_reference import protocol_page
 from millstream.model import errors
 

@@ -50,6 +50,7 @@ class Broker:
         self._kafka_socket: socket.socket | None = None
         self._http_socket: socket.socket | None = None
         self._served: Served | None = None
+        self._store: LogStore | None = None
         self._serving: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._undo = AsyncExitStack()
@@ -75,6 +76,11 @@ class Broker:
         await self._undo.aclose()
         _logger.info("stopped")
 
+    @property
+    def stop_failure(self) -> str | None:
+        """Why the data folder was not left clean, once the node has stopped."""
+        return None if self._store is None else self._store.stop_failure
+
     async def _start(self) -> None:
         keep_freed_memory()
         config, undo = self._config, self._undo
@@ -95,6 +101,7 @@ class Broker:
             producer_expiry_ms=config.producer_expiry_ms,
             retention_check_ms=config.retention_check_ms,
         )
+        self._store = store
         undo.push_async_callback(store.close)
         self._supervise("log store", store.run())
         catalog = Catalog.open_folder(Path(self._data))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,10 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from millstream.model.errors import InvalidSetting
+from millstream.model.nearest import suggestion
 from millstream.model.setting import Setting, setting, settings_of
 
 ENVIRONMENT_PREFIX = "MILLSTREAM_"
 FILE_NAME = "millstream.toml"
+COMMAND_VARIABLES = frozenset({"MILLSTREAM_BROKERS", "MILLSTREAM_TRACEBACK"})
+"""Variables that the commands read, and that say nothing about a node."""
+
+# Kubernetes puts the addresses of a service into the environment; one that is called millstream is no mistake.
+_SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)\Z")
+
+# Of each pair, the first cannot be larger than the second.
+_ORDERED = (
+    ("group_session_min_ms", "group_session_max_ms"),
+    ("group_consumer_heartbeat_ms", "group_consumer_session_ms"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +172,19 @@ class Config:
             attribute, known = declared[name]
             values[attribute] = known.parse(value) if isinstance(value, str) else value
             known.check(values[attribute])
-        return cls(**values)
+        config = cls(**values)
+        config._check_together()
+        return config
+
+    def _check_together(self) -> None:
+        if not self.data.strip():
+            raise InvalidSetting("data cannot be empty; name the folder that holds everything the node stores")
+        for smaller, larger in _ORDERED:
+            if getattr(self, smaller) > getattr(self, larger):
+                name, other = smaller.replace("_", "-"), larger.replace("_", "-")
+                raise InvalidSetting(
+                    f"{name} ({getattr(self, smaller)}) is larger than {other} ({getattr(self, larger)})"
+                )
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some settings changed."""
@@ -168,11 +193,26 @@ class Config:
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for name, (attribute, known) in Config.declared().items():
-        variable = ENVIRONMENT_PREFIX + name.upper().replace("-", "_")
-        if variable in environment:
-            values[attribute] = known.parse(environment[variable])
+    declared = {_variable(name): setting for name, setting in Config.declared().items()}
+    for variable, text in environment.items():
+        if variable in declared:
+            attribute, known = declared[variable]
+            values[attribute] = known.parse(text)
+        elif _is_unknown(variable):
+            name = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("_", "-")
+            meant = suggestion(name, Config.declared())
+            raise InvalidSetting(f"the environment has {variable}, which is no setting of a node{meant}")
     return values
+
+
+def _variable(name: str) -> str:
+    return ENVIRONMENT_PREFIX + name.upper().replace("-", "_")
+
+
+def _is_unknown(variable: str) -> bool:
+    """Whether a variable that is no setting looks as if it was meant to be one."""
+    is_ours = variable.startswith(ENVIRONMENT_PREFIX)
+    return is_ours and variable not in COMMAND_VARIABLES and not _SERVICE_LINK.search(variable)
 
 
 def _from_file(file: Path | None) -> dict[str, Any]:
@@ -189,7 +229,7 @@ def _from_file(file: Path | None) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in table.items():
         if name not in declared:
-            raise InvalidSetting(f"config file {path} has an unknown setting {name!r}")
+            raise InvalidSetting(f"config file {path} has an unknown setting {name!r}{suggestion(name, declared)}")
         attribute, known = declared[name]
         values[attribute] = known.parse(str(value).lower() if isinstance(value, bool) else str(value))
     return values

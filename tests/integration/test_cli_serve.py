@@ -110,7 +110,7 @@ def test_a_taken_port_names_the_flag(tmp_path: Path, flag: str) -> None:
         refused = run_command(
             ["serve", "--data", "data", f"--{flag}", address, f"--{other}", "127.0.0.1:0"], cwd=tmp_path
         )
-    assert (refused.code, refused.out) == (1, "")
+    assert (refused.code, refused.out) == (5, "")
     assert f"--{flag} HOST:PORT" in refused.err
     assert address in refused.err
     assert "Traceback" not in refused.err
@@ -131,6 +131,13 @@ def test_a_folder_in_use_is_a_conflict(start_server: StartServer) -> None:
         (("--log-level", "loud"), "log-level must be one of debug, info, warning, error, not 'loud'"),
         (("--config", "missing.toml"), "config file missing.toml does not exist"),
         (("--no-such-flag",), "--no-such-flag"),
+        (("--data", ""), "data cannot be empty"),
+        (("--data", " "), "data cannot be empty"),
+        (
+            ("--group-session-min-ms", "9000", "--group-session-max-ms", "8000"),
+            "group-session-min-ms (9000) is larger than group-session-max-ms (8000)",
+        ),
+        (("--group-consumer-heartbeat-ms", "60000"), "is larger than group-consumer-session-ms (45000)"),
     ],
 )
 def test_a_wrong_setting_is_a_mistake_in_usage(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
@@ -143,6 +150,23 @@ def test_an_address_that_is_none_is_a_mistake_in_usage(tmp_path: Path) -> None:
     refused = run_command(["serve", "--data", "data", "--kafka", "9092"], cwd=tmp_path)
     assert (refused.code, refused.out) == (2, "")
     assert "kafka must be HOST:PORT" in refused.err
+
+
+def test_a_variable_that_is_no_setting_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLSTREAM_NODE_IDD", "4")
+    refused = call_command(["serve", "--data", str(tmp_path), *FREE])
+    assert (refused.code, refused.out) == (2, "")
+    assert "MILLSTREAM_NODE_IDD, which is no setting of a node; did you mean 'node-id'?" in refused.err
+
+
+def test_a_stop_that_cannot_be_marked_is_no_success(tmp_path: Path) -> None:
+    with served(tmp_path, "--json") as serve:
+        first_line(serve)
+        (tmp_path / "data" / "clean-stop" / "in-the-way").mkdir(parents=True)
+        serve.send_signal(signal.SIGTERM)
+        _, logged = serve.communicate(timeout=DEADLINE_S)
+    assert serve.returncode == 1
+    assert "millstream: the node has stopped, but not cleanly" in logged
 
 
 def test_a_flag_wins_over_the_file(start_server: StartServer, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_topic_that_exists_is_a_conflict_unless_that_is_fine(millstream: Comma
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (("describe", "missing"), 3, "create it with: millstream topic create missing"),
+        (("describe", "missing"), 3, "millstream topic list shows those that do"),
         (("delete", "missing"), 3, "does not exist"),
         (("alter", "missing", "--set", "flush=os"), 3, "does not exist"),
         (("create", "no spaces allowed"), 2, "may hold only letters"),
@@ -92,6 +92,21 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     assert said in refused.err
     assert refused.err.startswith("millstream: ")
     assert refused.err.count("\n") == 1
+
+
+def test_a_setting_that_is_none_cannot_be_taken_back(millstream: CommandLine) -> None:
+    millstream("topic", "create", "spelled")
+    refused = millstream("topic", "alter", "spelled", "--unset", "retention.sm")
+    assert (refused.code, refused.out) == (2, "")
+    assert "topics have no setting 'retention.sm'; did you mean 'retention.ms'?" in refused.err
+    assert millstream("topic", "alter", "spelled", "--unset", "retention.ms").code == 0
+
+
+@pytest.mark.parametrize("command", [("delete", "--yes"), ("describe",), ("alter", "--set", "retention.ms=1")])
+def test_nobody_is_told_to_create_what_they_want_to_change(millstream: CommandLine, command: tuple[str, ...]) -> None:
+    refused = millstream("topic", command[0], "never-made", *command[1:])
+    assert (refused.code, refused.out) == (3, "")
+    assert "topic 'never-made' does not exist; millstream topic list shows those that do" in refused.err
 
 
 def test_a_topic_never_shrinks(millstream: CommandLine) -> None:

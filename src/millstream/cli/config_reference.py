@@ -19,8 +19,9 @@ This page is generated from the settings' declarations by `make docs`; do not ed
 Give a setting as a flag of `millstream serve` (`--node-id 2`), as an environment variable
 (`{ENVIRONMENT_PREFIX}NODE_ID=2`) or in `{FILE_NAME}` (`node-id = 2`), which is read from the working directory or from
 `--config FILE`. A flag wins over the environment, which wins over the file. A
-value that is out of bounds, or a name that is not known, stops the start with an error that says so. All of them are
-read when the node starts.
+value that is out of bounds, or a name that is not known, stops the start with an error that says so; only the variables
+of the commands and those that Kubernetes makes of a service's name are left alone. All of them are read when the node
+starts.
 
 """
 

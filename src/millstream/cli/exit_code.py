@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from errno import EADDRINUSE
 
 from millstream.model.errors import (
+    AddressTaken,
     BrokerUnreachable,
     Conflict,
     DataFolderInUse,
@@ -49,4 +51,7 @@ def exit_code_of(error: Exception) -> ExitCode:
     """The exit code that an error ends a command with."""
     if isinstance(error, CommandFailed):
         return error.exit_code
+    if isinstance(error, AddressTaken):
+        # Only an address that somebody else has is a conflict; others can never be had.
+        return ExitCode.CONFLICT if getattr(error.__cause__, "errno", None) == EADDRINUSE else ExitCode.FAILED
     return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)

@@ -168,7 +168,7 @@ async def _plan(
     from millstream.model.ids import PartitionIndex
     from millstream.model.topic import TopicPartition
 
-    await refuse_members(client, name)
+    await refuse_members(client, name, may_be_new=bool(topics))
     committed = await committed_offsets(client, name)
     moves: list[tuple[TopicPartition, int | None, int]] = []
     for topic in topics or sorted({where.topic for where in committed}):

@@ -213,12 +213,14 @@ async def commit_offsets(client: Client, name: str, offsets: Mapping[TopicPartit
                 raise refusal(one.error_code, None, about=f"reset {topic.name}-{one.partition_index}")
 
 
-async def refuse_members(client: Client, name: str) -> None:
-    """Raise `GroupNotEmpty` when the group is in use; a group that does not exist yet is fine."""
+async def refuse_members(client: Client, name: str, *, may_be_new: bool) -> None:
+    """Raise `GroupNotEmpty` when the group is in use, and `UnknownGroup` when it has to exist and does not."""
     try:
         group = await describe_group(client, name)
     except UnknownGroup:
-        return
+        if may_be_new:
+            return
+        raise
     if group.members:
         raise GroupNotEmpty(busy_sentence(name))
 

@@ -1,145 +1,22 @@
-"""The `millstream` command. Only typer is imported up front: whatever a command needs, it imports when it runs."""
+"""The start of the `millstream` command: nothing is imported before Ctrl-C can end it without a word."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from typing import Annotated, Any
 
-import typer
-from typer.core import TyperGroup
-
-from millstream import __version__
-from millstream.cli import (
-    client,
-    config_reference,
-    demo,
-    doctor,
-    group,
-    message,
-    protocol_reference,
-    publish,
-    serve,
-    tail,
-    topic,
-)
-from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
-from millstream.cli.output import OutputClosed
-from millstream.model.errors import MillstreamError
-
-PROGRAM = "millstream"
-TRACEBACK_VARIABLE = "MILLSTREAM_TRACEBACK"
-ORDER = (
-    "serve",
-    "topic",
-    "publish",
-    "tail",
-    "message",
-    "group",
-    "client",
-    "doctor",
-    "demo",
-    "config-reference",
-    "protocol-reference",
-)
+INTERRUPTED = 130
 
 
-class InOrder(TyperGroup):
-    """Lists the commands in the order in which people need them."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """The names, as they are declared below."""
-        return [name for name in ORDER if name in self.commands]
-
-
-app = typer.Typer(
-    name=PROGRAM,
-    cls=InOrder,
-    help="One log. Kafka clients stream it, workers acknowledge it message by message, Spark reads it as a table.",
-    epilog="Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 unreachable, 5 conflict, 6 timed out, 130 interrupted.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("serve", help=serve.HELP)(serve.serve)
-app.add_typer(topic.app, name="topic")
-app.command("publish")(publish.publish)
-app.command("tail")(tail.tail)
-app.add_typer(message.app, name="message")
-app.add_typer(group.app, name="group")
-app.add_typer(client.app, name="client")
-app.command("doctor")(doctor.doctor)
-app.command("demo")(demo.demo)
-app.command("config-reference", hidden=True)(config_reference.config_reference)
-app.command("protocol-reference", hidden=True)(protocol_reference.protocol_reference)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"{PROGRAM} {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
-    ] = False,
-) -> None:
-    """One log. Kafka clients stream it, workers acknowledge it message by message, Spark reads it as a table."""
-
-
-def run(arguments: list[str] | None = None) -> None:
+def run() -> None:
     """Run the command line and end the process with an exit code that scripts can use."""
-    sys.exit(call(sys.argv[1:] if arguments is None else arguments))
+    signal.signal(signal.SIGINT, lambda _number, _frame: os._exit(INTERRUPTED))
+    from millstream.cli.app import call
 
-
-def call(arguments: list[str]) -> int:
-    """Run one command and return its exit code. Every error becomes one sentence on stderr."""
-    try:
-        result: Any = app(args=arguments, prog_name=PROGRAM, standalone_mode=False)
-    except (CommandFailed, MillstreamError) as error:
-        return _fail(str(error), exit_code_of(error), error)
-    except (KeyboardInterrupt, typer.Abort):
-        return ExitCode.INTERRUPTED
-    except OutputClosed:
-        return _reader_left()
-    except Exception as error:
-        return _unforeseen(error)
-    return result if isinstance(result, int) else ExitCode.OK
-
-
-def _unforeseen(error: Exception) -> int:
-    # typer's own errors (a wrong flag, a missing argument) are told by their shape: before typer 0.20 they were
-    # click's, since then they are typer's, under private names in both.
-    if hasattr(error, "format_message"):
-        context = getattr(error, "ctx", None)
-        where = context.command_path if context is not None else PROGRAM
-        message = str(error.format_message()).strip().rstrip(".")
-        if message.startswith("Usage:"):
-            typer.echo(message, err=True)
-            return ExitCode.USAGE
-        return _fail(f"{message} (see {where} --help)", ExitCode.USAGE, error)
-    if isinstance(error, OSError):
-        return _fail(str(error), ExitCode.FAILED, error)
-    hint = f"this is a bug in millstream; run again with {TRACEBACK_VARIABLE}=1 to see where it happened"
-    return _fail(f"{type(error).__name__}: {error} ({hint})", ExitCode.FAILED, error)
-
-
-def _fail(message: str, code: ExitCode, error: BaseException) -> int:
-    if os.environ.get(TRACEBACK_VARIABLE):
-        import traceback
-
-        traceback.print_exception(error)
-    typer.echo(f"{PROGRAM}: {message}", err=True)
-    return code
-
-
-def _reader_left() -> int:
-    # The reader of a pipe, such as `head`, has what it wanted. Python would complain again when it flushes at exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return ExitCode.OK
+    # From here on it is an exception, which the commands and the event loop know how to end with.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(call(sys.argv[1:]))
 
 
 if __name__ == "__main__":

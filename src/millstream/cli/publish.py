@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -215,6 +216,8 @@ def _opened(order: _Order) -> Iterator[int]:
     except OSError as error:
         raise CommandFailed(f"cannot read {order.file}: {error.strerror}", ExitCode.NOT_FOUND) from error
     try:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise CommandFailed(f"{order.file} is a folder; give a file, of which each line is one message")
         yield descriptor
     finally:
         os.close(descriptor)

@@ -111,6 +111,8 @@ async def _serve(config: Config, *, as_json: bool) -> None:
         await _first_of(told.stop, broker.failed)
     finally:
         await broker.stop()
+    if broker.stop_failure is not None:
+        raise CommandFailed(f"the node has stopped, but not cleanly: {broker.stop_failure}")
 
 
 async def _first_of(stop: asyncio.Future[None], failed: asyncio.Future[None]) -> None:

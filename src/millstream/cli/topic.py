@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from millstream.wire.cluster_metadata import TopicMetadata
 
 BROKER_DECIDES = -1
+_LIST_ADVICE = "millstream topic list shows those that do"
 
 app = typer.Typer(help="Create, list, describe, alter and delete topics.", no_args_is_help=True)
 
@@ -194,9 +195,11 @@ def alter(
         raise typer.BadParameter("nothing to change; give --set, --unset, --partitions or what is said about the topic")
 
     async def question(client: Client) -> None:
-        from millstream.cli.topic_admin import alter_topic, find_topic, grow_topic
+        from millstream.cli.topic_admin import alter_topic, check_settings_exist, find_topic, grow_topic
 
-        await find_topic(client, name)
+        await find_topic(client, name, advice=_LIST_ADVICE)
+        # The broker takes names back that it does not know, as Kafka does; whoever mistypes one should hear of it.
+        await check_settings_exist(client, name, unset or [])
         if changes:
             await alter_topic(client, name, changes)
         if partitions is not None:
@@ -223,7 +226,7 @@ def delete(
     async def question(client: Client) -> None:
         from millstream.cli.topic_admin import delete_topic, find_topic
 
-        await find_topic(client, name)
+        await find_topic(client, name, advice=_LIST_ADVICE)
         await delete_topic(client, name)
 
     ask(brokers, timeout, question)
@@ -243,7 +246,7 @@ async def _describe(client: Client, name: str) -> dict[str, Any]:
     from millstream.cli.damage import ask_lost
     from millstream.cli.topic_admin import find_topic, offset_bounds, topic_configs
 
-    topic = await find_topic(client, name)
+    topic = await find_topic(client, name, advice=_LIST_ADVICE)
     bounds, configs = await asyncio.gather(
         offset_bounds(client, name, list(topic.partitions)), topic_configs(client, name)
     )

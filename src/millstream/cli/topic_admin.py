@@ -8,7 +8,8 @@ from datetime import timedelta
 from typing import Any
 
 from millstream.cli.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP, Position
-from millstream.model.errors import UnknownTopic
+from millstream.model.errors import InvalidSetting, UnknownTopic
+from millstream.model.nearest import suggestion
 from millstream.wire.client import Client
 from millstream.wire.cluster_metadata import TopicMetadata
 from millstream.wire.refusal import refusal
@@ -27,14 +28,15 @@ class TopicConfig:
     is_override: bool
 
 
-async def find_topic(client: Client, name: str) -> TopicMetadata:
-    """One topic, or `UnknownTopic` that says how to make it."""
+async def find_topic(client: Client, name: str, *, advice: str | None = None) -> TopicMetadata:
+    """One topic, or `UnknownTopic` that says what to do: how to make it, unless there is other advice."""
     found = await client.metadata([name])
     if name in found.topics:
         return found.topics[name]
     error = refusal(found.errors.get(name, 3), None, about=f"topic {name!r}")
     if isinstance(error, UnknownTopic):
-        raise UnknownTopic(f"topic {name!r} does not exist; create it with: millstream topic create {name}")
+        what_to_do = advice or f"create it with: millstream topic create {name}"
+        raise UnknownTopic(f"topic {name!r} does not exist; {what_to_do}")
     raise error
 
 
@@ -88,6 +90,14 @@ async def alter_topic(client: Client, name: str, changes: Mapping[str, str | Non
     resource = messages.AlterConfigsResource(resource_type=_TOPIC_RESOURCE, resource_name=name, configs=configs)
     asked = messages.IncrementalAlterConfigsRequest(resources=(resource,), validate_only=False)
     _checked((await client.send(None, asked)).responses[0], f"alter topic {name!r}")
+
+
+async def check_settings_exist(client: Client, topic: str, names: Sequence[str]) -> None:
+    """Raise `InvalidSetting` for the first name that is no setting of a topic on this broker."""
+    known = await topic_configs(client, topic) if names else {}
+    for name in names:
+        if name not in known:
+            raise InvalidSetting(f"topics have no setting {name!r}{suggestion(name, known)}")
 
 
 async def topic_configs(client: Client, name: str) -> dict[str, TopicConfig]:

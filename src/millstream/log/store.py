@@ -61,6 +61,8 @@ class LogStore:
         retention_check_ms: int,
     ) -> None:
         self.recovery_reports: list[RecoveryReport] = []
+        self.stop_failure: str | None = None
+        """Why the last stop is not a clean one, once the store is closed."""
         self.clean_start = True
         self._folder = folder
         self._files = files
@@ -496,8 +498,10 @@ class LogStore:
                 self._folder.mark_clean_stop(self._ledger.size_bytes, self._unrecovered)
             else:
                 self._journal.close()
-                _logger.error("the logs could not all be made durable; the next start will recover them")
+                self.stop_failure = "the logs could not all be made durable; the next start will recover them"
+                _logger.error(self.stop_failure)
         except OSError as error:
+            self.stop_failure = f"the clean stop could not be marked: {error.strerror or error}"
             _logger.error("the clean stop could not be marked", extra={"error": str(error)})
         finally:
             self._folder.release()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from millstream.model.errors import InvalidSetting
+from millstream.model.nearest import suggestion
 
 _REMOTE = "retention through remote storage is not available; a topic keeps all its segments on the node's own disk"
 _RECOMPRESSION = "batches are stored as their producer compressed them; set the level in the producer"
@@ -38,4 +39,6 @@ def unknown_setting(name: str, known: Iterable[str]) -> InvalidSetting:
     """The error for a setting that a topic does not have: Kafka's, with the reason, or nobody's."""
     if name in MISSING:
         return InvalidSetting(f"{name} is a setting of Kafka that Millstream does not have: {MISSING[name]}")
-    return InvalidSetting(f"unknown topic setting {name!r}; known are: {', '.join(sorted(known))}")
+    names = sorted(known)
+    meant = suggestion(name, names) or f"; known are: {', '.join(names)}"
+    return InvalidSetting(f"unknown topic setting {name!r}{meant}")

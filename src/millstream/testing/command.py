@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millstream.cli.main import call
+from millstream.cli.app import call
 
 PROCESS_S_MAX = 60.0
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 
 from millstream import __version__
-from millstream.cli import main, topic
+from millstream.cli import app, topic
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.config import Config
 from millstream.model import errors
@@ -17,7 +18,7 @@ SLOW_TO_IMPORT = ("kio", "sqlalchemy", "numba", "numpy", "pyarrow", "rich", "uvl
 
 
 def test_the_start_is_quick_because_little_is_imported() -> None:
-    program = "import sys, millstream.cli.main; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    program = "import sys, millstream.cli.app; print(*sorted({name.split('.')[0] for name in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert set(loaded) & set(SLOW_TO_IMPORT) == set()
 
@@ -30,7 +31,7 @@ def test_the_version_is_told() -> None:
 def test_help_is_told_for_every_command() -> None:
     listed = call_command(["--help"])
     assert listed.code == 0
-    for command in main.ORDER:
+    for command in app.ORDER:
         helped = call_command([command, "-h"])
         assert (helped.code, helped.err) == (0, "")
         assert helped.out.startswith(f"Usage: millstream {command}")
@@ -89,6 +90,21 @@ def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (told.code, told.out, told.err) == (130, "", "")
 
 
+def test_an_interrupt_while_the_command_is_loaded_is_quiet() -> None:
+    program = """
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, path, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+from millstream.cli.main import run
+run()
+"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (told.returncode, told.stdout, told.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -106,6 +122,13 @@ def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_every_error_has_its_exit_code(error: Exception, code: int) -> None:
+    assert exit_code_of(error) == code
+
+
+@pytest.mark.parametrize(("reason", "code"), [(errno.EADDRINUSE, 5), (errno.EADDRNOTAVAIL, 1)])
+def test_only_an_address_that_is_taken_is_a_conflict(reason: int, code: int) -> None:
+    error = errors.AddressTaken("x")
+    error.__cause__ = OSError(reason, "x")
     assert exit_code_of(error) == code
 
 

@@ -1,0 +1,60 @@
+"""Becomes another command that ends when the process that started it ends, however that ends.
+
+    python leash.py PARENT_PID SIGNAL USER COMMAND [ARGUMENT ...]
+
+It is run as a file, imports the standard library only and is gone as soon as the command runs. SIGNAL is what the
+command gets when the parent is gone. USER is the name of an account to run as, or `-`: PostgreSQL refuses to run as
+root. The command then keeps root's right to pass folders, since its own files may lie in one that is closed to others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pwd
+import signal
+import sys
+
+_SET_DEATH_SIGNAL = 1
+_SET_KEEP_CAPABILITIES = 8
+_AMBIENT = 47
+_AMBIENT_RAISE = 2
+_CAPABILITY_VERSION = 0x20080522
+_DAC_OVERRIDE = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def become(account: str) -> None:
+    """Give up root for another account, but for the right to pass every folder where the machine allows to keep it."""
+    entry = pwd.getpwnam(account)
+    _libc.prctl(_SET_KEEP_CAPABILITIES, 1, 0, 0, 0)
+    os.setgroups([])
+    os.setgid(entry.pw_gid)
+    os.setuid(entry.pw_uid)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    mask = 1 << _DAC_OVERRIDE
+    # Effective, permitted and inheritable, first for the lower 32 capabilities, then for the upper.
+    sets = (ctypes.c_uint32 * 6)(mask, mask, mask, 0, 0, 0)
+    if _libc.capset(header, sets) == 0:
+        _libc.prctl(_AMBIENT, _AMBIENT_RAISE, _DAC_OVERRIDE, 0, 0)
+
+
+def hold(parent: int, number: int) -> None:
+    """Ask the kernel for a signal when the parent ends. A change of account clears this, so it comes after it."""
+    _libc.prctl(_SET_DEATH_SIGNAL, number, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit("the process that started this one is gone")
+
+
+def main(parent: str, number: str, account: str, *command: str) -> None:
+    """Turn into the command."""
+    if account != "-":
+        become(account)
+    hold(int(parent), int(number))
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

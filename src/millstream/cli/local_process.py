@@ -1,0 +1,145 @@
+"""A server process on this machine that never outlives this one."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from millstream.model.errors import MillstreamError
+
+_LEASH = Path(__file__).with_name("leash.py")
+_LOG_TAIL_BYTES = 2000
+_KILL_S_MAX = 10.0
+
+
+class LocalServerFailed(MillstreamError):
+    """A server of this machine did not start; the message has the end of its log."""
+
+
+class LocalProcess:
+    """One command with its log file. Start it in the main thread: the leash ends with the thread that starts it."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        log: Path,
+        ends_by: signal.Signals = signal.SIGTERM,
+        account: str = "-",
+        environment: Mapping[str, str] | None = None,
+        piped: bool = False,
+    ) -> None:
+        self.name = name
+        self.log = log
+        self._command = command
+        self._ends_by = ends_by
+        self._account = account
+        self._environment = environment
+        self._piped = piped
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process id of the command."""
+        return self._running().pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """What it ended with; None while it runs or was never started."""
+        return None if self._process is None else self._process.poll()
+
+    def start(self) -> Self:
+        """Start the command."""
+        leash = [sys.executable, "-I", "-S", str(_LEASH), str(os.getpid()), str(int(self._ends_by)), self._account]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*leash, *self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if self._piped else log,
+                stderr=log,
+                env=self._environment,
+                # A Ctrl-C in the terminal is for the foreground process alone; it ends the others in their order.
+                process_group=0,
+            )
+        return self
+
+    def first_line(self, *, within_s: float) -> bytes:
+        """The first line that the command prints, which tells that it is ready."""
+        output = self._running().stdout
+        if output is None:
+            raise RuntimeError("the process was started without a pipe")
+        deadline = time.monotonic() + within_s
+        line = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(output, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise self.failed(f"was not ready after {within_s:g} s")
+                piece = os.read(output.fileno(), 4096)
+                if not piece:
+                    raise self.failed("ended before it was ready")
+                line += piece
+        return line
+
+    def check_runs(self) -> None:
+        """Raise if the command has ended."""
+        if self.exit_code is not None:
+            raise self.failed(f"ended with exit code {self.exit_code}")
+
+    def failed(self, what: str) -> LocalServerFailed:
+        """An error that tells what went wrong, with the end of the log."""
+        tail = self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace") if self.log.exists() else ""
+        return LocalServerFailed(f"{self.name} {what}; its log {self.log} ends with:\n{tail}")
+
+    def ask_to_end(self) -> None:
+        """Send the signal that makes it stop cleanly."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(self._ends_by)
+
+    def stop(self, *, within_s: float) -> int | None:
+        """Have it stop cleanly and wait for that; kill it if it takes too long. The result is its exit code."""
+        if self._process is None:
+            return None
+        self.ask_to_end()
+        try:
+            self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        return self._process.returncode
+
+    def wait(self, within_s: float) -> int:
+        """Wait for it to end by itself; the result is its exit code."""
+        try:
+            return self._running().wait(within_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise self.failed(f"did not end within {within_s:g} s") from None
+
+    def kill(self) -> None:
+        """End it at once."""
+        process = self._running()
+        process.kill()
+        process.wait(_KILL_S_MAX)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError(f"{self.name} is not started")
+        return self._process
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

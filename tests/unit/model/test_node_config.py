@@ -1,0 +1,40 @@
+"""The config object of a node: where its values come from, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from millstream.config import Config
+from millstream.model.errors import InvalidSetting
+
+
+def test_the_environment_sets_and_what_it_misspells_is_refused() -> None:
+    assert Config.load(environment={"MILLSTREAM_NODE_ID": "4", "PATH": "/bin"}).node_id == 4
+    with pytest.raises(InvalidSetting, match=r"MILLSTREAM_DEFAULT_FLUHS, .*; did you mean 'default-flush'"):
+        Config.load(environment={"MILLSTREAM_DEFAULT_FLUHS": "os"})
+    with pytest.raises(InvalidSetting, match=r"MILLSTREAM_XYZZY, which is no setting of a node$"):
+        Config.load(environment={"MILLSTREAM_XYZZY": "1"})
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "MILLSTREAM_BROKERS",
+        "MILLSTREAM_TRACEBACK",
+        "MILLSTREAM_SERVICE_HOST",
+        "MILLSTREAM_SERVICE_PORT_KAFKA",
+        "MILLSTREAM_PORT",
+        "MILLSTREAM_PORT_9092_TCP_ADDR",
+        "MILLSTREAM_KAFKA_PORT_9092_TCP",
+    ],
+)
+def test_variables_of_the_commands_and_of_kubernetes_are_left_alone(variable: str) -> None:
+    assert Config.load(environment={variable: "tcp://10.0.0.1:9092"}) == Config()
+
+
+def test_a_misspelled_name_in_the_file_is_refused_with_what_was_meant(tmp_path: Path) -> None:
+    (tmp_path / "node.toml").write_text("node-di = 5\n")
+    with pytest.raises(InvalidSetting, match="unknown setting 'node-di'; did you mean 'node-id'"):
+        Config.load(environment={}, file=tmp_path / "node.toml")
