@@ -28,6 +28,7 @@ from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.model.topic import TopicPartition
 from millstream.records.batch import read_header
 from millstream.wire import fetching, producing
+from millstream.wire.channel import Channel
 from millstream.wire.cluster_metadata import ClusterMetadata, NodeMetadata, from_response
 from millstream.wire.codec import load_request_class, load_response_class, response_body_at
 from millstream.wire.fetching import FetchAnswer, FetchLimits
@@ -43,6 +44,15 @@ CONNECT_S_MAX: Final = 10.0
 BACKOFF_S_MIN: Final = 0.05
 BACKOFF_S_MAX: Final = 1.0
 ACKS_NONE: Final = 0
+PRODUCE_S_MIN: Final = 0.1
+"""A last attempt gets so long, even if the time is nearly up."""
+
+_OF_MEMBERS: Final = frozenset({11, 14})
+"""JoinGroup and SyncGroup, which wait for other members."""
+
+_BLOCKING: Final = frozenset({1, 78}) | _OF_MEMBERS
+"""Every request that a broker may hold back: Fetch and ShareFetch wait for records."""
+
 _GROUP_COORDINATOR: Final = 0
 
 
@@ -94,14 +104,18 @@ class Client:
     # -- any request ----------------------------------------------------------------------------------------
 
     async def send(self, node: NodeId | None, request: Any, *, timeout_s: float | None = None) -> Any:
-        """Send a message to a node (any, if None) in the version both know; the answer is of the message's version."""
+        """Send a message to a node (any, if None) in the version both know; the answer is of the message's version.
+
+        A request that the broker may hold back, such as JoinGroup, has a connection of its own while it waits. When a
+        node asks for a pause, the next request to it is sent after that.
+        """
         pool = await self._reach(node)
-        channel = await pool.shared()
-        key, newest = request.__api_key__, request.__version__
-        version = channel.version_for(key, newest=newest)
-        asked = reshape(request, load_request_class(key, version))
-        answer = await channel.call(asked, timeout_s=self._timeout_s if timeout_s is None else timeout_s)
-        return reshape(answer, load_response_class(key, newest))
+        await pool.unmuted()
+        patience_s = self._timeout_s if timeout_s is None else timeout_s
+        if request.__api_key__ not in _BLOCKING:
+            return await _call(pool, await pool.shared(), request, patience_s)
+        async with pool.borrowed(by_member=request.__api_key__ in _OF_MEMBERS) as channel:
+            return await _call(pool, channel, request, patience_s)
 
     async def private(self, node: NodeId | None, api_key: int, body: bytes, *, version: int = 0) -> memoryview:
         """Send one of Millstream's own requests, whose bodies are bytes; the answer's body comes back."""
@@ -128,18 +142,33 @@ class Client:
     # -- records --------------------------------------------------------------------------------------------
 
     async def produce(
-        self, topic: str, partition: int, batches: Buffer, *, acks: int = -1, timeout_ms: int = 30_000
+        self, topic: str, partition: int, batches: Buffer, *, acks: int = -1, timeout_ms: int | None = None
     ) -> Produced:
         """Append whole batches to a partition; with `acks=0` the offset is not known and -1 is returned.
+
+        The broker may take `timeout_ms` to have them acknowledged; without it, everything together takes no longer
+        than the client's own timeout.
 
         What the broker refuses for the moment is sent again. When an answer is lost, batches of an idempotent
         producer are sent again too, since the broker knows them; others are not, since they could be doubled.
         """
         idempotent = read_header(batches).producer_id >= 0
 
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+
         async def attempt() -> Produced:
-            leader = await self._leader(topic, partition, create=True)
-            return await self._produce_to(leader, topic, partition, batches, acks=acks, timeout_ms=timeout_ms)
+            nonlocal deadline
+            pool = await self._reach(await self._leader(topic, partition, create=True))
+            # Waiting because the broker asks for it is no failure of the broker.
+            deadline += await pool.unmuted()
+            left_s = max(PRODUCE_S_MIN, deadline - loop.time())
+            if timeout_ms is not None:
+                left_s += timeout_ms / 1000
+            patience_ms = int(left_s * 1000) if timeout_ms is None else timeout_ms
+            return await self._produce_to(
+                pool, topic, partition, batches, acks=acks, timeout_ms=patience_ms, timeout_s=left_s
+            )
 
         return await self._retrying(attempt, lost_is_transient=idempotent)
 
@@ -229,20 +258,20 @@ class Client:
         return self._leaders[wanted]
 
     async def _produce_to(
-        self, leader: NodeId, topic: str, partition: int, batches: Buffer, *, acks: int, timeout_ms: int
+        self, pool: Pool, topic: str, partition: int, batches: Buffer, *, acks: int, timeout_ms: int, timeout_s: float
     ) -> Produced:
-        channel = await (await self._reach(leader)).shared()
+        channel = await pool.shared()
         version = channel.version_for(producing.PRODUCE_KEY, newest=producing.NEWEST, oldest=producing.OLDEST)
         body = producing.write_produce(version, topic, partition, batches, acks=acks, timeout_ms=timeout_ms)
         if acks == ACKS_NONE:
             await channel.send(producing.PRODUCE_KEY, version, body)
             return Produced(Offset(-1), -1)
-        timeout_s = timeout_ms / 1000 + self._timeout_s
         try:
             frame = await channel.exchange(producing.PRODUCE_KEY, version, body, timeout_s=timeout_s)
         except BrokerUnreachable as error:
             raise _AnswerLost(str(error)) from error
-        answer = producing.read_produced(version, frame, about=f"publish to {topic}-{partition}")
+        answer, throttle_ms = producing.read_produced(version, frame, about=f"publish to {topic}-{partition}")
+        pool.mute(throttle_ms / 1000)
         if isinstance(answer, MillstreamError):
             raise answer
         return answer
@@ -251,11 +280,13 @@ class Client:
         self, leader: NodeId, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
     ) -> dict[TopicPartition, FetchAnswer | MillstreamError]:
         pool = await self._reach(leader)
+        await pool.unmuted()
         async with pool.borrowed() as channel:
             version = channel.version_for(fetching.FETCH_KEY, newest=fetching.NEWEST, oldest=fetching.OLDEST)
             body = fetching.write_fetch(version, positions, limits)
             timeout_s = limits.max_wait_ms / 1000 + self._timeout_s
             frame = await channel.exchange(fetching.FETCH_KEY, version, [body], timeout_s=timeout_s)
+        pool.mute(fetching.read_throttle_ms(version, frame) / 1000)
         return fetching.read_fetched(version, frame)
 
     async def _list_offsets(self, topic: str, times_ms: Mapping[int, int]) -> dict[int, ListedOffset]:
@@ -370,6 +401,16 @@ class Client:
             self._leaders.clear()
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, BACKOFF_S_MAX)
+
+
+async def _call(pool: Pool, channel: Channel, request: Any, timeout_s: float) -> Any:
+    key, newest = request.__api_key__, request.__version__
+    version = channel.version_for(key, newest=newest)
+    answer = await channel.call(reshape(request, load_request_class(key, version)), timeout_s=timeout_s)
+    throttle = getattr(answer, "throttle_time", None)
+    if throttle is not None:
+        pool.mute(throttle.total_seconds())
+    return reshape(answer, load_response_class(key, newest))
 
 
 class _AnswerLost(MillstreamError):

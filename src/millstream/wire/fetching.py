@@ -84,6 +84,11 @@ def _write_position(writer: Writer, version: int, index: int, offset: int, max_b
     writer.no_tags()
 
 
+def read_throttle_ms(version: int, frame: memoryview) -> int:
+    """How long the broker asks to be left alone."""
+    return Reader(frame, response_body_at(FETCH_KEY, version, frame), flexible=is_flexible(FETCH_KEY, version)).int32()
+
+
 def read_fetched(version: int, frame: memoryview) -> dict[TopicPartition, FetchAnswer | MillstreamError]:
     """Read the answer; the records are views into the frame."""
     reader = Reader(frame, response_body_at(FETCH_KEY, version, frame), flexible=is_flexible(FETCH_KEY, version))

@@ -1,7 +1,8 @@
 """The connections of a client to one broker address.
 
 A broker answers the requests of one connection in order, so a fetch that waits for records holds up whatever is
-behind it. Ordinary requests therefore share one pipelined connection, and each waiting fetch borrows one of its own.
+behind it. Ordinary requests therefore share one pipelined connection, and each request that may wait, such as a fetch
+or a JoinGroup, borrows one of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from millstream.model.errors import BrokerUnreachable
 from millstream.wire.channel import Channel
 
 BORROWED_MAX: Final = 16
+MEMBERS_MAX: Final = 256
+"""Members of one group wait for each other in JoinGroup, so more of these go side by side."""
+
+MUTED_S_MAX: Final = 300.0
+"""No broker means a longer pause than this."""
 
 
 class Pool:
@@ -31,7 +37,9 @@ class Pool:
         self._free: list[Channel] = []
         self._lent: set[Channel] = set()
         self._slots = asyncio.Semaphore(BORROWED_MAX)
+        self._member_slots = asyncio.Semaphore(MEMBERS_MAX)
         self._closed = False
+        self._muted_until = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -46,9 +54,9 @@ class Pool:
             return self._shared
 
     @asynccontextmanager
-    async def borrowed(self) -> AsyncIterator[Channel]:
-        """A connection for one request whose answer may take its time."""
-        async with self._slots:
+    async def borrowed(self, *, by_member: bool = False) -> AsyncIterator[Channel]:
+        """A connection for one request whose answer may take its time, perhaps one of a group's member."""
+        async with self._member_slots if by_member else self._slots:
             channel = self._take_free() or await self._open()
             self._lent.add(channel)
             try:
@@ -59,6 +67,20 @@ class Pool:
                     self._free.append(channel)
                 else:
                     await channel.close()
+
+    def mute(self, seconds: float) -> None:
+        """The broker asks to be left alone for so long: requests to it wait, on whichever connection."""
+        if seconds > 0:
+            until = asyncio.get_running_loop().time() + min(seconds, MUTED_S_MAX)
+            self._muted_until = max(self._muted_until, until)
+
+    async def unmuted(self) -> float:
+        """Wait until the broker may be sent something; returns how long that took, in seconds."""
+        waited = 0.0
+        while (pause := self._muted_until - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(pause)
+            waited += pause
+        return waited
 
     async def close(self) -> None:
         """Close every connection, also those that are lent or being opened."""

@@ -40,8 +40,8 @@ def write_produce(
     return [writer.buffer, batches, b"\0\0\0" if writer.flexible else b""]
 
 
-def read_produced(version: int, frame: memoryview, *, about: str) -> Produced | MillstreamError:
-    """Read the answer for the one partition."""
+def read_produced(version: int, frame: memoryview, *, about: str) -> tuple[Produced | MillstreamError, int]:
+    """Read the answer for the one partition, and for how many milliseconds the broker asks to be left alone."""
     reader = Reader(frame, response_body_at(PRODUCE_KEY, version, frame), flexible=is_flexible(PRODUCE_KEY, version))
     if reader.array_length() != 1:
         raise ProtocolViolation("the answer to a produce request does not name its one topic")
@@ -51,13 +51,19 @@ def read_produced(version: int, frame: memoryview, *, about: str) -> Produced | 
     reader.int32()
     code = reader.int16()
     produced = Produced(Offset(reader.int64()), reader.int64())
-    return refusal(code, _message(version, reader), about=about) if code else produced
+    message = _message(version, reader)
+    # The tags of the partition and of the topic.
+    reader.skip_tags()
+    reader.skip_tags()
+    throttle_ms = reader.int32()
+    return (refusal(code, message, about=about) if code else produced), throttle_ms
 
 
 def _message(version: int, reader: Reader) -> str | None:
+    if version >= 5:
+        reader.int64()
     if version < 8:
         return None
-    reader.int64()
     for _ in range(reader.array_length()):
         reader.int32()
         reader.nullable_string()

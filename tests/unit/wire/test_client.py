@@ -30,8 +30,9 @@ from millstream.testing.scripted_broker import (
     LIST_OFFSETS,
     METADATA,
     PRODUCE,
-    Handler,
     ScriptedBroker,
+    fetched,
+    produced,
 )
 from millstream.wire import codec
 from millstream.wire.client import Client
@@ -49,56 +50,6 @@ def batch(*, producer_id: int = -1) -> bytearray:
 
 def connect(broker: ScriptedBroker, timeout_s: float = 10.0) -> Client:
     return Client.connect(broker.address, client_id="test", timeout_s=timeout_s)
-
-
-def produced(*codes: ErrorCode, base_offset: int = 42) -> Handler:
-    """Answer one produce request after the other with these codes, and with the last one from then on."""
-    left = list(codes)
-
-    async def handle(header: codec.RequestHeader, frame: memoryview) -> Any:
-        code = left.pop(0) if len(left) > 1 else left[0]
-        messages: Any = importlib.import_module("kio.schema.produce.v12.response")
-        request = codec.read_request(PRODUCE, header.version, frame, header.body_at)
-        of_partition = messages.PartitionProduceResponse(
-            index=request.topic_data[0].partition_data[0].index,
-            error_code=code,
-            base_offset=base_offset,
-            record_errors=(),
-            error_message="too big for me" if code else None,
-        )
-        of_topic = messages.TopicProduceResponse(name=request.topic_data[0].name, partition_responses=(of_partition,))
-        return messages.ProduceResponse(responses=(of_topic,), throttle_time=timedelta(0))
-
-    return handle
-
-
-def fetched(records: bytes | None = b"", code: ErrorCode = ErrorCode.none) -> Handler:
-    async def handle(header: codec.RequestHeader, frame: memoryview) -> Any:
-        messages: Any = importlib.import_module("kio.schema.fetch.v12.response")
-        request = codec.read_request(FETCH, header.version, frame, header.body_at)
-        responses = tuple(
-            messages.FetchableTopicResponse(
-                topic=topic.topic,
-                partitions=tuple(
-                    messages.PartitionData(
-                        partition_index=one.partition,
-                        error_code=code,
-                        high_watermark=9,
-                        last_stable_offset=8,
-                        log_start_offset=3,
-                        aborted_transactions=None,
-                        records=records,
-                    )
-                    for one in topic.partitions
-                ),
-            )
-            for topic in request.topics
-        )
-        return messages.FetchResponse(
-            throttle_time=timedelta(0), error_code=ErrorCode.none, session_id=0, responses=responses
-        )
-
-    return handle
 
 
 async def hang_up(header: codec.RequestHeader, frame: memoryview) -> Any:

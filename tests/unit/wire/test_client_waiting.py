@@ -1,0 +1,124 @@
+"""The client against a scripted broker that takes its time: requests that wait, pauses it asks for, time that is up."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.model.errors import RequestTimedOut
+from millstream.model.ids import NodeId
+from millstream.records.record import NewRecord, encode_batch
+from millstream.testing.scripted_broker import FETCH, METADATA, PRODUCE, Handler, ScriptedBroker, fetched, produced
+from millstream.wire import codec
+from millstream.wire.client import Client
+from millstream.wire.pool import Pool
+
+NODE = NodeId(1)
+JOIN_GROUP = 11
+
+
+def batch(*, producer_id: int = -1) -> bytearray:
+    return encode_batch([NewRecord(None, b"hello", (), 1)], producer_id=producer_id, producer_epoch=0, base_sequence=0)
+
+
+def connect(broker: ScriptedBroker, timeout_s: float = 10.0) -> Client:
+    return Client.connect(broker.address, client_id="test", timeout_s=timeout_s)
+
+
+async def test_a_member_that_waits_holds_nothing_else_up(broker: ScriptedBroker) -> None:
+    requests: Any = importlib.import_module("kio.schema.join_group.v9.request")
+    responses: Any = importlib.import_module("kio.schema.join_group.v9.response")
+    joined, release = asyncio.Event(), asyncio.Event()
+
+    async def hold(header: codec.RequestHeader, frame: memoryview) -> Any:
+        joined.set()
+        await release.wait()
+        return responses.JoinGroupResponse(
+            throttle_time=timedelta(0),
+            error_code=ErrorCode.none,
+            generation_id=1,
+            protocol_type="consumer",
+            protocol_name="range",
+            leader="m",
+            skip_assignment=False,
+            member_id="m",
+            members=(),
+        )
+
+    broker.served[JOIN_GROUP] = (0, 9)
+    broker.handlers[JOIN_GROUP] = hold
+    request = requests.JoinGroupRequest(
+        group_id="g",
+        session_timeout=timedelta(seconds=10),
+        rebalance_timeout=timedelta(seconds=10),
+        member_id="",
+        group_instance_id=None,
+        protocol_type="consumer",
+        protocols=(),
+        reason=None,
+    )
+    async with connect(broker) as client:
+        joining = asyncio.create_task(client.send(NODE, request))
+        await joined.wait()
+        assert (await client.metadata()).cluster_id == "test-cluster"
+        assert not joining.done()
+        release.set()
+        assert (await joining).generation_id == 1
+
+
+async def test_a_pause_that_the_broker_asks_for_is_kept_whoever_asked(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(Pool, "mute", lambda _pool, seconds: asked.append(seconds))
+
+    def throttled(handler: Handler, throttle_ms: int) -> Handler:
+        async def handle(header: codec.RequestHeader, frame: memoryview) -> Any:
+            answer = await handler(header, frame)
+            return dataclasses.replace(answer, throttle_time=timedelta(milliseconds=throttle_ms))
+
+        return handle
+
+    broker.handlers[METADATA] = throttled(broker.tell_metadata, 250)
+    broker.handlers[PRODUCE] = throttled(produced(ErrorCode.none), 500)
+    broker.handlers[FETCH] = throttled(fetched(b"batches"), 750)
+    async with connect(broker) as client:
+        await client.produce("orders", 0, batch())
+        await client.fetch("orders", 0, 0, max_wait_ms=0)
+    assert asked == [0.25, 0.5, 0.75]
+
+
+@pytest.mark.parametrize("version", list(range(3, 13)))
+async def test_the_pause_is_found_in_every_version_of_produce(broker: ScriptedBroker, version: int) -> None:
+    broker.served[PRODUCE] = (0, version)
+    broker.handlers[PRODUCE] = produced(ErrorCode.none)
+    async with connect(broker) as client:
+        assert (await client.produce("orders", 0, batch())).base_offset == 42
+
+
+async def test_a_muted_broker_is_sent_nothing_until_the_pause_is_over() -> None:
+    pool = Pool("127.0.0.1", 1, client_id="test", connect_s=1)
+    assert await pool.unmuted() == 0
+    pool.mute(0.02)
+    pool.mute(0.01)
+    assert await pool.unmuted() > 0
+    assert await pool.unmuted() == 0
+
+
+async def test_produce_takes_no_longer_than_the_clients_own_timeout(broker: ScriptedBroker) -> None:
+    waits: list[timedelta] = []
+
+    async def swallow(header: codec.RequestHeader, frame: memoryview) -> Any:
+        waits.append(codec.read_request(PRODUCE, header.version, frame, header.body_at).timeout)
+
+    broker.handlers[PRODUCE] = swallow
+    async with connect(broker, timeout_s=0.3) as client:
+        with pytest.raises(RequestTimedOut, match=r"within 0\.[0-3]"):
+            await client.produce("orders", 0, batch(producer_id=7))
+    assert [wait <= timedelta(seconds=0.3) for wait in waits] == [True]
