@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from uuid import UUID
 
 from millstream.log.admission import check_keys, check_times, read_headers
+from millstream.log.appended import AppendedRange as AppendedRange
 from millstream.log.contents import Contents
 from millstream.log.damage import LostRange
 from millstream.log.files import Files, write_fully
@@ -20,8 +21,10 @@ from millstream.log.handles import OpenFiles
 from millstream.log.index import RELATIVE_OFFSET_MAX, Index
 from millstream.log.indexes import LoadedIndexes
 from millstream.log.lookup import Found, Lookup
+from millstream.log.plain_append import append_plain
 from millstream.log.producers import Producers
 from millstream.log.reader import BrokenSegment, Reader
+from millstream.log.replica import append_replica, restart_at
 from millstream.log.retention import delete_before, delete_expired
 from millstream.log.scan import Bad
 from millstream.log.segment import Segment
@@ -37,7 +40,7 @@ from millstream.model.errors import (
 )
 from millstream.model.ids import Epoch, Offset
 from millstream.model.topic import FLUSH_OS, TopicPartition, TopicSettings
-from millstream.records.batch import BatchHeader, check_crc, place_batch, stamp_append_time
+from millstream.records.batch import BatchHeader, Buffer, check_crc, place_batch, stamp_append_time
 
 _logger = logging.getLogger(__name__)
 
@@ -46,16 +49,6 @@ HINTS_MAX = 64
 
 CHECKPOINT_BYTES = 64 * 1024 * 1024
 """After this much a checkpoint is asked for, so that there is never more than this to scan after a crash."""
-
-
-class AppendedRange(NamedTuple):
-    """Where an append went, or where it had gone the first time when it is a duplicate."""
-
-    base_offset: Offset
-    next_offset: Offset
-    append_time_ms: int
-    log_start: Offset
-    duplicate: bool
 
 
 class Keeper(Protocol):
@@ -94,6 +87,8 @@ class Log:
         self.topic_id = topic_id
         self.partition = partition
         self.settings = settings
+        self.takes_plain = _takes_plain(settings)
+        """Whether batches are stored as they come, without a look at their records and without another time."""
         self.directory = contents.directory
         self.segments = contents.segments
         self.start_offset = Offset(contents.start_offset)
@@ -137,7 +132,7 @@ class Log:
         self.unchecked_bytes = 0
         self._files = files
         self.open_files = open_files
-        self._clock = clock
+        self.clock = clock
         self.keeper = keeper
 
     def __repr__(self) -> str:
@@ -167,6 +162,7 @@ class Log:
     def change_settings(self, settings: TopicSettings) -> None:
         """Follow the topic's settings from now on."""
         self.settings = settings
+        self.takes_plain = _takes_plain(settings)
         if self.dirty:
             self.keeper.touched(self)
 
@@ -176,13 +172,17 @@ class Log:
         """Check the batches, give them offsets in place, and write them; nothing is synced yet."""
         if self.closed or self.broken:
             raise self._refusal()
+        if not internal:
+            appended = append_plain(self, batches, leader_epoch)
+            if appended is not None:
+                return appended
         settings = self.settings
         headers = read_headers(batches, internal=internal, max_message_bytes=settings.max_message_bytes)
         for header in headers:
             check_crc(batches, header)
         if leader_epoch < self.epochs.latest:
             raise FencedLeaderEpoch(f"{self.partition} has leader epoch {self.epochs.latest}, not {leader_epoch}")
-        now_ms = self._clock.now_ms()
+        now_ms = self.clock.now_ms()
         if headers[0].producer_id >= 0 and not internal:
             first = self.producers.check(headers[0], now_ms)
             if first is not None:
@@ -202,8 +202,8 @@ class Log:
         for header in headers:
             place_batch(batches, header, next_offset, leader_epoch)
             next_offset += header.last_offset_delta + 1
-        segment = self._segment_for(len(batches), next_offset, now_ms)
-        index = self._write(segment, batches)
+        segment = self.segment_for(len(batches), next_offset, now_ms)
+        index = self.write(segment, batches)
         self._advance(segment, index, headers, leader_epoch, now_ms, append_time_ms)
         return AppendedRange(base_offset, self.end_offset, append_time_ms, self.start_offset, False)
 
@@ -212,7 +212,7 @@ class Log:
             return PartitionClosed(f"{self.partition} is closed")
         return StorageFailure(f"{self.partition}: writes are refused until the disk works again: {self.failure}")
 
-    def _segment_for(self, size: int, next_offset: int, now_ms: int) -> Segment:
+    def segment_for(self, size: int, next_offset: int, now_ms: int) -> Segment:
         """The segment that takes the next write, a new one when the last is full or an hour old."""
         if not self.segments:
             return self.roll()
@@ -246,7 +246,7 @@ class Log:
         self._bases.append(segment.base_offset)
         return segment
 
-    def _write(self, segment: Segment, batches: bytearray | memoryview) -> Index:
+    def write(self, segment: Segment, batches: bytearray | memoryview) -> Index:
         """Write behind the last batch, or leave the segment as it was; the index is returned for what comes next."""
         segment.used = True
         try:
@@ -303,7 +303,11 @@ class Log:
                 self.producers.record(header, offset, now_ms, append_time_ms)
             offset += header.last_offset_delta + 1
         self.end_offset = Offset(offset)
-        self.unchecked_bytes += segment.size - start
+        self.grown(segment.size - start)
+
+    def grown(self, size: int) -> None:
+        """See to what follows from more bytes in the log."""
+        self.unchecked_bytes += size
         if self.unchecked_bytes > CHECKPOINT_BYTES and self.settings.flush != FLUSH_OS:
             self.unchecked_bytes = 0
             self.keeper.checkpoint_soon(self)
@@ -496,6 +500,18 @@ class Log:
         """Cut off everything from an offset on (and the batch that holds it), for good when this returns."""
         truncate_to(self, offset, self._files)
 
+    # -- replication ----------------------------------------------------------------------------------------
+
+    def append_replica(self, batches: Buffer, *, leader_epoch: Epoch) -> None:
+        """Take over batches as the leader of an epoch wrote them; nothing is synced yet."""
+        if self.closed or self.broken:
+            raise self._refusal()
+        append_replica(self, batches, leader_epoch)
+
+    def restart_at(self, offset: int) -> None:
+        """Drop everything and begin anew at an offset, for good when this returns."""
+        restart_at(self, offset, self._files)
+
     # -- for the jobs ---------------------------------------------------------------------------------------
 
     def unsynced_segments(self) -> list[Segment]:
@@ -519,7 +535,7 @@ class Log:
 
     def _note_failure(self, what: str) -> None:
         self.failure = what
-        self.failed_at = self._clock.monotonic()
+        self.failed_at = self.clock.monotonic()
 
     def distrust(self, segment: Segment) -> None:
         """A sync of a segment failed: refuse writes until what it held is safe in another file."""
@@ -566,6 +582,10 @@ class Log:
         settle_swaps(self, list(self.swaps))
         for segment in self.segments:
             self.open_files.release(segment)
+
+
+def _takes_plain(settings: TopicSettings) -> bool:
+    return settings.message_timestamp_type == "CreateTime" and not settings.compacts
 
 
 def _stamped(batches: bytearray | memoryview, headers: list[BatchHeader], now_ms: int) -> list[BatchHeader]:

@@ -149,13 +149,20 @@ class Segment:
         return position
 
     def note(self, header: BatchHeader, base_offset: int, position: int, index: Index, interval_bytes: int) -> None:
-        """Account for one more batch behind the last."""
+        """Account for one more batch behind the last, which may lie behind a damaged stretch."""
+        self.size = position
+        next_offset = base_offset + header.last_offset_delta + 1
+        self.grow(header.length + 12, base_offset, next_offset, header.max_timestamp_ms, index, interval_bytes)
+
+    def grow(self, size: int, offset: int, next_offset: int, newest_ms: int, index: Index, interval_bytes: int) -> None:
+        """Account for a batch of so many bytes right behind the last."""
+        position = self.size
         if position - index.last_position >= interval_bytes:
-            index.add(base_offset - self.base_offset, position, self.max_timestamp_ms)
-        if header.max_timestamp_ms > self.max_timestamp_ms:
-            self.max_timestamp_ms = header.max_timestamp_ms
-        self.size = position + header.length + 12
-        self.next_offset = base_offset + header.last_offset_delta + 1
+            index.add(offset - self.base_offset, position, self.max_timestamp_ms)
+        if newest_ms > self.max_timestamp_ms:
+            self.max_timestamp_ms = newest_ms
+        self.size = position + size
+        self.next_offset = next_offset
 
     def mark_synced(self, size: int, next_offset: int) -> None:
         """Everything up to a position is durable in the file."""

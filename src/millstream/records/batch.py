@@ -34,8 +34,8 @@ DELETE_HORIZON_FLAG = 0x40
 
 COMPRESSION_NONE, COMPRESSION_GZIP, COMPRESSION_SNAPPY, COMPRESSION_LZ4, COMPRESSION_ZSTD = range(5)
 
-_HEADER = struct.Struct(">qiibIhiqqqhii")
-_OFFSET_LENGTH_EPOCH = struct.Struct(">qii")
+BATCH_HEADER = struct.Struct(">qiibIhiqqqhii")
+OFFSET_LENGTH_EPOCH = struct.Struct(">qii")
 _TIMESTAMP = struct.Struct(">q")
 _LENGTH_AT = 8
 _MAGIC_AT = 16
@@ -120,7 +120,7 @@ def read_header(buffer: Buffer, position: int = 0) -> BatchHeader:
     available = len(buffer) - position
     if available < HEADER_BYTES:
         raise CorruptBatch(f"a record batch needs at least {HEADER_BYTES} bytes, {available} are there")
-    header = BatchHeader(position, *_HEADER.unpack_from(buffer, position))
+    header = BatchHeader(position, *BATCH_HEADER.unpack_from(buffer, position))
     if header.magic != MAGIC:
         raise CorruptBatch(f"record batch magic is {header.magic}, only {MAGIC} is supported")
     if header.length < HEADER_BYTES - LOG_OVERHEAD_BYTES:
@@ -187,7 +187,7 @@ def seal_batch(
 ) -> None:
     """Write the header of a batch whose records are in place behind it; the CRC comes last."""
     try:
-        _HEADER.pack_into(
+        BATCH_HEADER.pack_into(
             batch,
             0,
             base_offset,
@@ -211,7 +211,7 @@ def seal_batch(
 
 def place_batch(buffer: bytearray | memoryview, header: BatchHeader, base_offset: int, leader_epoch: int) -> None:
     """Write the offset and the epoch that the leader gives to the batch into its header, in place."""
-    _OFFSET_LENGTH_EPOCH.pack_into(buffer, header.position, base_offset, header.length, leader_epoch)
+    OFFSET_LENGTH_EPOCH.pack_into(buffer, header.position, base_offset, header.length, leader_epoch)
 
 
 def stamp_append_time(buffer: bytearray | memoryview, header: BatchHeader, now_ms: int) -> None:

@@ -1,0 +1,128 @@
+"""The short way into the log against the long one: the same answers, the same errors, the same bytes and indexes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from uuid import UUID
+
+import pytest
+from crc32c import crc32c
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.log import log as log_module
+from millstream.log.log import Log
+from millstream.log.plain_append import append_plain
+from millstream.log.store import LogStore
+from millstream.model.errors import MillstreamError
+from millstream.model.ids import Epoch, PartitionIndex
+from millstream.model.topic import TopicPartition, TopicSettings
+from millstream.records.record import NewRecord, encode_batch
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import MemoryFiles
+
+SETTINGS = (
+    TopicSettings(segment_bytes=700, index_interval_bytes=100),
+    TopicSettings(message_timestamp_type="LogAppendTime"),
+    TopicSettings(max_message_bytes=80),
+    TopicSettings(message_timestamp_before_max_ms=100, message_timestamp_after_max_ms=100),
+    TopicSettings(cleanup_policy="compact"),
+    TopicSettings(segment_ms=1000),
+)
+BYTE_OFFSETS = st.integers(0, 60)
+
+
+@st.composite
+def batches(draw: st.DrawFn, now_ms: int) -> bytearray:
+    """A batch as clients send it, or one that is wrong somewhere in its header."""
+    times = draw(st.lists(st.integers(now_ms - 150, now_ms + 150), min_size=1, max_size=4))
+    key = draw(st.sampled_from([None, b"k"]))
+    producer_id = draw(st.sampled_from([-1, -1, 5]))
+    batch = encode_batch(
+        [NewRecord(key, b"v" * draw(st.integers(0, 30)), (), time_ms) for time_ms in times],
+        producer_id=producer_id,
+        producer_epoch=-1 if producer_id < 0 else draw(st.integers(-1, 1)),
+        base_sequence=-1 if producer_id < 0 else draw(st.integers(-1, 12)),
+        control=draw(st.sampled_from([False, False, False, True])),
+    )
+    if draw(st.booleans()):
+        for _ in range(draw(st.integers(0, 2))):
+            batch[draw(BYTE_OFFSETS)] ^= draw(st.integers(1, 255))
+        if draw(st.booleans()):
+            batch[17:21] = crc32c(batch[21:]).to_bytes(4, "big")
+    return batch if draw(st.integers(0, 9)) else batch[: draw(st.integers(0, len(batch)))]
+
+
+def open_log(files: MemoryFiles, clock: ManualClock, topic: TopicSettings) -> tuple[LogStore, Log]:
+    store = LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=10_000, producer_expiry_ms=1 << 40)
+    return store, store.open_log(UUID(int=3), TopicPartition("t", PartitionIndex(0)), topic)
+
+
+def contents(files: MemoryFiles) -> dict[str, bytes]:
+    return {path: files.content(path) for path in files.walk() if path.endswith(".log")}
+
+
+def outcome(append: Callable[[], Any]) -> Any:
+    """What an append gives, or how it is refused."""
+    try:
+        return append()
+    except MillstreamError as error:
+        return type(error), str(error)
+
+
+def described(log: Log) -> Any:
+    """Everything that an append changes."""
+    segments = [(each.to_state(), None if each.index is None else each.index.to_bytes()) for each in log.segments]
+    return repr(log), segments, log.producers.pack(), log.epochs.entries(), log.dirty, log.unchecked_bytes, log.failure
+
+
+@given(data=st.data(), topic=st.sampled_from(SETTINGS))
+@settings(deadline=None)
+def test_both_ways_give_the_same_log(data: st.DataObject, topic: TopicSettings) -> None:
+    clock = ManualClock()
+    disks = (MemoryFiles(), MemoryFiles())
+    (short_store, short), (long_store, long) = (open_log(files, clock, topic) for files in disks)
+    for _ in range(data.draw(st.integers(1, 12))):
+        clock.advance_ms(data.draw(st.sampled_from([0, 1, 700])))
+        batch = data.draw(batches(clock.now_ms()))
+        epoch = Epoch(data.draw(st.sampled_from([0, 0, 0, 1])))
+        if data.draw(st.integers(0, 9)) == 0:
+            for files in disks:
+                files.fail_next_writes(".log")
+        with patch.object(log_module, "append_plain", lambda *_: None):
+            copy = bytearray(batch)
+            expected = outcome(lambda: long.append(copy, leader_epoch=epoch))  # noqa: B023
+        given_view = memoryview(batch) if data.draw(st.booleans()) else batch
+        assert outcome(lambda: short.append(given_view, leader_epoch=epoch)) == expected  # noqa: B023
+        assert batch == copy
+        for files in disks:
+            files.forget_planted()
+        assert described(short) == described(long)
+        assert contents(disks[0]) == contents(disks[1])
+    short_store.close_now()
+    long_store.close_now()
+
+
+@pytest.mark.parametrize("producer_id", [-1, 7])
+def test_ordinary_batches_take_the_short_way(producer_id: int) -> None:
+    clock = ManualClock()
+    store, log = open_log(MemoryFiles(), clock, TopicSettings())
+    for sequence in range(3):
+        batch = encode_batch(
+            [NewRecord(b"k", b"v", (), clock.now_ms())],
+            producer_id=producer_id,
+            producer_epoch=-1 if producer_id < 0 else 0,
+            base_sequence=-1 if producer_id < 0 else sequence,
+        )
+        if sequence == 0:
+            # The first one begins the segment and the epoch, which is not ordinary.
+            assert append_plain(log, batch, 0) is None
+            log.append(batch, leader_epoch=Epoch(0))
+        else:
+            appended = append_plain(log, batch, 0)
+            assert appended is not None
+            assert appended.base_offset == sequence
+    store.close_now()
