@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from millstream.testing.etcd_server import EtcdServer
+from millstream.testing.postgres_server import PostgresServer
 from millstream.testing.server import Server
 
 StartServer = Callable[..., Server]
@@ -22,6 +24,20 @@ QUICK = {"group-initial-delay-ms": 100}
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One running server for all tests of a module; each test uses topics and groups of its own."""
     with Server(tmp_path_factory.mktemp("server") / "data", settings=QUICK) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def etcd() -> Iterator[EtcdServer]:
+    """One running etcd for all tests; each test uses a cluster name of its own."""
+    with EtcdServer() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """One running PostgreSQL for all tests; each test uses a database of its own."""
+    with PostgresServer() as started:
         yield started
 
 

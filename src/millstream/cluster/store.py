@@ -130,8 +130,9 @@ class CoordinationStore(Protocol):
     async def open_session(self, ttl_s: float, on_lost: Callable[[], None]) -> Session:
         """Begin a session; `Put(leased=True)` belongs to the last one opened. The one before it must have ended.
 
-        It is lost when this process does not make its event loop run for `ttl_s`, when the store cannot be reached
-        for that long, or when the store ends it. `on_lost` is then called once, on the event loop.
+        It is lost when this process does not let its event loop run for `ttl_s`, and when the store says that it has
+        ended, which it does after `ttl_s` without a sign of life. `on_lost` is then called once, on the event loop.
+        While the store is away as a whole nothing is lost: time stands still for its sessions.
         """
 
     async def close(self) -> None:

@@ -1,0 +1,119 @@
+"""The coordination store on etcd, version 3."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from millstream.cluster.etcd_gateway import EtcdAddress, EtcdGateway
+from millstream.cluster.etcd_messages import (
+    KeyValue,
+    Lease,
+    RangeAnswer,
+    TxnAnswer,
+    decode,
+    range_end,
+    text,
+    transaction,
+)
+from millstream.cluster.etcd_session import EtcdSession
+from millstream.cluster.etcd_watch import EtcdWatch
+from millstream.cluster.store import Change, Entry, Event, Expect, Put, Snapshot, check_changes
+from millstream.cluster.store_health import StoreHealth
+from millstream.model.clock import Clock
+from millstream.model.errors import StoreRefused, StoreUnavailable, WatchLost
+
+REQUEST_S_MAX = 5.0
+PAGE_KEYS = 1000
+"""How many keys one answer of a read holds, so that a large cluster does not hold up the loop."""
+
+_READS_MAX = 5
+
+
+class EtcdStore:
+    """One node's door to etcd. Its keys lie under `/millstream/<cluster>/`."""
+
+    def __init__(
+        self, address: EtcdAddress, cluster: str, clock: Clock, *, request_s_max: float = REQUEST_S_MAX
+    ) -> None:
+        self._namespace = f"/millstream/{cluster}/".encode()
+        self._clock = clock
+        self._health = StoreHealth(clock)
+        self._gateway = EtcdGateway(address, self._health, request_s_max=request_s_max)
+        self._session: EtcdSession | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether the last that was heard of the store was an answer."""
+        return self._health.available
+
+    @property
+    def away_since_ms(self) -> int | None:
+        """Since when it gives none."""
+        return self._health.away_since_ms
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called each time `available` changes."""
+        self._health.when_changed(listener)
+
+    async def read(self, prefix: str) -> Snapshot:
+        """Every key that begins with `prefix`, page by page, all as of the revision of the first page."""
+        for _ in range(_READS_MAX):
+            try:
+                return await self._read(self._namespace + prefix.encode())
+            except WatchLost:
+                # etcd forgot the revision between two pages.
+                continue
+        raise StoreUnavailable("etcd forgets its history faster than it can be read")
+
+    async def _read(self, prefix: bytes) -> Snapshot:
+        entries: dict[str, Entry] = {}
+        revision = 0
+        first = prefix
+        while True:
+            message = {"key": first, "range_end": range_end(prefix), "limit": PAGE_KEYS, "revision": revision}
+            answer = decode(await self._gateway.ask("/v3/kv/range", message, repeatable=True), RangeAnswer)
+            revision = revision or answer.header.revision
+            entries.update((entry.key, entry) for entry in map(self._entry, answer.kvs))
+            if not answer.more or not answer.kvs:
+                return Snapshot(entries, revision)
+            first = answer.kvs[-1].key + b"\x00"
+
+    async def change(self, changes: Sequence[Change], expect: Sequence[Expect] = ()) -> int | None:
+        """Carry out all changes in one transaction if every expectation holds."""
+        check_changes(changes, expect)
+        lease = self._session.lease if self._session is not None and self._session.live else None
+        if lease is None and any(isinstance(change, Put) and change.leased for change in changes):
+            raise StoreRefused("a leased key needs a live session")
+        message = transaction(self._namespace, changes, expect, lease)
+        answer = decode(await self._gateway.ask("/v3/kv/txn", message, repeatable=False), TxnAnswer)
+        return answer.header.revision if answer.succeeded else None
+
+    async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:
+        """Every change below `prefix` with a revision above `after`."""
+        async with aclosing(EtcdWatch(self._gateway, self._namespace, prefix, after).batches()) as batches:
+            async for events in batches:
+                yield events
+
+    async def open_session(self, ttl_s: float, on_lost: Callable[[], None]) -> EtcdSession:
+        """Begin a session. etcd counts in whole seconds and has a least time of two."""
+        if self._session is not None and self._session.live:
+            raise StoreRefused("the session before this one has not ended")
+        message: Any = {"TTL": math.ceil(ttl_s)}
+        granted = decode(await self._gateway.ask("/v3/lease/grant", message, repeatable=True), Lease)
+        if not granted.lease_id:
+            raise StoreUnavailable("etcd granted no lease")
+        self._session = EtcdSession(self._gateway, granted.lease_id, granted.ttl_s, self._clock, on_lost)
+        return self._session
+
+    async def close(self) -> None:
+        """End the session and every connection; watches end with the tasks that read them."""
+        if self._session is not None:
+            await self._session.close()
+        await self._gateway.close()
+
+    def _entry(self, found: KeyValue) -> Entry:
+        key = text(found.key[len(self._namespace) :])
+        return Entry(key, text(found.value), found.mod_revision, found.create_revision)
