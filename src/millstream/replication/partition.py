@@ -1,100 +1,137 @@
-"""One partition as its leader sees it: appends, the high watermark, and everyone who waits for it to move.
+"""One partition of this node, as its leader or as a follower: appends, the high watermark, and everyone who waits.
 
-This is the one place where the reply to a producer waits. With a single replica the high watermark is
-what the topic's `flush` setting promises: synced offsets under `always`, written ones otherwise.
+This is the one place where the reply to a producer waits. What this node itself promises of a record follows from the
+topic's `flush` setting: synced offsets under `always`, written ones otherwise. With a single replica that is the high
+watermark; with followers it is the least that all replicas in sync have (`in_sync`). `acks=1` waits for this node's own
+promise, `acks=all` for the high watermark.
+
+Nothing here waits for the network or asks the coordination store: `apply` tells what the store says,
+`read_for_follower` is what a follower's fetch comes down to, `append_fetched` what its answer comes down to.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from typing import Protocol
+from typing import NamedTuple
 
 from millstream.log.log import AppendedRange, Log
 from millstream.log.store import LogStore
+from millstream.model.clock import Clock, SystemClock
 from millstream.model.errors import (
     FencedLeaderEpoch,
     MillstreamError,
     NotEnoughReplicas,
+    NotLeader,
+    OffsetOutOfRange,
     PartitionClosed,
-    StorageFailure,
     UnknownLeaderEpoch,
 )
-from millstream.model.ids import Epoch, Offset, PartitionIndex
+from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.model.partition_state import FIRST_EPOCH, PartitionState, Versioned
 from millstream.model.topic import FLUSH_ALWAYS, Topic, TopicSettings
 from millstream.records.batch import Buffer
+from millstream.replication.acknowledgement import AcknowledgementListener, Told, Waiting, acknowledge
+from millstream.replication.epochs import EpochEnd, diverging_end, truncation_point
+from millstream.replication.in_sync import NOT_REGISTERED, InSync, InSyncChange, MayJoin, anybody
+from millstream.replication.listeners import AdvanceListener, AppendListener, InSyncKeeper
+
+_logger = logging.getLogger(__name__)
 
 ACKS_ALL = -1
-FIRST_EPOCH = Epoch(0)
+ACKS_LEADER = 1
+_NO_REVISION = -1
+_NO_EPOCH_IS_STALE = Epoch(-1)
 
 
-class AdvanceListener(Protocol):
-    """Somebody who waits for new records, such as a long poll."""
+class FollowerRead(NamedTuple):
+    """What a follower's fetch of one partition is answered with: records, or where its history parts from ours."""
 
-    def advanced(self, partition: Partition) -> None:
-        """Called on the loop each time the high watermark has moved or the partition has closed."""
-
-
-class AcknowledgementListener(Protocol):
-    """Somebody who waits for one append to be acknowledged."""
-
-    def acknowledged(self, error: MillstreamError | None) -> None:
-        """Called on the loop once: the append is acknowledged, or the error says why it never will be."""
-
-
-class _Told:
-    """Hands an acknowledgement to a future."""
-
-    __slots__ = ("future",)
-
-    def __init__(self) -> None:
-        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def acknowledged(self, error: MillstreamError | None) -> None:
-        # Whoever waited may have gone away, which cancels the future.
-        if self.future.done():
-            return
-        if error is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(error)
+    records: Buffer
+    diverging: EpochEnd | None
+    high_watermark: Offset
+    log_start: Offset
 
 
 class Partition:
-    """The leader's side of one partition."""
+    """One replica of a partition, whatever its role.
+
+    `alone` is a partition that no other node carries: it leads from the start, and everything that recovery kept is
+    on disk, so all of it may be read. Any other has no role until `apply` gives it one, and knows of nothing that it is
+    acknowledged.
+    """
 
     __slots__ = (
+        "_append_listeners",
+        "_clock",
         "_closed",
+        "_in_sync",
+        "_is_behind",
         "_listeners",
+        "_me",
+        "_revision",
+        "_stale_epoch",
         "_store",
         "_waiting",
+        "_waiting_here",
         "bytes_in",
         "bytes_out",
         "high_watermark",
+        "in_sync_keeper",
         "index",
+        "is_leader",
         "leader_epoch",
         "log",
         "records_in",
+        "state",
         "topic",
     )
 
-    def __init__(self, topic: Topic, index: PartitionIndex, log: Log, store: LogStore) -> None:
+    def __init__(
+        self,
+        topic: Topic,
+        index: PartitionIndex,
+        log: Log,
+        store: LogStore,
+        *,
+        alone: bool = True,
+        clock: Clock | None = None,
+    ) -> None:
         self.topic = topic
         self.index = index
         self.log = log
         # The epoch lives on in the log, so it never goes back, whatever the catalog says.
         self.leader_epoch = Epoch(max(FIRST_EPOCH, log.latest_epoch))
+        self.is_leader = alone
+        self.state: PartitionState | None = None
+        self.in_sync_keeper: InSyncKeeper | None = None
+        self._revision = _NO_REVISION
+        self._stale_epoch = _NO_EPOCH_IS_STALE
+        self._me: NodeId | None = None
+        self._in_sync: InSync | None = None
+        """The followers, while there are some and this node leads them."""
+        self._is_behind = False
+        self._clock = clock or SystemClock()
         self._store = store
-        self._waiting: deque[tuple[Offset, AcknowledgementListener]] = deque()
+        self._waiting: Waiting = deque()
+        self._waiting_here: Waiting = deque()
+        """Those who wait only for this node: `acks=1`, and a follower that has to sync before it fetches on."""
         self._listeners: set[AdvanceListener] = set()
+        self._append_listeners: set[AppendListener] = set()
         self._closed = False
         self.bytes_in = 0
         self.bytes_out = 0
         self.records_in = 0
-        # After a start, everything that recovery kept is on disk, so all of it may be read.
-        self.high_watermark = log.end_offset
+        self.high_watermark = log.end_offset if alone else log.start_offset
         log.on_synced = self._advance
         log.on_sync_failed = self._fail_waiting
+
+    @property
+    def promised_offset(self) -> Offset:
+        """Up to where this node itself has the log, as durable as the topic's `flush` asks for."""
+        log = self.log
+        return log.synced_offset if log.settings.flush == FLUSH_ALWAYS else log.end_offset
 
     @property
     def log_start(self) -> Offset:
@@ -113,17 +150,18 @@ class Partition:
 
     def write(self, batches: bytearray | memoryview, *, acks: int, internal: bool = False) -> AppendedRange:
         """Append without waiting; `acknowledged` tells when a reply may be sent."""
-        if self._closed:
-            raise PartitionClosed(f"partition {self.log.partition} was closed")
+        if not self.is_leader:
+            raise self._not_leader()
+        in_sync = self._in_sync
+        if in_sync is not None and acks == ACKS_ALL and not in_sync.is_enough:
+            raise self._not_enough(in_sync)
         settings = self.log.settings
-        if acks == ACKS_ALL and settings.min_insync_replicas > 1:
-            raise NotEnoughReplicas(
-                f"{self.log.partition} has one replica, but min.insync.replicas asks for {settings.min_insync_replicas}"
-            )
         appended = self.log.append(batches, leader_epoch=self.leader_epoch, internal=internal)
         if not appended.duplicate:
             self.bytes_in += len(batches)
             self.records_in += appended.next_offset - appended.base_offset
+            if in_sync is not None:
+                self._tell_followers(in_sync, appended.base_offset)
         if settings.flush == FLUSH_ALWAYS:
             # Also for a duplicate: the first copy may still be waiting for its sync.
             if self.log.synced_offset < self.log.end_offset:
@@ -132,34 +170,39 @@ class Partition:
             self._advance()
         return appended
 
-    def acknowledged(self, appended: AppendedRange) -> asyncio.Future[None] | None:
+    def acknowledged(self, appended: AppendedRange, acks: int = ACKS_ALL) -> asyncio.Future[None] | None:
         """None when the range is acknowledged already, else a future that tells when it is, or why it never will be."""
-        if self.is_acknowledged(appended):
+        if self.is_acknowledged(appended, acks):
             return None
-        told = _Told()
-        self.tell(appended, told)
+        told = Told()
+        self.tell(appended, told, acks)
         return told.future
 
-    def is_acknowledged(self, appended: AppendedRange) -> bool:
+    def is_acknowledged(self, appended: AppendedRange, acks: int = ACKS_ALL) -> bool:
         """Whether a reply about an append may be sent."""
-        return appended.next_offset <= self.high_watermark
+        if appended.next_offset <= self.high_watermark:
+            return True
+        return acks != ACKS_ALL and self._in_sync is not None and appended.next_offset <= self.promised_offset
 
-    def tell(self, appended: AppendedRange, listener: AcknowledgementListener) -> None:
+    def tell(self, appended: AppendedRange, listener: AcknowledgementListener, acks: int = ACKS_ALL) -> None:
         """Tell `listener` when an append that is not acknowledged yet is, in the moment when the watermark moves."""
-        self._waiting.append((appended.next_offset, listener))
+        waiting = self._waiting if acks == ACKS_ALL or self._in_sync is None else self._waiting_here
+        waiting.append((appended.next_offset, listener))
 
     async def append(
         self, batches: bytearray | memoryview, *, acks: int = ACKS_ALL, internal: bool = False
     ) -> AppendedRange:
         """Append and wait until it is acknowledged as `acks` and the topic's `flush` say."""
         appended = self.write(batches, acks=acks, internal=internal)
-        acknowledged = self.acknowledged(appended)
+        acknowledged = self.acknowledged(appended, acks)
         if acknowledged is not None:
             await acknowledged
         return appended
 
     def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
         """Whole batches from the one that holds `offset` up to the high watermark."""
+        if not self.is_leader:
+            raise self._not_leader()
         records = self.log.read(offset, max_bytes=max_bytes, up_to=self.high_watermark)
         self.bytes_out += len(records)
         return records
@@ -167,6 +210,8 @@ class Partition:
     def check_leader_epoch(self, epoch: int) -> None:
         """Raise when the caller knows another leader than this one; -1 means that it does not say."""
         if epoch in (-1, self.leader_epoch):
+            if not self.is_leader:
+                raise self._not_leader()
             return
         if epoch < self.leader_epoch:
             raise FencedLeaderEpoch(f"{self.log.partition} is at leader epoch {self.leader_epoch}, not {epoch}")
@@ -184,6 +229,9 @@ class Partition:
         """Take over changed settings; a stricter `flush` never takes back what was already visible."""
         self.topic = topic
         self.log.change_settings(settings)
+        if self._in_sync is not None:
+            self._in_sync.change_min(settings.min_insync_replicas)
+            self._look_for_change()
         self._advance()
         if self.log.synced_offset < self.log.end_offset and settings.flush == FLUSH_ALWAYS:
             self._store.sync_soon(self.log)
@@ -191,22 +239,322 @@ class Partition:
     def close(self, reason: MillstreamError | None = None) -> None:
         """Refuse further writes and fail whoever waits: the partition was deleted, or the broker stops."""
         self._closed = True
+        self.is_leader = False
+        self._in_sync = None
         self._fail_waiting(reason or PartitionClosed(f"partition {self.log.partition} was closed"))
-        for listener in tuple(self._listeners):
-            listener.advanced(self)
+        self._tell_listeners()
+
+    # -- roles ----------------------------------------------------------------------------------------------
+
+    @property
+    def revision(self) -> int:
+        """The revision of `state` in the coordination store; -1 before anything is known."""
+        return self._revision
+
+    @property
+    def follows(self) -> NodeId | None:
+        """The node to fetch from; None for a leader, and while nobody leads."""
+        state = self.state
+        if self.is_leader or self._closed or state is None or not state.has_leader or state.leader == self._me:
+            return None
+        return state.leader if self._me in state.replicas else None
+
+    def apply(self, versioned: Versioned, *, me: NodeId, inherited: bool = False) -> None:
+        """Take over what the coordination store says: lead, follow, or neither. Older revisions change nothing.
+
+        `inherited` is a state from before this process registered. If it names this node as the leader, that was an
+        earlier process, whose last records may be lost; so this one leads in a later epoch only, which it has to be
+        elected for. Otherwise one epoch could have two histories, which nobody could tell apart.
+        """
+        if versioned.revision <= self._revision or self._closed:
+            return
+        state = versioned.state
+        before = (self.is_leader, self.leader_epoch)
+        self.state, self._revision, self._me = state, versioned.revision, me
+        alone = state.replicas == (me,)
+        if inherited and state.leader == me and not alone:
+            self._stale_epoch = state.leader_epoch
+        if state.leader == me and state.leader_epoch > self._stale_epoch:
+            self._lead(versioned, me, alone=alone)
+        else:
+            self._stand_down(state)
+        if before != (self.is_leader, self.leader_epoch):
+            self._tell_listeners()
+
+    def _lead(self, versioned: Versioned, me: NodeId, *, alone: bool) -> None:
+        state, log, now = versioned.state, self.log, self._clock.monotonic()
+        same_epoch = self.is_leader and self.leader_epoch == state.leader_epoch
+        self.is_leader = True
+        self.leader_epoch = Epoch(max(state.leader_epoch, log.latest_epoch)) if alone else state.leader_epoch
+        self.high_watermark = min(max(self.high_watermark, log.start_offset), log.end_offset)
+        if alone:
+            self._in_sync = None
+        elif self._in_sync is not None and same_epoch:
+            self._in_sync.learned(versioned, now=now)
+        else:
+            minimum = log.settings.min_insync_replicas
+            self._in_sync = InSync(me, versioned, epoch_start=log.end_offset, min_in_sync=minimum, now=now)
+            self._is_behind = False
+        if self._in_sync is not None:
+            self._note_behind(self._in_sync)
+            self._look_for_change()
+        self._advance()
+
+    def _stand_down(self, state: PartitionState) -> None:
+        was_leader, self.is_leader = self.is_leader, False
+        self.leader_epoch = state.leader_epoch
+        self._in_sync = None
+        self._is_behind = False
+        self.high_watermark = min(max(self.high_watermark, self.log.start_offset), self.log.end_offset)
+        if was_leader:
+            self._fail_waiting(self._not_leader())
+
+    def _not_leader(self) -> NotLeader | PartitionClosed:
+        if self._closed:
+            return PartitionClosed(f"partition {self.log.partition} was closed")
+        leader = f"node {self.state.leader} does" if self.state is not None and self.state.has_leader else "nobody does"
+        return NotLeader(f"this node does not lead {self.log.partition}; {leader}, in epoch {self.leader_epoch}")
+
+    async def settled(self) -> None:
+        """Wait until everything is acknowledged that the log holds now; `NotLeader` if that may never be.
+
+        A new leader's log may hold what nobody was told is stored. Whoever builds a state from the log has to wait
+        until it is known to stay.
+        """
+        if not self.is_leader:
+            raise self._not_leader()
+        end = self.log.end_offset
+        if end > self.high_watermark:
+            told = Told()
+            self._waiting.append((end, told))
+            await told.future
+
+    # -- the leader's side of replication -------------------------------------------------------------------
+
+    def read_for_follower(
+        self,
+        node: NodeId,
+        *,
+        offset: Offset,
+        last_epoch: int,
+        leader_epoch: int,
+        max_bytes: int,
+        registration: int = NOT_REGISTERED,
+    ) -> FollowerRead:
+        """What follows an offset, up to the end of the log, for a replica of this partition.
+
+        That it asks for an offset means that it has everything before, as durable as the topic asks for, so its
+        position is noted, once it is certain that both logs agree up to there.
+        """
+        in_sync, log = self._in_sync, self.log
+        if not self.is_leader or in_sync is None or in_sync.follower(node) is None:
+            raise NotLeader(f"{log.partition}: node {node} has no replica that follows this node")
+        if leader_epoch < self.leader_epoch:
+            raise FencedLeaderEpoch(f"{log.partition} is at leader epoch {self.leader_epoch}, not {leader_epoch}")
+        self.check_leader_epoch(leader_epoch)
+        if offset < log.start_offset:
+            raise self._out_of_range(offset)
+        diverging = diverging_end(log, offset, last_epoch)
+        if diverging is not None:
+            return FollowerRead(b"", diverging, self.high_watermark, log.start_offset)
+        self._note_position(in_sync, node, offset, registration)
+        records: Buffer = b""
+        if max_bytes > 0:
+            records = log.read(offset, max_bytes=max_bytes, up_to=log.end_offset)
+        return FollowerRead(records, None, self.high_watermark, log.start_offset)
+
+    def _out_of_range(self, offset: Offset) -> OffsetOutOfRange:
+        log = self.log
+        return OffsetOutOfRange(
+            f"{log.partition} holds offsets {log.start_offset} to {log.end_offset}, not {offset}",
+            start=log.start_offset,
+            end=log.end_offset,
+        )
+
+    def _note_position(self, in_sync: InSync, node: NodeId, offset: Offset, registration: int) -> None:
+        end = self.log.end_offset
+        in_sync.fetched(node, offset, end=end, now=self._clock.monotonic(), registration=registration)
+        if self._is_behind and offset >= end and in_sync.is_caught_up(end):
+            self._is_behind = False
+        self._advance()
+        if in_sync.may_want_change(node, self.high_watermark):
+            self._look_for_change()
+
+    def listen_to_appends(self, listener: AppendListener) -> None:
+        """Tell `listener` about every append until `forget_appends`."""
+        self._append_listeners.add(listener)
+
+    def forget_appends(self, listener: AppendListener) -> None:
+        """Stop telling `listener`."""
+        self._append_listeners.discard(listener)
+
+    def _tell_followers(self, in_sync: InSync, end_before: Offset) -> None:
+        if not self._is_behind:
+            in_sync.fell_behind(end_before=end_before, now=self._clock.monotonic())
+            self._note_behind(in_sync)
+        for listener in tuple(self._append_listeners):
+            listener.appended(self)
+
+    # -- the in-sync set ------------------------------------------------------------------------------------
+
+    @property
+    def is_under_min_in_sync(self) -> bool:
+        """Whether this node leads, and fewer replicas are in sync than `min.insync.replicas` asks for."""
+        return self._in_sync is not None and not self._in_sync.is_enough
+
+    @property
+    def has_lagging(self) -> bool:
+        """Whether somebody in sync does not have all of the log."""
+        return self._in_sync is not None and self._is_behind
+
+    @property
+    def in_sync(self) -> InSync | None:
+        """The followers, while there are some and this node leads them."""
+        return self._in_sync
+
+    def in_sync_change(self, *, lag_s: float, may_join: MayJoin = anybody) -> InSyncChange | None:
+        """The change of the in-sync set to ask the store for, if there is one; `change_began` when it is asked."""
+        if self._in_sync is None:
+            return None
+        return self._in_sync.wanted(
+            end=self.log.end_offset,
+            high_watermark=self.high_watermark,
+            now=self._clock.monotonic(),
+            lag_s=lag_s,
+            may_join=may_join,
+        )
+
+    def change_began(self, change: InSyncChange) -> bool:
+        """A change is about to be asked for: until it ends, both sets count. False if it is out of date."""
+        in_sync = self._in_sync
+        if in_sync is None or in_sync.pending is not None or change.revision != self._revision:
+            return False
+        in_sync.began(change)
+        self._note_behind(in_sync)
+        return True
+
+    def is_pending(self, change: InSyncChange) -> bool:
+        """Whether it is still not known what became of a change."""
+        return self._in_sync is not None and self._in_sync.pending is change.state
+
+    def change_ended(self, versioned: Versioned) -> None:
+        """The store shows this state now. It ends a change if it is later than the one that the change was to follow.
+
+        After a lost answer the same revision as before proves nothing: the change may still be on its way.
+        """
+        if self._me is not None:
+            self.apply(versioned, me=self._me)
+
+    def change_refused(self, change: InSyncChange) -> None:
+        """A change was surely not carried out, and never will be."""
+        if self._in_sync is not None:
+            self._in_sync.refused(change)
+            self._advance()
+
+    def _note_behind(self, in_sync: InSync) -> None:
+        if not self._is_behind and not in_sync.is_caught_up(self.log.end_offset):
+            self._is_behind = True
+            if self.in_sync_keeper is not None:
+                self.in_sync_keeper.behind(self)
+
+    def _look_for_change(self) -> None:
+        if self.in_sync_keeper is not None:
+            self.in_sync_keeper.wants_change(self)
+
+    def _not_enough(self, in_sync: InSync) -> NotEnoughReplicas:
+        return NotEnoughReplicas(
+            f"{self.log.partition} has {len(in_sync.state.in_sync)} replicas in sync, "
+            f"min.insync.replicas asks for {in_sync.min_in_sync}"
+        )
+
+    # -- the follower's side --------------------------------------------------------------------------------
+
+    def append_fetched(
+        self, records: Buffer, *, leader_epoch: Epoch, high_watermark: Offset, log_start: Offset
+    ) -> asyncio.Future[None] | None:
+        """Take over what the leader of an epoch gave; the future is done when the next fetch may name it as stored."""
+        self._check_following(leader_epoch)
+        log = self.log
+        if records:
+            log.append_replica(records, leader_epoch=leader_epoch)
+            self.bytes_in += len(records)
+        known = max(min(high_watermark, log.end_offset), log.start_offset)
+        if known > self.high_watermark:
+            self.high_watermark = Offset(known)
+        if log.start_offset < log_start <= log.end_offset:
+            log.delete_before(log_start)
+            self.high_watermark = max(self.high_watermark, log.start_offset)
+        if self.promised_offset >= log.end_offset:
+            return None
+        told = Told()
+        self._waiting_here.append((log.end_offset, told))
+        self._store.sync_soon(log)
+        return told.future
+
+    def truncate(self, diverging: EpochEnd, *, leader_epoch: Epoch) -> None:
+        """Cut off what the leader of an epoch does not have; the next fetch shows whether the rest agrees."""
+        self._check_following(leader_epoch)
+        point = truncation_point(self.log, diverging)
+        level = logging.ERROR if point < self.high_watermark else logging.INFO
+        _logger.log(
+            level,
+            "the end of a log differs from its leader's and is cut off",
+            extra={
+                "partition": str(self.log.partition),
+                "from": point,
+                "to": self.log.end_offset,
+                "epoch": leader_epoch,
+            },
+        )
+        if point < self.log.start_offset:
+            self.log.restart_at(point)
+        else:
+            self.log.truncate_to(point)
+        self._cut_waiting()
+
+    def restart_at(self, offset: Offset, *, leader_epoch: Epoch) -> None:
+        """Begin anew where the leader's log begins, since it has nothing any more of what comes next here."""
+        self._check_following(leader_epoch)
+        _logger.warning(
+            "a log ends before its leader's begins, and starts anew there",
+            extra={"partition": str(self.log.partition), "end": self.log.end_offset, "start": offset},
+        )
+        self.log.restart_at(offset)
+        self._cut_waiting()
+
+    def _check_following(self, leader_epoch: Epoch) -> None:
+        if self._closed:
+            raise self._not_leader()
+        if self.is_leader or self.leader_epoch != leader_epoch:
+            raise FencedLeaderEpoch(f"{self.log.partition} is at leader epoch {self.leader_epoch}, not {leader_epoch}")
+
+    def _cut_waiting(self) -> None:
+        self.high_watermark = min(max(self.high_watermark, self.log.start_offset), self.log.end_offset)
+        self._fail_waiting(NotLeader(f"the end of {self.log.partition} was cut off"))
+
+    # -- what moves -----------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         log = self.log
         readable = log.synced_offset if log.settings.flush == FLUSH_ALWAYS else log.end_offset
+        if self._waiting_here:
+            acknowledge(self._waiting_here, readable)
+        if not self.is_leader:
+            return
+        if self._in_sync is not None:
+            readable = self._in_sync.acknowledged(readable)
         if readable <= self.high_watermark:
             return
         self.high_watermark = readable
-        waiting = self._waiting
-        while waiting and waiting[0][0] <= readable:
-            waiting.popleft()[1].acknowledged(None)
+        if self._waiting:
+            acknowledge(self._waiting, readable)
+        self._tell_listeners()
+
+    def _tell_listeners(self) -> None:
         for listener in tuple(self._listeners):
             listener.advanced(self)
 
-    def _fail_waiting(self, error: StorageFailure | MillstreamError) -> None:
-        while self._waiting:
-            self._waiting.popleft()[1].acknowledged(error)
+    def _fail_waiting(self, error: MillstreamError) -> None:
+        for waiting in (self._waiting, self._waiting_here):
+            while waiting:
+                waiting.popleft()[1].acknowledged(error)
