@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
+from typing import Any
 
 import httpx
 
@@ -62,8 +63,8 @@ class EtcdWatch:
             "start_revision": self._after + 1,
             "progress_notify": True,
         }
-        moved = asyncio.Event()
-        stop = self._gateway.when_moved(moved.set)
+        moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        stop = self._gateway.when_moved(lambda: None if moved.done() else moved.set_result(None))
         try:
             async with (
                 self._gateway.stream("/v3/watch", {"create_request": create}) as answer,
@@ -99,17 +100,16 @@ class EtcdWatch:
         await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))
 
 
-async def _next_unless(moved: asyncio.Event, lines: AsyncIterator[bytes]) -> bytes:
+async def _next_unless(moved: asyncio.Future[None], lines: AsyncIterator[bytes]) -> bytes:
     """The next line, unless the member that sends them is given up."""
     reading = asyncio.create_task(_next(lines))
-    leaving = asyncio.create_task(moved.wait())
+    waiting: set[asyncio.Future[Any]] = {reading, moved}
     try:
-        await asyncio.wait((reading, leaving), timeout=SILENCE_S_MAX, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waiting, timeout=SILENCE_S_MAX, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        leaving.cancel()
-        reading.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait((reading, leaving))
+        if not reading.done():
+            reading.cancel()
+            await asyncio.wait({reading})
     line = None if reading.cancelled() else reading.result()
     if line is None:
         raise _Interrupted
