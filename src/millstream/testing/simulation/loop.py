@@ -158,7 +158,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def kill(self, process: Process) -> None:
         """End a process here and now: no more of it runs, no `finally` either."""
         process.alive = False
-        process.ready.clear()
         self._leave(process)
 
     def pause(self, process: Process) -> None:
@@ -182,10 +181,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             self._runnable.remove(process)
 
     def _enqueue(self, process: Process, handle: asyncio.Handle) -> None:
-        if not process.alive:
-            return
+        # What a dead process would have done is kept until the end: only so can its tasks be cancelled then.
         ready = process.ready
-        if not ready and not process.paused:
+        if not ready and process.alive and not process.paused:
             self._join(process)
         ready.append(handle)
 

@@ -1,0 +1,134 @@
+"""The links of the simulation and the store behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from random import Random
+from typing import TypeVar
+
+import pytest
+
+from millstream.cluster.store import Expect, Put
+from millstream.model.errors import StoreUnavailable
+from millstream.testing.simulation.clock import SimulatedClock
+from millstream.testing.simulation.loop import SimulatedLoop
+from millstream.testing.simulation.network import LinkDown, Network, NobodyThere
+from millstream.testing.simulation.process import Process
+from millstream.testing.simulation.store import STORE, ObservedService, SimulatedStore
+
+T = TypeVar("T")
+
+
+class Links:
+    """Two processes and a store."""
+
+    def __init__(self, seed: int = 7) -> None:
+        self.loop = SimulatedLoop(Random(seed))
+        self.network = Network(self.loop, Random(seed))
+        self.clock = SimulatedClock(self.loop)
+        for name in ("a", "b", STORE):
+            self.network.endpoints[name] = self.loop.start_process(name)
+        self.service = ObservedService(self.clock, on_changed=lambda: None)
+
+    @property
+    def b(self) -> Process:
+        return self.network.endpoints["b"]
+
+    def run(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run something in process a."""
+
+        async def main() -> T:
+            return await work()
+
+        async def outer() -> T:
+            return await self.loop.spawn(self.network.endpoints["a"], main())
+
+        outcome: T = self.loop.run_until_complete(outer())
+        return outcome
+
+    def store(self) -> SimulatedStore:
+        return SimulatedStore(self.service, self.clock, self.network)
+
+
+@pytest.fixture
+def links() -> Iterator[Links]:
+    links = Links()
+    yield links
+    links.loop.dismantle()
+
+
+def test_a_cut_answer_is_lost_after_the_work_was_done(links: Links) -> None:
+    done: list[int] = []
+
+    async def serve() -> int:
+        done.append(1)
+        return len(done)
+
+    async def call() -> None:
+        assert await links.network.call("b", serve, timeout_s=1) == 1
+        links.network.cut("b", "a")
+        with pytest.raises(LinkDown):
+            await links.network.call("b", serve, timeout_s=1)
+        assert len(done) == 2
+        links.network.cut("a", "b")
+        with pytest.raises(LinkDown):
+            await links.network.call("b", serve, timeout_s=1)
+        assert len(done) == 2
+        links.network.heal_all()
+        assert await links.network.call("b", serve, timeout_s=1) == 3
+
+    links.run(call)
+
+
+def test_a_dead_end_refuses_and_a_killed_one_hangs_up(links: Links) -> None:
+    async def forever() -> None:
+        await asyncio.Event().wait()
+
+    async def call() -> None:
+        waiting = asyncio.create_task(links.network.call("b", forever, timeout_s=100))
+        await asyncio.sleep(1)
+        begin = links.loop.time()
+        links.loop.kill(links.b)
+        links.network.hang_up(links.b)
+        with pytest.raises(LinkDown, match="hung up"):
+            await waiting
+        with pytest.raises(NobodyThere):
+            await links.network.call("b", forever, timeout_s=100)
+        assert links.loop.time() - begin < 1
+
+    links.run(call)
+
+
+def test_a_change_whose_answer_is_lost_was_made_and_a_late_watch_tells_of_it(links: Links) -> None:
+    async def work() -> None:
+        store = links.store()
+        assert await store.change([Put("x", "1")], [Expect("x", 0)]) is not None
+        links.network.cut(STORE, "a")
+        with pytest.raises(StoreUnavailable):
+            await store.change([Put("x", "2")])
+        assert not store.available
+        told = asyncio.create_task(anext(store.watch("", after=1)))
+        await asyncio.sleep(5)
+        assert not told.done()
+        links.network.heal_all()
+        assert [event.value for event in await told] == ["1", "2"]
+        assert (await store.read("x")).entries["x"].value == "2"
+
+    links.run(work)
+
+
+def test_a_session_ends_in_virtual_time_when_its_node_is_cut_off(links: Links) -> None:
+    async def work() -> None:
+        store, lost = links.store(), asyncio.Event()
+        await store.open_session(3.0, lost.set)
+        await store.change([Put("nodes/1", "", leased=True)])
+        await asyncio.sleep(10)
+        assert "nodes/1" in (await store.read("")).entries
+        links.network.cut("a", STORE)
+        await asyncio.sleep(4)
+        assert "nodes/1" not in links.service.read("").entries
+        links.network.heal_all()
+        await lost.wait()
+
+    links.run(work)
