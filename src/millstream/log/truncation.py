@@ -46,6 +46,10 @@ def truncate_to(log: Log, offset: int, files: Files) -> None:
 
 def _cut_end(log: Log, offset: int) -> None:
     last, position, end = log.boundary(offset)
+    lost = log.lost.at(end)
+    if lost is not None and lost.first == end and lost.segment == last.base_offset:
+        # The damaged stretch is forgotten with its offsets; its bytes go too, or they would be read as what comes next.
+        position = lost.start
     at = log.segments.index(last)
     # A segment that begins with a lost range may begin beyond the new end, and then goes as a whole.
     kept = log.segments[: at + 1] if last.base_offset <= end else log.segments[:at]

@@ -196,3 +196,23 @@ def test_a_damaged_ledger_costs_a_scan_and_no_records(position: int, bit: int, c
 
     assert served == {base: data for base, (_, data) in batches.items()}
     assert not lost
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_log_that_is_cut_where_damage_begins_goes_on_there(clean: bool) -> None:
+    """As a follower does that fetches anew what its disk lost."""
+    files = MemoryFiles()
+    batches, _ = fill(files, [50, 50, 50, 50], checkpoint_after=-1, clean=clean)
+    path = next(path for path in files.walk() if path.endswith(".log"))
+    sizes = [len(batch) for _, batch in batches.values()]
+    files.flip_bit(path, sizes[0] + sizes[1] - 3, 2)
+    store, log = open_log(files)
+    start = list(batches)[1]
+    with pytest.raises(DamagedRange):
+        log.read(start, max_bytes=10_000, up_to=log.end_offset)
+    log.truncate_to(start)
+    assert (log.end_offset, log.damage) == (start, ())
+    again = encode_batch([NewRecord(None, b"again", (), 1000)])
+    log.append(again, leader_epoch=Epoch(3))
+    assert bytes(log.read(0, max_bytes=10_000, up_to=log.end_offset)) == batches[0][1] + bytes(again)
+    store.close_now()
