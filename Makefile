@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.run-$(shell cksum requirements/run.lock 2>/dev/null | cut -d' ' -f1)
 DEV_STAMP := $(VENV)/.dev-$(shell cksum requirements/dev.lock 2>/dev/null | cut -d' ' -f1)
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 FUZZ_ARGS ?=
 SOAK_ARGS ?=
 
@@ -47,8 +48,8 @@ check: $(DEV_STAMP) ## Lint, types, layers
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
-bench: $(DEV_STAMP) ## Measure produce and consume against the limit server, interleaved
-	@$(BIN)/python -m benchmarks.run
+bench: $(DEV_STAMP) ## Measure against the limit server, Apache Kafka and other peers (15 minutes; BENCH_ARGS=--quick: 1)
+	@$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
 kill-trial: $(DEV_STAMP) ## Kill a loaded broker 20 times and check every acknowledged message
 	@$(BIN)/python -m benchmarks.kill_trial

@@ -1,40 +1,56 @@
 """librdkafka without Python between it and the broker, so that a benchmark measures the broker and not the client.
 
 confluent-kafka makes a Python object per message, which on two cores costs more than the broker does. This calls the
-very library that confluent-kafka ships, unmodified, by its batch functions: a message costs no Python at all.
+very library that confluent-kafka ships, unmodified, by its batch functions and with compiled callbacks: a message
+costs no Python at all.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import confluent_kafka
+import numpy as np
+import numpy.typing as npt
+from benchmarks.callbacks import ACKNOWLEDGED, COUNTED, ERROR, RECEIVED, Notes
 
 PRODUCER, CONSUMER = 0, 1
+ANY_PARTITION = -1
 # A number, not "the beginning": looking that up makes the client wait half a second for some of the partitions.
 START_OFFSET = 0
 _BLOCK = 0x4
 _ERROR_TEXT_BYTES = 512
+_ANSWER_MS_MAX = 30_000
+
+MESSAGE = np.dtype(
+    [
+        ("err", np.int32),
+        ("rkt", np.uint64),
+        ("partition", np.int32),
+        ("payload", np.uint64),
+        ("len", np.uint64),
+        ("key", np.uint64),
+        ("key_len", np.uint64),
+        ("offset", np.int64),
+        ("private", np.int64),
+    ],
+    align=True,
+)
+"""The library's own message, as it lies in memory."""
+
+Messages = npt.NDArray[np.void]
 
 
-class _Message(ctypes.Structure):
-    _fields_ = (
-        ("err", ctypes.c_int),
-        ("rkt", ctypes.c_void_p),
-        ("partition", ctypes.c_int32),
-        ("payload", ctypes.c_void_p),
-        ("len", ctypes.c_size_t),
-        ("key", ctypes.c_void_p),
-        ("key_len", ctypes.c_size_t),
-        ("offset", ctypes.c_int64),
-        ("_private", ctypes.c_void_p),
-    )
+class ClientFailed(Exception):
+    """The library or the broker behind it did not do what it was asked for."""
 
 
-def _load() -> ctypes.CDLL:
+@cache
+def _library() -> ctypes.CDLL:
     package = Path(confluent_kafka.__file__).parent
     for folder in (package.parent / "confluent_kafka.libs", package / ".dylibs"):
         for path in sorted(folder.glob("librdkafka*")):
@@ -42,27 +58,32 @@ def _load() -> ctypes.CDLL:
     raise OSError("this confluent-kafka does not bring a librdkafka of its own")
 
 
+def version() -> str:
+    """The version of the library."""
+    return str(confluent_kafka.libversion()[0])
+
+
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    pointer = ctypes.c_void_p
+    pointer, number, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p
+    offset = ctypes.POINTER(ctypes.c_int64)
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "rd_kafka_conf_new": (pointer, []),
-        "rd_kafka_conf_set": (
-            ctypes.c_int,
-            [pointer, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t],
-        ),
-        "rd_kafka_new": (pointer, [ctypes.c_int, pointer, ctypes.c_char_p, ctypes.c_size_t]),
-        "rd_kafka_topic_new": (pointer, [pointer, ctypes.c_char_p, pointer]),
+        "rd_kafka_conf_set": (number, [pointer, text, text, text, ctypes.c_size_t]),
+        "rd_kafka_conf_set_opaque": (None, [pointer, pointer]),
+        "rd_kafka_conf_set_dr_msg_cb": (None, [pointer, pointer]),
+        "rd_kafka_new": (pointer, [number, pointer, text, ctypes.c_size_t]),
+        "rd_kafka_topic_new": (pointer, [pointer, text, pointer]),
         "rd_kafka_topic_destroy": (None, [pointer]),
-        "rd_kafka_produce_batch": (
-            ctypes.c_int,
-            [pointer, ctypes.c_int32, ctypes.c_int, ctypes.POINTER(_Message), ctypes.c_int],
-        ),
-        "rd_kafka_flush": (ctypes.c_int, [pointer, ctypes.c_int]),
+        "rd_kafka_produce_batch": (number, [pointer, ctypes.c_int32, number, pointer, number]),
+        "rd_kafka_poll": (number, [pointer, number]),
+        "rd_kafka_flush": (number, [pointer, number]),
+        "rd_kafka_query_watermark_offsets": (number, [pointer, text, ctypes.c_int32, offset, offset, number]),
         "rd_kafka_queue_new": (pointer, [pointer]),
         "rd_kafka_queue_destroy": (None, [pointer]),
-        "rd_kafka_consume_start_queue": (ctypes.c_int, [pointer, ctypes.c_int32, ctypes.c_int64, pointer]),
-        "rd_kafka_consume_stop": (ctypes.c_int, [pointer, ctypes.c_int32]),
-        "rd_kafka_consume_callback_queue": (ctypes.c_int, [pointer, ctypes.c_int, pointer, pointer]),
+        "rd_kafka_consume_start_queue": (number, [pointer, ctypes.c_int32, ctypes.c_int64, pointer]),
+        "rd_kafka_consume_stop": (number, [pointer, ctypes.c_int32]),
+        "rd_kafka_consume_callback_queue": (number, [pointer, number, pointer, pointer]),
+        "rd_kafka_err2str": (text, [number]),
         "rd_kafka_destroy": (None, [pointer]),
     }
     for name, (result, arguments) in signatures.items():
@@ -71,20 +92,30 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
+def error_text(code: int) -> str:
+    """What an error code means."""
+    said: bytes = _library().rd_kafka_err2str(ctypes.c_int(code & 0xFFFFFFFF).value)
+    return said.decode()
+
+
 class Client:
     """One librdkafka handle and one topic."""
 
-    def __init__(self, kind: int, topic: str, settings: Mapping[str, str]) -> None:
-        self._library = _load()
+    def __init__(self, kind: int, topic: str, settings: Mapping[str, str], reports: Notes | None = None) -> None:
+        self._library = _library()
+        self._name = topic.encode()
         error = ctypes.create_string_buffer(_ERROR_TEXT_BYTES)
         conf = self._library.rd_kafka_conf_new()
         for name, value in settings.items():
             if self._library.rd_kafka_conf_set(conf, name.encode(), value.encode(), error, _ERROR_TEXT_BYTES):
-                raise ValueError(error.value.decode())
+                raise ClientFailed(error.value.decode())
+        if reports is not None:
+            self._library.rd_kafka_conf_set_opaque(conf, reports.ctypes.data)
+            self._library.rd_kafka_conf_set_dr_msg_cb(conf, ACKNOWLEDGED)
         self._handle = self._library.rd_kafka_new(kind, conf, error, _ERROR_TEXT_BYTES)
         if not self._handle:
-            raise ValueError(error.value.decode())
-        self._topic = self._library.rd_kafka_topic_new(self._handle, topic.encode(), None)
+            raise ClientFailed(error.value.decode())
+        self._topic = self._library.rd_kafka_topic_new(self._handle, self._name, None)
 
     def close(self) -> None:
         """Let go of the library's threads and memory."""
@@ -92,50 +123,87 @@ class Client:
         self._library.rd_kafka_destroy(self._handle)
 
 
+class Load:
+    """Messages as they lie in memory, made once and sent as often as wanted.
+
+    With `numbered`, the first eight bytes of a message are its number, from 1 on. So that a million of them need no
+    gigabyte, each message is a window into one long row of numbers.
+    """
+
+    def __init__(self, count: int, size_bytes: int, *, keys: int = 0, numbered: bool = False) -> None:
+        self.count = count
+        self.messages: Messages = np.zeros(count, MESSAGE)
+        self.messages["len"] = size_bytes
+        if numbered:
+            self._payload = np.arange(1, count + size_bytes // 8 + 2, dtype=np.int64)
+            self.messages["payload"] = self._payload.ctypes.data + 8 * np.arange(count, dtype=np.uint64)
+            self.messages["private"] = np.arange(1, count + 1)
+        else:
+            self._payload = np.random.default_rng(1).integers(1, 2**62, size_bytes // 8 + 1)
+            # Not a number that anyone waits for.
+            self._payload[0] = 0
+            self.messages["payload"] = self._payload.ctypes.data
+        if keys:
+            self._keys = np.char.zfill((np.arange(count) % keys).astype("S8"), 8)
+            self.messages["key"] = self._keys.ctypes.data + 8 * np.arange(count, dtype=np.uint64)
+            self.messages["key_len"] = 8
+
+
 class Producer(Client):
-    """Sends the same payload over and over, spread evenly over the partitions."""
+    """Sends prepared messages; `reports` takes note of the answer to each of them."""
 
-    def __init__(self, topic: str, settings: Mapping[str, str], payload: bytes, *, at_once: int = 1000) -> None:
-        super().__init__(PRODUCER, topic, settings)
-        self._payload = ctypes.create_string_buffer(payload, len(payload))
-        self._batch = (_Message * at_once)()
-        self._at_once = at_once
-        self._size = len(payload)
+    def __init__(self, topic: str, settings: Mapping[str, str], reports: Notes | None = None) -> None:
+        super().__init__(PRODUCER, topic, settings, reports)
+        self._reports = reports
 
-    def send(self, partition: int, count: int) -> None:
-        """Queue `count` messages for one partition; waits while the client's own queue is full."""
-        for done in range(0, count, self._at_once):
-            now = min(self._at_once, count - done)
-            for message in self._batch[:now]:
-                message.err = 0
-                message.payload, message.len = ctypes.addressof(self._payload), self._size
-            taken = self._library.rd_kafka_produce_batch(self._topic, partition, _BLOCK, self._batch, now)
-            if taken != now:
-                raise RuntimeError(f"librdkafka took {taken} of {now} messages")
+    def send(self, load: Load, first: int, count: int, partition: int = ANY_PARTITION) -> None:
+        """Queue some messages; waits while the client's own queue is full."""
+        place = load.messages.ctypes.data + first * MESSAGE.itemsize
+        taken = self._library.rd_kafka_produce_batch(self._topic, partition, _BLOCK, place, count)
+        if taken != count:
+            refused = load.messages["err"][first : first + count]
+            raise ClientFailed(f"{count - taken} of {count} messages: {error_text(int(refused[refused != 0][0]))}")
+
+    def poll(self, timeout_ms: int) -> int:
+        """Take the reports that are there, waiting at most `timeout_ms` for the first, and tell how many there were."""
+        count: int = self._library.rd_kafka_poll(self._handle, timeout_ms)
+        return count
 
     def flush(self, timeout_ms: int) -> bool:
         """Wait until every message is answered; False when the time is up before."""
         return not self._library.rd_kafka_flush(self._handle, timeout_ms)
 
+    def end_offset(self, partition: int) -> int:
+        """How many messages a partition has that was empty at first."""
+        low, high = ctypes.c_int64(), ctypes.c_int64()
+        code = self._library.rd_kafka_query_watermark_offsets(
+            self._handle, self._name, partition, ctypes.byref(low), ctypes.byref(high), _ANSWER_MS_MAX
+        )
+        if code:
+            raise ClientFailed(f"the end of partition {partition}: {error_text(code)}")
+        return high.value
+
 
 class Consumer(Client):
-    """Reads partitions from their start and counts the messages; errors of the library count too, so check the sum."""
+    """Reads partitions from their start; `notes` takes note of the messages and, with `timed`, of when they came."""
 
-    def __init__(self, topic: str, settings: Mapping[str, str], partitions: Sequence[int]) -> None:
+    def __init__(
+        self, topic: str, settings: Mapping[str, str], partitions: Sequence[int], notes: Notes, *, timed: bool = False
+    ) -> None:
         super().__init__(CONSUMER, topic, settings)
         self._queue = self._library.rd_kafka_queue_new(self._handle)
         self._partitions = partitions
-        # The library calls this for each message and frees the message after it. It must cost nothing and may ignore
-        # its arguments; abs() of the C library does.
-        self._ignore = ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p)
+        self._notes = notes
+        self._callback = RECEIVED if timed else COUNTED
         for partition in partitions:
             if self._library.rd_kafka_consume_start_queue(self._topic, partition, START_OFFSET, self._queue):
-                raise RuntimeError(f"librdkafka could not start on partition {partition}")
+                raise ClientFailed(f"librdkafka could not start on partition {partition}")
 
-    def poll(self, timeout_ms: int) -> int:
-        """Take all that is there, waiting at most `timeout_ms` for the first, and tell how many there were."""
-        count: int = self._library.rd_kafka_consume_callback_queue(self._queue, timeout_ms, self._ignore, None)
-        return count
+    def poll(self, timeout_ms: int) -> None:
+        """Take all that is there, waiting at most `timeout_ms` for the first."""
+        self._library.rd_kafka_consume_callback_queue(self._queue, timeout_ms, self._callback, self._notes.ctypes.data)
+        if self._notes[ERROR]:
+            raise ClientFailed(error_text(int(self._notes[ERROR])))
 
     def close(self) -> None:
         """Stop reading, then let go of the rest."""

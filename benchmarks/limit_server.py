@@ -5,7 +5,7 @@ bytes over the same event loop, with the same flush policy, into one file per pa
 no idempotence, keeps no index but the start of each batch, and forgets all when it stops. What it reaches is the
 limit that Millstream is compared with in `benchmarks.run`.
 
-    python -m benchmarks.limit_server --data DIR --kafka 127.0.0.1:0 --flush always|os|discard --partitions N
+    python -m benchmarks.limit_server --data DIR --kafka 127.0.0.1:0 --flush always|interval|os|discard --partitions N
 
 With `--flush discard` nothing is even written: what is measured then is the client and the socket.
 """
@@ -42,6 +42,7 @@ VERSIONS = (
 )
 NODE_ID = 1
 EARLIEST = -2
+INTERVAL_S = 1.0
 RECEIVE_BYTES = 2 * 1024 * 1024
 WRITE_BUFFER_BYTES = 64 * 1024 * 1024
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
@@ -116,6 +117,7 @@ class Store:
         self.folder = folder
         self.partitions = partitions
         self.flush_always = flush == "always"
+        self.flush_later = flush == "interval"
         self.discards = flush == "discard"
         self.topics: dict[bytes, list[Partition]] = {}
         self.dirty: dict[Partition, None] = {}
@@ -138,9 +140,19 @@ class Store:
             if not self.flushing:
                 self.flush()
             return
+        if self.flush_later:
+            if not self.dirty:
+                asyncio.get_running_loop().call_later(INTERVAL_S, self.sync_dirty)
+            self.dirty.update(dict.fromkeys(written))
         for partition in written:
             partition.show(partition.end_offset, partition.end_position)
         answer()
+
+    def sync_dirty(self) -> None:
+        """Sync in a thread what was answered before it was synced."""
+        files = [partition.file for partition in self.dirty]
+        self.dirty = {}
+        asyncio.get_running_loop().run_in_executor(None, sync_files, files)
 
     def flush(self) -> None:
         """Sync all that is dirty in a thread; what comes meanwhile shares the next one."""
@@ -417,7 +429,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", required=True, type=Path)
     parser.add_argument("--kafka", default="127.0.0.1:0")
-    parser.add_argument("--flush", choices=("always", "os", "discard"), default="always")
+    parser.add_argument("--flush", choices=("always", "interval", "os", "discard"), default="always")
     parser.add_argument("--partitions", type=int, default=4)
     arguments = parser.parse_args()
     arguments.data.mkdir(parents=True, exist_ok=True)

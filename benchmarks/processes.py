@@ -1,14 +1,17 @@
-"""What a server and its children cost: CPU seconds from /proc/PID/stat, memory as proportional set size."""
+"""What a server and its children cost: CPU seconds from /proc/PID/stat, memory as it is resident while they work."""
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import psutil
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_SAMPLE_S = 0.05
 
 
 class Cpu(NamedTuple):
@@ -18,10 +21,8 @@ class Cpu(NamedTuple):
     system_s: float
 
     def since(self, earlier: Cpu) -> Cpu:
+        """What was used after an earlier reading."""
         return Cpu(self.user_s - earlier.user_s, self.system_s - earlier.system_s)
-
-    def per_gb(self, size_bytes: int) -> Cpu:
-        return Cpu(self.user_s / size_bytes * 1e9, self.system_s / size_bytes * 1e9)
 
 
 def tree_of(pid: int) -> list[int]:
@@ -30,7 +31,7 @@ def tree_of(pid: int) -> list[int]:
 
 
 def cpu_of(pid: int) -> Cpu:
-    """The CPU seconds of a process, its children, and those of them that have ended."""
+    """The CPU seconds of a process with all its threads, its children, and those of them that have ended."""
     user = system = 0
     for each in tree_of(pid):
         # The name of the program stands in parentheses and may hold spaces, so count from behind it.
@@ -40,11 +41,66 @@ def cpu_of(pid: int) -> Cpu:
     return Cpu(user / _TICKS_PER_S, system / _TICKS_PER_S)
 
 
-def memory_of(pid: int) -> int:
-    """The memory of a process and its children in bytes; what they share is counted once."""
-    total = 0
-    for each in tree_of(pid):
-        for line in Path(f"/proc/{each}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total += int(line.split()[1]) * 1024
-    return total
+def resident_of(pid: int) -> int:
+    """The memory of one process that is in RAM, in bytes; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except FileNotFoundError:
+        return 0
+
+
+def resident_of_tree(pid: int) -> int:
+    """The memory of a process and its children that is in RAM; what they share is counted more than once."""
+    return sum(map(resident_of, tree_of(pid)))
+
+
+class PeakMemory:
+    """Looks at the memory of a process and its children, often, while something is measured."""
+
+    def __init__(self, pid: int) -> None:
+        self._pids = tree_of(pid)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.peak_bytes = 0
+        self.children_bytes = 0
+
+    def _watch(self) -> None:
+        while True:
+            each = [resident_of(pid) for pid in self._pids]
+            if sum(each) > self.peak_bytes:
+                self.peak_bytes, self.children_bytes = sum(each), sum(each[1:])
+            if self._stop.wait(_SAMPLE_S):
+                return
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+class Meter:
+    """Takes the CPU seconds and the peak of memory of a server, and the client's CPU seconds, around a measurement."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._memory = PeakMemory(pid)
+        self.cpu = Cpu(0, 0)
+        self.client_cpu_s = 0.0
+
+    @property
+    def memory(self) -> PeakMemory:
+        """The peak of memory."""
+        return self._memory
+
+    def __enter__(self) -> Self:
+        self._memory.__enter__()
+        self._before, self._client_before = cpu_of(self._pid), sum(os.times()[:2])
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.client_cpu_s = sum(os.times()[:2]) - self._client_before
+        self.cpu = cpu_of(self._pid).since(self._before)
+        self._memory.__exit__()

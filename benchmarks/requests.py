@@ -5,67 +5,66 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from dataclasses import dataclass
 
-from benchmarks.processes import Cpu, cpu_of
+from benchmarks.cases import Case
+from benchmarks.percentiles import percentile
+from benchmarks.processes import Meter
+from benchmarks.target import Numbers, Target
 
 from millstream.records.record import NewRecord, encode_batch
-from millstream.testing.server import Server
 
-TOPIC = "requests"
-MESSAGE_BYTES = 1024
-ALONE = 3000
-PIPELINED = 20_000
-IN_FLIGHT = 100
+ONE_BY_ONE, IN_FLIGHT = "one at a time", "100 in flight"
+WINDOW = 100
 _PRODUCE, _METADATA = 0, 3
 _PRODUCE_VERSION, _METADATA_VERSION = 7, 4
 _RECEIVE_BYTES = 1 << 20
 _TIMEOUT_S = 60.0
-_CREATE_TRIES_MAX = 100
+_ASK_TRIES_MAX = 200
+_ASK_PAUSE_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Requests:
-    """One measurement."""
-
-    median_ms: float
-    p99_ms: float
-    per_s: float
-    cpu_us: float
-
-
-def first_answer(server: Server) -> float:
-    """Seconds until a client that connects now has its topic."""
+def first_answer(address: str, topic: str) -> float:
+    """Seconds until a client that connects now has its topic, which is created by asking for it."""
     began = time.perf_counter()
-    with _connect(server) as peer:
-        _create_topic(peer)
+    with _connect(address) as peer:
+        _ask_for_topic(peer, topic)
     return time.perf_counter() - began
 
 
-def measure(server: Server) -> Requests:
-    """One message after the other, then many in flight."""
-    with _connect(server) as peer:
-        _create_topic(peer)
-        request = _produce_request()
-        for _ in range(ALONE // 10):
+def measure(target: Target, case: Case, seconds: float) -> dict[str, Numbers]:
+    """One message after the other, then many in flight, for some seconds each."""
+    with _connect(target.address) as peer:
+        _ask_for_topic(peer, target.topic)
+        request = _produce_request(target.topic, case)
+        for _ in range(200):
             _exchange(peer, request)
-        times_ms = sorted(_timed(peer, request) for _ in range(ALONE))
-        before, began = cpu_of(server.pid), time.perf_counter()
-        for _ in range(PIPELINED // IN_FLIGHT):
-            peer.sendall(request * IN_FLIGHT)
-            _receive(peer, IN_FLIGHT)
-        elapsed = time.perf_counter() - began
-        cpu: Cpu = cpu_of(server.pid).since(before)
-    return Requests(
-        median_ms=times_ms[len(times_ms) // 2],
-        p99_ms=times_ms[len(times_ms) * 99 // 100],
-        per_s=PIPELINED / elapsed,
-        cpu_us=sum(cpu) / PIPELINED * 1e6,
-    )
+        times_ms = []
+        with Meter(target.pid) as alone:
+            deadline = time.perf_counter() + seconds
+            while time.perf_counter() < deadline:
+                times_ms.append(_timed(peer, request))
+        pipelined = 0
+        window = request * WINDOW
+        with Meter(target.pid) as meter:
+            began = time.perf_counter()
+            while time.perf_counter() < began + seconds:
+                peer.sendall(window)
+                _receive(peer, WINDOW)
+                pipelined += WINDOW
+            elapsed = time.perf_counter() - began
+    return {
+        ONE_BY_ONE: {
+            "p50 ms": percentile(times_ms, 50),
+            "p99 ms": percentile(times_ms, 99),
+            "requests/s": len(times_ms) / seconds,
+            "CPU µs/request": sum(alone.cpu) / len(times_ms) * 1e6,
+        },
+        IN_FLIGHT: {"requests/s": pipelined / elapsed, "CPU µs/request": sum(meter.cpu) / pipelined * 1e6},
+    }
 
 
-def _connect(server: Server) -> socket.socket:
-    host, _, port = server.kafka.rpartition(":")
+def _connect(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
     peer = socket.create_connection((host, int(port)), timeout=_TIMEOUT_S)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peer
@@ -91,12 +90,14 @@ def _receive(peer: socket.socket, count: int) -> bytes:
         if not received:
             raise ConnectionError("the server closed the connection")
         buffer += received
-        while count and len(buffer) >= 4:
-            end = 4 + int(struct.unpack_from(">i", buffer)[0])
+        at = 0
+        while count and len(buffer) - at >= 4:
+            end = at + 4 + int(struct.unpack_from(">i", buffer, at)[0])
             if len(buffer) < end:
                 break
-            frame, buffer = buffer[:end], buffer[end:]
+            frame, at = buffer[at:end], end
             count -= 1
+        buffer = buffer[at:]
     return frame
 
 
@@ -110,20 +111,20 @@ def _text(value: str) -> bytes:
     return struct.pack(">h", len(value)) + value.encode()
 
 
-def _create_topic(peer: socket.socket) -> None:
-    """Ask for the topic until it is there; the first asking creates it."""
-    request = _request(_METADATA, _METADATA_VERSION, struct.pack(">i", 1) + _text(TOPIC) + b"\x01")
-    for _ in range(_CREATE_TRIES_MAX):
+def _ask_for_topic(peer: socket.socket, topic: str) -> None:
+    """Ask for the topic until it is there; the first asking may create it."""
+    request = _request(_METADATA, _METADATA_VERSION, struct.pack(">i", 1) + _text(topic) + b"\x01")
+    for _ in range(_ASK_TRIES_MAX):
         answer = _exchange(peer, request)
-        if struct.pack(">h", 0) + _text(TOPIC) in answer:
+        if struct.pack(">h", 0) + _text(topic) in answer:
             return
-        time.sleep(0.05)
+        time.sleep(_ASK_PAUSE_S)
     raise TimeoutError("the server did not create the topic")
 
 
-def _produce_request() -> bytes:
-    record = NewRecord(key=None, value=bytes(MESSAGE_BYTES), timestamp_ms=int(time.time() * 1000))
+def _produce_request(topic: str, case: Case) -> bytes:
+    record = NewRecord(key=None, value=bytes(case.size_bytes), timestamp_ms=int(time.time() * 1000))
     batch = bytes(encode_batch([record]))
-    body = struct.pack(">hhi", -1, -1, 30_000) + struct.pack(">i", 1) + _text(TOPIC)
+    body = struct.pack(">hhi", -1, -1, 30_000) + struct.pack(">i", 1) + _text(topic)
     body += struct.pack(">iii", 1, 0, len(batch)) + batch
     return _request(_PRODUCE, _PRODUCE_VERSION, body)

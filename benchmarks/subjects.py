@@ -1,50 +1,238 @@
-"""The servers that are measured: Millstream, the limit server, and a server that throws everything away."""
+"""The servers that speak Kafka's protocol: Millstream, the limit server, one that keeps nothing, and Apache Kafka."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
+from benchmarks import latency, requests, throughput
+from benchmarks.cases import ALWAYS, INTERVAL, LATENCY, OS, PRODUCE, REQUESTS, START, Case
+from benchmarks.peers import kafka
+from benchmarks.processes import resident_of, resident_of_tree, tree_of
+from benchmarks.subject import CONSUMED, PRODUCED, Measured, Subject
+from benchmarks.target import Target
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+import millstream
 from millstream.testing.server import Server
 
-PARTITIONS = 4
-LIMIT, MILLSTREAM, DISCARD = "limit", "millstream", "client alone"
+LIMIT, MILLSTREAM, DISCARD, KAFKA = "limit", "millstream", "client alone", "kafka"
+STARTED = "start and rest"
+_ADMIN_S_MAX = 30.0
+_REST_S = 2.0
+_DELETE_S_MAX = 10.0
+# What brokers keep for themselves: journals and metadata.
+_LEFT_BYTES_MAX = 96 * 1024 * 1024
+_WARM = (Case(flush=OS), Case(flush=OS, partitions=1, size_bytes=100))
+
+
+def stored_bytes(folder: Path) -> int:
+    """What the files of a folder hold, as far as they are on the disk or on their way there."""
+    total = 0
+    for path, _, files in os.walk(folder):
+        for file in files:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(path, file)).st_blocks * 512
+    return total
+
+
+class KafkaSubject(Subject):
+    """Measured with librdkafka, and with requests over a bare socket."""
+
+    def offers(self, case: Case) -> bool:
+        """All lines but the start of a server that is not one to be used."""
+        return case.kind != START
+
+    @abstractmethod
+    def topic(self, case: Case) -> AbstractContextManager[Target]:
+        """A topic as the line asks for, which goes when it was measured."""
+
+    def measure(self, case: Case, seconds: float) -> Measured:
+        """Measure one line once on a topic of its own."""
+        with self.topic(case) as target:
+            if case.kind == LATENCY:
+                return latency.measure(target, case, seconds)
+            if case.kind == REQUESTS:
+                return requests.measure(target, case, seconds)
+            stored, produced = throughput.produce(target, case, seconds)
+            found = {PRODUCED: produced}
+            if case.consumes:
+                found[CONSUMED] = throughput.consume(target, case, stored)
+            return found
 
 
 class LimitServer(Server):
     """`benchmarks.limit_server` as a process."""
 
     def command(self) -> Sequence[str]:
+        """This Python and the module, which is not installed but lies beside this one."""
         flags = [part for name, value in self.settings.items() for part in (f"--{name}", str(value))]
-        return [
-            sys.executable,
-            "-m",
-            "benchmarks.limit_server",
-            "--data",
-            str(self.data),
-            "--kafka",
-            self.kafka,
-            *flags,
-        ]
+        serve = [sys.executable, "-m", "benchmarks.limit_server", "--data", str(self.data), "--kafka", self.kafka]
+        return [*serve, *flags]
 
     def _folder(self) -> Path:
         return Path(__file__).resolve().parent.parent
 
 
-def limit(data: Path, flush: str) -> Server:
-    """The server that does the least."""
-    return LimitServer(data, settings={"flush": flush, "partitions": PARTITIONS})
+class Limit(KafkaSubject):
+    """The server that does the least, started anew for each measurement, since it knows no deletion."""
+
+    name = LIMIT
+
+    @contextmanager
+    def topic(self, case: Case) -> Iterator[Target]:
+        """A server of its own."""
+        settings = {"flush": self.flush(case), "partitions": case.partitions}
+        with (
+            tempfile.TemporaryDirectory(prefix="millstream-bench-") as folder,
+            LimitServer(Path(folder) / "data", settings=settings) as server,
+        ):
+            yield Target(server=server, topic="bench", partitions=case.partitions)
+
+    def flush(self, case: Case) -> str:
+        """How the server is told to flush."""
+        return case.flush
 
 
-def millstream(data: Path, flush: str) -> Server:
-    """The server that all this is about, as a user would start it."""
-    return Server(data, settings={"default-flush": flush, "default-partitions": PARTITIONS})
-
-
-def discard(data: Path, flush: str) -> Server:
+class Discard(Limit):
     """A server that answers and keeps nothing: what is measured with it is the client and the socket."""
-    return LimitServer(data, settings={"flush": "discard", "partitions": PARTITIONS})
+
+    name = DISCARD
+
+    def offers(self, case: Case) -> bool:
+        """Only what does not depend on how messages are kept."""
+        return case.kind == PRODUCE and case.flush == OS and case.acks == "all"
+
+    def measure(self, case: Case, seconds: float) -> Measured:
+        """Only in: there is nothing to read back."""
+        with self.topic(case) as target:
+            return {PRODUCED: throughput.produce(target, case, seconds)[1]}
+
+    def flush(self, case: Case) -> str:
+        """Throw everything away."""
+        return "discard"
+
+    def durability(self, case: Case) -> str:
+        """None at all."""
+        return "nothing is kept"
 
 
-SUBJECTS: dict[str, Callable[[Path, str], Server]] = {LIMIT: limit, MILLSTREAM: millstream, DISCARD: discard}
+class Broker(KafkaSubject):
+    """A broker that is started once; each measurement has a topic of its own, which is deleted after it."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._server: Server
+
+    @abstractmethod
+    def server(self, data: Path) -> Server:
+        """The broker on a folder, as a user would start it."""
+
+    @abstractmethod
+    def topic_settings(self, flush: str) -> Mapping[str, str]:
+        """The topic's settings that give this durability."""
+
+    def offers(self, case: Case) -> bool:
+        """Every line."""
+        return True
+
+    def __enter__(self) -> Self:
+        """Start, and send some messages through: just-in-time compilers are not what is measured."""
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
+        try:
+            self._server = self._stack.enter_context(self.server(folder / "data"))
+            for case in _WARM:
+                super().measure(case, 1.0)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Stop it, and remove what it stored."""
+        self._stack.close()
+
+    def measure(self, case: Case, seconds: float) -> Measured:
+        """Measure one line once."""
+        return {STARTED: self.start()} if case.kind == START else super().measure(case, seconds)
+
+    @contextmanager
+    def topic(self, case: Case) -> Iterator[Target]:
+        """Create a topic, and delete it at the end."""
+        name = f"bench-{uuid.uuid4().hex[:12]}"
+        admin = AdminClient({"bootstrap.servers": self._server.kafka, "log_level": 0})
+        wanted = NewTopic(name, case.partitions, 1, config=dict(self.topic_settings(case.flush)))
+        admin.create_topics([wanted])[name].result(_ADMIN_S_MAX)
+        requests.first_answer(self._server.kafka, name)
+        try:
+            yield Target(server=self._server, topic=name, partitions=case.partitions)
+        finally:
+            if self._server.is_running():
+                admin.delete_topics([name])[name].result(_ADMIN_S_MAX)
+                self._wait_until_deleted()
+
+    def _wait_until_deleted(self) -> None:
+        """Brokers delete files in the background, which the next measurement would pay for."""
+        deadline = time.monotonic() + _DELETE_S_MAX
+        while time.monotonic() < deadline and stored_bytes(self._server.data) > _LEFT_BYTES_MAX:
+            time.sleep(0.05)
+
+    def start(self) -> dict[str, float]:
+        """Start another one on a folder that it stopped on before, and look at its memory while nothing happens."""
+        with (
+            tempfile.TemporaryDirectory(prefix="millstream-bench-") as folder,
+            self.server(Path(folder) / "data") as server,
+        ):
+            server.stop()
+            server.start()
+            numbers = {"start s": server.start_s, "first answer s": requests.first_answer(server.kafka, "first")}
+            time.sleep(_REST_S)
+            children = sum(map(resident_of, tree_of(server.pid)[1:]))
+            return numbers | {
+                "memory at rest MB": resident_of_tree(server.pid) / 1e6,
+                "children's memory MB": children / 1e6,
+            }
+
+
+class Millstream(Broker):
+    """The broker that all this is about."""
+
+    name = MILLSTREAM
+    version = millstream.__version__
+
+    def server(self, data: Path) -> Server:
+        """With its defaults."""
+        return Server(data)
+
+    def topic_settings(self, flush: str) -> Mapping[str, str]:
+        """Its own setting is what the lines are named after."""
+        return {"flush": flush, "flush.ms": "1000"}
+
+
+class ApacheKafka(Broker):
+    """Apache Kafka; raises `PeerUnavailable` where it cannot be had."""
+
+    name = KAFKA
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = kafka.version_of(kafka.fetch())
+
+    def server(self, data: Path) -> Server:
+        """With its defaults; see `peers.kafka`."""
+        return kafka.kafka(data, OS)
+
+    def topic_settings(self, flush: str) -> Mapping[str, str]:
+        """The same durability in Kafka's words."""
+        durable = {ALWAYS: {"flush.messages": "1"}, INTERVAL: {"flush.ms": "1000"}, OS: {}}
+        # Deleted files go at once, so that the system does not spend the next measurement on writing them.
+        return {"file.delete.delay.ms": "100", **durable[flush]}

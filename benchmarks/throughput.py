@@ -1,107 +1,134 @@
-"""How fast messages go in and come out, with librdkafka as the client, and what that costs the server."""
+"""How fast messages go in and come out at most, with librdkafka as the client, and what that costs the server."""
 
 from __future__ import annotations
 
-import os
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 
-from benchmarks.librdkafka import Consumer, Producer
-from benchmarks.processes import Cpu, cpu_of
-from benchmarks.subjects import PARTITIONS
+from benchmarks.callbacks import COUNT, notes
+from benchmarks.cases import IDEMPOTENT, Case
+from benchmarks.librdkafka import Consumer, Load, Producer
+from benchmarks.processes import Meter
+from benchmarks.target import Numbers, Target
 
-from millstream.testing.server import Server, ServerFailed
-
-TOPIC, IDEMPOTENT_TOPIC = "throughput", "throughput-idempotent"
-MESSAGE_BYTES = 1024
-_AT_ONCE = 1000
+KEYS = 10_000
+_AT_ONCE = 500
 _ANSWER_S_MAX = 60.0
 _LOOK_MS = 500
+# So that a server which is slow has not much left to do when the time is up.
+_QUEUE_KB, _QUEUE_MESSAGES = 65_536, 100_000
+_SHARE_KB, _SHARE_MESSAGES = 16_384, 20_000
 
 
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """One measurement in one direction; CPU is seconds per GB of messages."""
+def flow(case: Case, messages: int, elapsed_s: float, meter: Meter) -> Numbers:
+    """The numbers of one measurement in one direction."""
+    gb, millions = messages * case.size_bytes / 1e9, messages / 1e6
+    return {
+        "MB/s": gb * 1000 / elapsed_s,
+        "messages/s": messages / elapsed_s,
+        "user CPU s/GB": meter.cpu.user_s / gb,
+        "system CPU s/GB": meter.cpu.system_s / gb,
+        "user CPU s/M messages": meter.cpu.user_s / millions,
+        "system CPU s/M messages": meter.cpu.system_s / millions,
+        "client CPU s/GB": meter.client_cpu_s / gb,
+        "memory MB": meter.memory.peak_bytes / 1e6,
+        "children's memory MB": meter.memory.children_bytes / 1e6,
+    }
 
-    mb_per_s: float
-    cpu: Cpu
-    client_cpu_s: float
+
+def produce(target: Target, case: Case, seconds: float) -> tuple[int, Numbers]:
+    """Send as fast as the server takes it, wait for every answer; how many messages there are then, and the numbers."""
+    with ExitStack() as stack:
+        producers = [
+            stack.enter_context(closing(Producer(target.topic, settings_of(target, case))))
+            for _ in range(case.producers)
+        ]
+        load = Load(KEYS, case.size_bytes, keys=KEYS if case.keyed else 0)
+        # The first message of each partition finds the topic and its leader, which is not what is measured.
+        for producer in producers:
+            for partition in range(case.partitions):
+                producer.send(load, 0, 1, partition)
+        for producer in producers:
+            _flush(target, producer)
+        pool = stack.enter_context(ThreadPoolExecutor(case.producers))
+        ready = threading.Barrier(case.producers + 1)
+        with Meter(target.pid) as meter:
+            sent = [pool.submit(_send, target, producer, load, ready, seconds) for producer in producers]
+            ready.wait()
+            began = time.perf_counter()
+            messages = sum(each.result() for each in sent)
+            elapsed = time.perf_counter() - began
+        stored = sum(producers[0].end_offset(partition) for partition in range(case.partitions))
+    if stored < messages + case.partitions * case.producers:
+        raise RuntimeError(f"of {messages} messages, the server has {stored}")
+    return stored, flow(case, messages, elapsed, meter)
 
 
-def produce(server: Server, messages: int, *, idempotent: bool = False) -> Flow:
-    """Send messages to all partitions with `acks=all` and wait for every answer."""
-    settings = {
-        "bootstrap.servers": server.kafka,
+def settings_of(target: Target, case: Case, linger_ms: float = 5) -> dict[str, str]:
+    """What the producers are told; all else is librdkafka's default."""
+    alone = case.producers == 1
+    return {
+        "bootstrap.servers": target.address,
         "log_level": "0",
-        "acks": "all",
-        "linger.ms": "5",
-        "enable.idempotence": str(idempotent).lower(),
-        "queue.buffering.max.messages": "200000",
+        "acks": "all" if case.acks == IDEMPOTENT else case.acks,
+        "enable.idempotence": str(case.acks == IDEMPOTENT).lower(),
+        "linger.ms": str(linger_ms),
+        "queue.buffering.max.kbytes": str(_QUEUE_KB if alone else _SHARE_KB),
+        "queue.buffering.max.messages": str(_QUEUE_MESSAGES if alone else _SHARE_MESSAGES),
         "topic.metadata.refresh.interval.ms": "-1",
     }
-    topic = IDEMPOTENT_TOPIC if idempotent else TOPIC
-    producer = Producer(topic, settings, os.urandom(MESSAGE_BYTES), at_once=_AT_ONCE)
-    try:
-        # The first message of each partition finds the topic and its leader, which is not what is measured.
-        for partition in range(PARTITIONS):
-            producer.send(partition, 1)
-        _flush(server, producer)
-        before, client_before, began = cpu_of(server.pid), time.process_time(), time.perf_counter()
-        for number in range(messages // _AT_ONCE):
-            producer.send(number % PARTITIONS, _AT_ONCE)
-        _flush(server, producer)
-        return _flow(server, messages, began, before, client_before)
-    finally:
-        producer.close()
 
 
-def _flush(server: Server, producer: Producer) -> None:
+def _send(target: Target, producer: Producer, load: Load, ready: threading.Barrier, seconds: float) -> int:
+    """One producer: send until the time is up, then wait for the answers."""
+    ready.wait()
+    deadline = time.perf_counter() + seconds
+    sent = 0
+    while time.perf_counter() < deadline:
+        producer.send(load, sent % load.count, _AT_ONCE)
+        sent += _AT_ONCE
+    _flush(target, producer)
+    return sent
+
+
+def _flush(target: Target, producer: Producer) -> None:
     deadline = time.monotonic() + _ANSWER_S_MAX
     while not producer.flush(_LOOK_MS):
-        if not server.is_running() or time.monotonic() > deadline:
-            raise ServerFailed(f"the server does not answer; its log ends with:\n{server.log_tail()}")
+        target.check()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not every message was answered within {_ANSWER_S_MAX:g} s")
 
 
-def consume(server: Server, messages: int) -> Flow:
-    """Read back what `produce` wrote, from the start of every partition."""
+def consume(target: Target, case: Case, stored: int) -> Numbers:
+    """Read back what was produced, from the start of every partition; it is still in the page cache."""
     settings = {
-        "bootstrap.servers": server.kafka,
+        "bootstrap.servers": target.address,
         "log_level": "0",
-        "group.id": TOPIC,
+        "group.id": target.topic,
         "fetch.queue.backoff.ms": "0",
         # A fetch of a partition that is read to its end must not hold up the others for long.
         "fetch.wait.max.ms": "10",
         "queued.min.messages": "1000000",
         "topic.metadata.refresh.interval.ms": "-1",
     }
-    consumer = Consumer(TOPIC, settings, range(PARTITIONS))
-    try:
-        wanted = messages + PARTITIONS
+    seen = notes()
+    with closing(Consumer(target.topic, settings, range(case.partitions), seen)) as consumer:
         deadline = time.monotonic() + _ANSWER_S_MAX
         # The clock starts with the first messages: connecting and finding the start is not what is measured.
-        first = _first(consumer, deadline)
-        before, client_before, began = cpu_of(server.pid), time.process_time(), time.perf_counter()
-        got = first
-        while got < wanted:
-            got += consumer.poll(100)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{got} of {wanted} messages came within {_ANSWER_S_MAX:g} s")
-        return _flow(server, got - first, began, before, client_before)
-    finally:
-        consumer.close()
+        _read(target, consumer, lambda: not seen[COUNT], deadline)
+        with Meter(target.pid) as meter:
+            first, began = int(seen[COUNT]), time.perf_counter()
+            _read(target, consumer, lambda: seen[COUNT] < stored, deadline)
+            elapsed = time.perf_counter() - began
+        return flow(case, int(seen[COUNT]) - first, elapsed, meter)
 
 
-def _first(consumer: Consumer, deadline: float) -> int:
-    while time.monotonic() < deadline:
-        got = consumer.poll(100)
-        if got:
-            return got
-    raise TimeoutError(f"no message came within {_ANSWER_S_MAX:g} s")
-
-
-def _flow(server: Server, messages: int, began: float, before: Cpu, client_before: float) -> Flow:
-    elapsed = time.perf_counter() - began
-    cpu = cpu_of(server.pid).since(before)
-    client = time.process_time() - client_before
-    size = messages * MESSAGE_BYTES
-    return Flow(size / elapsed / 1e6, cpu.per_gb(size), client / size * 1e9)
+def _read(target: Target, consumer: Consumer, unfinished: Callable[[], object], deadline: float) -> None:
+    while unfinished():
+        consumer.poll(100)
+        if time.monotonic() > deadline:
+            target.check()
+            raise TimeoutError(f"not every message came back within {_ANSWER_S_MAX:g} s")

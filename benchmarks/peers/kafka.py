@@ -6,8 +6,10 @@
     python -m benchmarks.peers.kafka --check                # start it, 1,000 messages in and out, stop it
 
 `always` makes Kafka sync each append before it answers (`log.flush.interval.messages=1`), as `flush=always` does;
-`os` is Kafka's default, which leaves it to the system. The rest is what Kafka's own start script and sample
-configuration set. The jars are kept in a cache folder of the user; with KAFKA_HOME set, that installation is used.
+`os` is Kafka's default, which leaves it to the system. Topics may set their own `flush.messages` and `flush.ms`, for
+which Kafka looks every second. Files of deleted topics go at once instead of after a minute. The rest is what Kafka's
+own start script and sample configuration set. The jars are kept in a cache folder of the user; with KAFKA_HOME set,
+that installation is used.
 
 The process that `Server` starts is this module; Java is its child, in the same process group, so that neither can
 outlive the benchmark.
@@ -60,6 +62,9 @@ controller.listener.names=CONTROLLER
 controller.quorum.bootstrap.servers={controller}
 log.dirs={logs}
 num.partitions={partitions}
+log.flush.scheduler.interval.ms=1000
+log.initial.task.delay.ms=0
+log.segment.delete.delay.ms=100
 num.network.threads=3
 num.io.threads=8
 offsets.topic.replication.factor=1

@@ -1,0 +1,142 @@
+"""What is measured: the cases of the table, chosen so that each factor is seen by itself and the crosses that matter.
+
+A case is one setting of every factor. The default run varies one factor at a time around two bases, one that syncs
+before it acknowledges and one that does not; `everything()` is the whole product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+PRODUCE, LATENCY, REQUESTS, START = "produce", "latency", "requests", "start"
+KINDS = (PRODUCE, LATENCY, REQUESTS, START)
+
+ALWAYS, INTERVAL, OS = "always", "interval", "os"
+FLUSHES = (ALWAYS, INTERVAL, OS)
+DURABILITY = {ALWAYS: "fsync before ack", INTERVAL: "page cache, fsync every 1 s", OS: "page cache"}
+"""What an acknowledgement means under each flush setting, for every server that is measured in the same line."""
+
+SIZES = (1024, 100)
+PARTITIONS = (1, 16, 100)
+PRODUCERS = (1, 10)
+ACKS = ("all", "1")
+IDEMPOTENT = "idempotent"
+RATES = (1000, 50_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One line of the table: what is sent, how, and how durable it is when it is acknowledged."""
+
+    kind: str = PRODUCE
+    flush: str = ALWAYS
+    size_bytes: int = 1024
+    keyed: bool = False
+    partitions: int = 16
+    producers: int = 1
+    acks: str = "all"
+    rate_per_s: int = 0
+
+    @property
+    def name(self) -> str:
+        """The line in a few words; no two lines of a run have the same."""
+        if self.kind == START:
+            return "start and rest"
+        size = "1 KiB" if self.size_bytes == 1024 else f"{self.size_bytes} B"
+        if self.kind == REQUESTS:
+            return f"requests of one message, {size}, {self.flush}"
+        parts = [size, "keyed" if self.keyed else "no key", _count(self.partitions, "partition")]
+        parts += [_count(self.producers, "producer"), f"acks={self.acks}", self.flush]
+        if self.kind == LATENCY:
+            return f"{self.rate_per_s:,}/s, {', '.join(parts)}"
+        return ", ".join(parts)
+
+    @property
+    def durability(self) -> str:
+        """What an acknowledgement means in this line."""
+        return DURABILITY[self.flush]
+
+    @property
+    def consumes(self) -> bool:
+        """Whether what was produced is also read back; how it was synced makes no difference to reading."""
+        return self.kind == PRODUCE and self.flush == OS
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+SAFE = Case(flush=ALWAYS)
+FAST = Case(flush=OS)
+
+
+def default() -> list[Case]:
+    """The lines of a run without options."""
+    return list(dict.fromkeys([*_throughput(), *_latency(), *_requests(), Case(kind=START)]))
+
+
+def quick() -> list[Case]:
+    """A few lines that show whether something went very wrong."""
+    return [
+        SAFE,
+        FAST,
+        replace(FAST, size_bytes=100, partitions=1),
+        Case(kind=LATENCY, rate_per_s=1000),
+        Case(kind=REQUESTS),
+        Case(kind=START),
+    ]
+
+
+def everything() -> list[Case]:
+    """Every combination of the factors, and the lines of the default run that are no such combination."""
+    factors = product(FLUSHES, SIZES, (False, True), PARTITIONS, PRODUCERS, ACKS)
+    return list(
+        dict.fromkeys(
+            Case(flush=flush, size_bytes=size, keyed=keyed, partitions=partitions, producers=producers, acks=acks)
+            for flush, size, keyed, partitions, producers, acks in factors
+        )
+    ) + [case for case in default() if case.kind != PRODUCE]
+
+
+def chosen(cases: Iterable[Case], only: str) -> list[Case]:
+    """The cases that have one of the words given: a kind, or else a part of the name."""
+    words = [word.strip() for word in only.split(",") if word.strip()]
+    return [case for case in cases if not words or any(_has(case, word) for word in words)]
+
+
+def _has(case: Case, word: str) -> bool:
+    return word == case.kind if word in KINDS else word in case.name
+
+
+def _throughput() -> Iterator[Case]:
+    for base in (SAFE, FAST):
+        yield base
+        yield replace(base, size_bytes=100)
+        yield replace(base, keyed=True)
+        yield replace(base, partitions=1)
+        yield replace(base, partitions=100)
+        yield replace(base, producers=10)
+        yield replace(base, acks="1")
+        yield replace(base, acks=IDEMPOTENT)
+    yield Case(flush=INTERVAL)
+    # One partition with one producer is where servers without partitions can be compared.
+    for flush in FLUSHES:
+        yield Case(flush=flush, partitions=1)
+        yield Case(flush=flush, partitions=1, size_bytes=100)
+    # What is hardest for a server: small messages in small batches, since keys spread them over all partitions.
+    yield Case(flush=ALWAYS, size_bytes=100, keyed=True, partitions=100, producers=10)
+    yield Case(flush=OS, size_bytes=100, keyed=True, partitions=100, producers=10)
+    yield Case(flush=OS, partitions=100, producers=10, keyed=True)
+
+
+def _latency() -> Iterator[Case]:
+    for flush in (ALWAYS, OS):
+        for rate in RATES:
+            yield Case(kind=LATENCY, flush=flush, rate_per_s=rate)
+
+
+def _requests() -> Iterator[Case]:
+    for flush in (ALWAYS, OS):
+        yield Case(kind=REQUESTS, flush=flush, partitions=1)

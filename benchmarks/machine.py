@@ -1,0 +1,55 @@
+"""Where the numbers come from: the facts about this machine, and making it ready to be measured on."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+TOUCHED_BYTES_MAX = 8 * 1024**3
+
+
+def facts() -> dict[str, Any]:
+    """What a reader has to know to judge the numbers."""
+    folder = tempfile.gettempdir()
+    return {
+        "cores": os.cpu_count(),
+        "CPU": _cpu_model(),
+        "memory GB": round(psutil.virtual_memory().total / 1e9, 1),
+        "kernel": platform.release(),
+        "system": platform.platform(),
+        "file system": file_system(folder, Path("/proc/mounts").read_text()),
+        "python": platform.python_version(),
+        "load at the start": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def file_system(folder: str, mounts: str) -> str:
+    """The type of the file system that a folder lies on, given the table of mounts."""
+    found, depth = "unknown", -1
+    for line in mounts.splitlines():
+        _, point, kind, *_ = line.split()
+        inside = point == "/" or folder == point or folder.startswith(point + "/")
+        if inside and len(point) > depth:
+            found, depth = kind, len(point)
+    return found
+
+
+def touch_memory() -> None:
+    """Have the machine hand out memory before the clock runs.
+
+    A virtual machine gets its memory from its host when a page is first used. Without this, the first rounds pay for
+    the page cache of the files, and what is measured is the host.
+    """
+    size = min(psutil.virtual_memory().available // 2, TOUCHED_BYTES_MAX)
+    mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()

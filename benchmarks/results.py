@@ -1,0 +1,103 @@
+"""What was measured so far, by line and server, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from benchmarks.cases import Case
+from benchmarks.subject import Measured
+from benchmarks.target import Numbers
+
+
+@dataclass(slots=True)
+class Line:
+    """One line in one direction: the rounds of each server, in the order in which they were measured."""
+
+    case: Case
+    direction: str
+    rounds: dict[str, list[Numbers]] = field(default_factory=dict)
+    durability: dict[str, str] = field(default_factory=dict)
+
+    def value(self, subject: str, number: str) -> float | None:
+        """The median of one number over the rounds; None if it was not measured."""
+        values = [each[number] for each in self.rounds.get(subject, []) if number in each]
+        return median(values) if values else None
+
+    def peak(self, subject: str, number: str) -> float | None:
+        """The largest that one number was in any round."""
+        return max((each[number] for each in self.rounds.get(subject, []) if number in each), default=None)
+
+    def ratio(self, number: str, subject: str, other: str) -> float | None:
+        """How many times the number of another server this one's is, as the median over the rounds.
+
+        The machine may be faster in one round than in another, but the servers of a round are measured next to each
+        other. Where a server missed a round, what is compared is the medians.
+        """
+        mine, theirs = self.value(subject, number), self.value(other, number)
+        if mine is None or not theirs:
+            return None
+        pairs = [(one[number], two[number]) for one, two in zip(self.rounds[subject], self.rounds[other], strict=False)]
+        if len(self.rounds[subject]) != len(self.rounds[other]) or not all(two for _, two in pairs):
+            return mine / theirs
+        return median(one / two for one, two in pairs)
+
+
+class Results:
+    """Every line of a run."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[str, str], Line] = {}
+        self.failures: list[str] = []
+
+    def add(self, case: Case, subject: str, durability: str, measured: Measured) -> None:
+        """Take note of one measurement."""
+        for direction, numbers in measured.items():
+            line = self._lines.setdefault((case.name, direction), Line(case, direction))
+            line.rounds.setdefault(subject, []).append(numbers)
+            line.durability[subject] = durability
+
+    def lines(self, *directions: str) -> Iterator[Line]:
+        """The lines in some directions, or all of them."""
+        return (line for line in self._lines.values() if not directions or line.direction in directions)
+
+    def subjects(self, *directions: str) -> list[str]:
+        """The servers that appear in these lines, in the order of their first appearance."""
+        return list(dict.fromkeys(name for line in self.lines(*directions) for name in line.rounds))
+
+    def extreme(self, pick: Callable[[Line], float | None], *directions: str, least: bool) -> tuple[float, Line] | None:
+        """The least or the largest of some number over lines, and the line where it was seen."""
+        found = [(value, line) for line in self.lines(*directions) if (value := pick(line)) is not None]
+        choose = min if least else max
+        return choose(found, key=lambda each: each[0]) if found else None
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Everything, raw and as medians."""
+        return [
+            {
+                "line": line.case.name,
+                "direction": line.direction,
+                "case": asdict(line.case),
+                "subjects": {
+                    name: {
+                        "durability": line.durability[name],
+                        "median": {number: line.value(name, number) for number in rounds[0]},
+                        "rounds": rounds,
+                    }
+                    for name, rounds in line.rounds.items()
+                },
+            }
+            for line in self.lines()
+        ]
+
+    @classmethod
+    def from_json(cls, lines: list[dict[str, Any]]) -> Results:
+        """What was written down by another run."""
+        results = cls()
+        for line in lines:
+            for name, found in line["subjects"].items():
+                for numbers in found["rounds"]:
+                    results.add(Case(**line["case"]), name, found["durability"], {line["direction"]: numbers})
+        return results

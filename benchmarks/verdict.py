@@ -1,0 +1,125 @@
+"""What was to be reached, and whether it was: one row for each target, with the line that is furthest from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from benchmarks.cases import LATENCY
+from benchmarks.latency import ACKNOWLEDGED, END_TO_END
+from benchmarks.requests import IN_FLIGHT, ONE_BY_ONE
+from benchmarks.results import Line, Results
+from benchmarks.subject import CONSUMED, PRODUCED
+from benchmarks.subjects import DISCARD, KAFKA, LIMIT, MILLSTREAM
+
+OF_LIMIT_MIN = 0.85
+LEVEL_MIN = 0.95
+"""What counts as level: less of a difference than that is seen between two runs of the same server."""
+PRODUCE_USER_S_MAX, CONSUME_USER_S_MAX = 0.7, 0.4
+MEMORY_MB_MAX = 200
+_KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One target. `reached` is None where nothing was measured that could tell."""
+
+    what: str
+    wanted: str
+    reached: bool | None
+    found: str
+    where: str = ""
+
+    @property
+    def mark(self) -> str:
+        """The verdict in a word."""
+        return {True: "reached", False: "not reached", None: "not measured"}[self.reached]
+
+
+Pick = Callable[[Line], float | None]
+
+
+def targets(results: Results) -> list[Target]:
+    """Every target, in the order in which they were set."""
+    return [
+        *_of_limit(results),
+        *_against_kafka(results),
+        *_against_others(results),
+        _user_cpu(results, PRODUCED, PRODUCE_USER_S_MAX),
+        _user_cpu(results, CONSUMED, CONSUME_USER_S_MAX),
+        _memory(results),
+    ]
+
+
+def _of_limit(results: Results) -> Iterator[Target]:
+    for direction in (PRODUCED, CONSUMED):
+
+        def share(line: Line) -> float | None:
+            return line.ratio("MB/s", MILLSTREAM, LIMIT) if line.case.size_bytes == _KIB else None
+
+        yield _least(f"{direction} at 1 KiB, of the limit", OF_LIMIT_MIN, results, share, direction)
+
+
+def _against_kafka(results: Results) -> Iterator[Target]:
+    for direction, number in ((PRODUCED, "MB/s"), (CONSUMED, "MB/s"), (IN_FLIGHT, "requests/s")):
+        yield _least(f"{direction}, of Apache Kafka", LEVEL_MIN, results, _times(number, KAFKA), direction)
+    yield _least(f"p50 {ONE_BY_ONE}, Apache Kafka's of ours", LEVEL_MIN, results, _shorter("p50 ms"), ONE_BY_ONE)
+    rates = sorted({line.case.rate_per_s for line in results.lines() if line.case.kind == LATENCY})
+    for rate in rates:
+        for direction in (ACKNOWLEDGED, END_TO_END):
+
+            def shorter(line: Line, rate: int = rate) -> float | None:
+                return _shorter("p99 ms")(line) if line.case.rate_per_s == rate else None
+
+            what = f"p99 {direction} at {rate:,}/s, Apache Kafka's of ours"
+            yield _least(what, LEVEL_MIN, results, shorter, direction)
+
+
+def _against_others(results: Results) -> Iterator[Target]:
+    for name in results.subjects(PRODUCED, CONSUMED):
+        if name in (MILLSTREAM, LIMIT, DISCARD, KAFKA):
+            continue
+        yield _least(f"produce and consume, of {name}", 1.0, results, _times("MB/s", name), PRODUCED, CONSUMED)
+
+
+def _times(number: str, other: str) -> Pick:
+    return lambda line: line.ratio(number, MILLSTREAM, other)
+
+
+def _shorter(number: str) -> Pick:
+    return lambda line: line.ratio(number, KAFKA, MILLSTREAM)
+
+
+def _least(what: str, wanted: float, results: Results, pick: Pick, *directions: str) -> Target:
+    """A target that every line has to reach; the line that is furthest from it is named."""
+    values = [value for line in results.lines(*directions) if (value := pick(line)) is not None]
+    worst = results.extreme(pick, *directions, least=True)
+    if worst is None:
+        return Target(what, f"at least {wanted:.0%}", None, "")
+    good = sum(value >= wanted for value in values)
+    found = f"{good} of {len(values)} lines; least {worst[0]:.0%}"
+    return Target(what, f"at least {wanted:.0%}", good == len(values), found, worst[1].case.name)
+
+
+def _user_cpu(results: Results, direction: str, wanted: float) -> Target:
+    def cpu(line: Line) -> float | None:
+        return line.value(MILLSTREAM, "user CPU s/GB")
+
+    what = f"{direction}, user CPU per GB"
+    values = [value for line in results.lines(direction) if (value := cpu(line)) is not None]
+    worst = results.extreme(cpu, direction, least=False)
+    if worst is None:
+        return Target(what, f"below {wanted} s", None, "")
+    good = sum(value < wanted for value in values)
+    found = f"{good} of {len(values)} lines; most {worst[0]:.2f} s"
+    return Target(what, f"below {wanted} s", good == len(values), found, worst[1].case.name)
+
+
+def _memory(results: Results) -> Target:
+    what, wanted = "memory under load", f"below {MEMORY_MB_MAX} MB"
+    worst = results.extreme(lambda line: line.peak(MILLSTREAM, "memory MB"), least=False)
+    if worst is None:
+        return Target(what, wanted, None, "")
+    children = worst[1].peak(MILLSTREAM, "children's memory MB") or 0
+    found = f"most {worst[0]:.0f} MB, {children:.0f} MB of it the HTTP child's"
+    return Target(what, wanted, worst[0] < MEMORY_MB_MAX, found, worst[1].case.name)

@@ -1,0 +1,146 @@
+"""Medians, ratios, verdicts, tables and pictures of made-up results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmarks import cases, plots, report
+from benchmarks.cases import ALWAYS, LATENCY, OS, PRODUCE, Case
+from benchmarks.latency import ACKNOWLEDGED, END_TO_END
+from benchmarks.results import Results
+from benchmarks.subject import CONSUMED, PRODUCED
+from benchmarks.subjects import KAFKA, LIMIT, MILLSTREAM
+from benchmarks.verdict import targets
+
+
+def flow(mb_per_s: float, user_s: float = 0.2, memory_mb: float = 100) -> dict[str, float]:
+    return {
+        "MB/s": mb_per_s,
+        "messages/s": mb_per_s * 1000,
+        "user CPU s/GB": user_s,
+        "system CPU s/GB": 0.4,
+        "user CPU s/M messages": user_s,
+        "system CPU s/M messages": 0.4,
+        "client CPU s/GB": 0.5,
+        "memory MB": memory_mb,
+        "children's memory MB": 30,
+    }
+
+
+def latency(p99_ms: float) -> dict[str, float]:
+    return {"p50 ms": p99_ms / 2, "p99 ms": p99_ms, "p99.9 ms": p99_ms * 2, "max ms": p99_ms * 3}
+
+
+@pytest.fixture
+def results() -> Results:
+    """Level with all that is wanted, in two lines and a fixed rate."""
+    made = Results()
+    for case in (Case(), Case(flush=OS)):
+        for subject, rate in ((LIMIT, 1000), (MILLSTREAM, 900), (KAFKA, 500), ("nats", 400)):
+            for each in (rate, rate * 1.1, rate * 0.5):
+                made.add(case, subject, case.durability, {PRODUCED: flow(each), CONSUMED: flow(each)})
+    for subject, p99 in ((LIMIT, 1.0), (MILLSTREAM, 2.0), (KAFKA, 3.0)):
+        fixed = Case(kind=LATENCY, rate_per_s=1000)
+        made.add(fixed, subject, fixed.durability, {ACKNOWLEDGED: latency(p99), END_TO_END: latency(p99)})
+    return made
+
+
+def test_a_value_is_the_median_of_the_rounds(results: Results) -> None:
+    line = next(results.lines(PRODUCED))
+    assert line.value(MILLSTREAM, "MB/s") == 900
+    assert line.peak(MILLSTREAM, "MB/s") == pytest.approx(990)
+    assert line.value("nobody", "MB/s") is None
+    assert line.ratio("MB/s", MILLSTREAM, LIMIT) == pytest.approx(0.9)
+
+
+def test_servers_are_compared_round_by_round() -> None:
+    """A machine that is twice as fast in one round is so for both."""
+    made = Results()
+    for rate in (100, 200, 400):
+        made.add(Case(), LIMIT, "", {PRODUCED: flow(rate)})
+        made.add(Case(), MILLSTREAM, "", {PRODUCED: flow(rate * 0.8)})
+    made.add(Case(), KAFKA, "", {PRODUCED: flow(80)})
+    line = next(made.lines(PRODUCED))
+    assert line.ratio("MB/s", MILLSTREAM, LIMIT) == pytest.approx(0.8)
+    # Kafka was measured once only, so there are no rounds to compare.
+    assert line.ratio("MB/s", MILLSTREAM, KAFKA) == pytest.approx(2)
+
+
+def test_all_targets_are_reached_when_they_are(results: Results) -> None:
+    verdicts = {target.what: target.reached for target in targets(results)}
+    measured = {what: reached for what, reached in verdicts.items() if reached is not None}
+    assert set(measured.values()) == {True}
+    assert "p99 end to end at 1,000/s, Apache Kafka's of ours" in measured
+    assert "produce and consume, of nats" in measured
+    assert verdicts["100 in flight, of Apache Kafka"] is None
+
+
+def test_a_target_that_is_missed_names_the_worst_line(results: Results) -> None:
+    worst = Case(flush=OS, partitions=100)
+    results.add(worst, LIMIT, worst.durability, {PRODUCED: flow(1000)})
+    results.add(worst, MILLSTREAM, worst.durability, {PRODUCED: flow(300, user_s=0.9, memory_mb=250)})
+    missed = {target.what: target for target in targets(results) if target.reached is False}
+    assert set(missed) == {"produce at 1 KiB, of the limit", "produce, user CPU per GB", "memory under load"}
+    assert {target.where for target in missed.values()} == {worst.name}
+    assert missed["produce at 1 KiB, of the limit"].found == "2 of 3 lines; least 30%"
+    assert missed["produce, user CPU per GB"].found == "2 of 3 lines; most 0.90 s"
+    assert "250 MB" in missed["memory under load"].found
+
+
+def test_small_messages_are_not_compared_with_the_limit(results: Results) -> None:
+    small = Case(size_bytes=100)
+    results.add(small, LIMIT, small.durability, {PRODUCED: flow(1000)})
+    results.add(small, MILLSTREAM, small.durability, {PRODUCED: flow(300)})
+    assert targets(results)[0].reached is True
+
+
+def test_results_survive_being_written_down(results: Results) -> None:
+    again = Results.from_json(results.as_json())
+    assert again.as_json() == results.as_json()
+
+
+def test_tables_have_a_cell_for_each_column(results: Results) -> None:
+    made = [table for table in report.tables(results) if table.rows]
+    assert {len(row) - len(table.header) for table in made for row in table.rows} == {0}
+    produced = next(table for table in made if table.title.startswith("Produce at most"))
+    assert produced.rows[0][0] == Case().name
+    assert "900 (0.90)" in produced.rows[0]
+    assert "90%" in produced.rows[0]
+    assert "fsync before ack" in produced.rows[0]
+    assert produced.markdown().splitlines()[2].startswith("| line |")
+
+
+def test_pictures_are_drawn(results: Results, tmp_path: Path) -> None:
+    drawn = plots.draw(results, tmp_path)
+    assert len(drawn) == 5
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_every_factor_is_varied_by_itself() -> None:
+    chosen = [case for case in cases.default() if case.kind == PRODUCE]
+    assert len({case.name for case in cases.default()}) == len(cases.default())
+    for base in (Case(flush=ALWAYS), Case(flush=OS)):
+        wanted = [
+            replace(base, size_bytes=100),
+            replace(base, keyed=True),
+            *(replace(base, partitions=partitions) for partitions in cases.PARTITIONS),
+            replace(base, producers=10),
+            replace(base, acks="1"),
+        ]
+        assert set(wanted) <= set(chosen)
+    assert {case.flush for case in chosen} == set(cases.FLUSHES)
+
+
+def test_the_whole_product_has_every_combination() -> None:
+    everything = cases.everything()
+    assert len([case for case in everything if case.kind == PRODUCE]) == 3 * 2 * 2 * 3 * 2 * 2
+    assert len({case.name for case in everything}) == len(everything)
+
+
+def test_lines_are_chosen_by_words() -> None:
+    names = [case.name for case in cases.chosen(cases.default(), "latency")]
+    assert len(names) == 4
+    assert all("keyed" in case.name for case in cases.chosen(cases.default(), "keyed"))
+    assert cases.chosen(cases.default(), "") == cases.default()
