@@ -10,11 +10,12 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
-import httpx
+import grpc
+from aetcd import rpc
 
-from millstream.cluster.etcd_gateway import CONNECT_S_MAX, EtcdGateway
-from millstream.cluster.etcd_messages import KeepAliveLine, decode, encode
+from millstream.cluster.etcd_members import OPTIONS, EtcdMembers
 from millstream.model.clock import Clock
 from millstream.model.errors import StoreUnavailable
 
@@ -29,14 +30,15 @@ class EtcdSession:
     """One lease."""
 
     def __init__(
-        self, gateway: EtcdGateway, lease: int, ttl_s: float, clock: Clock, on_lost: Callable[[], None]
+        self, members: EtcdMembers, lease: int, ttl_s: float, clock: Clock, on_lost: Callable[[], None]
     ) -> None:
-        self._gateway = gateway
+        self._members = members
         self._ttl_s = ttl_s
         self._clock = clock
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._ended = threading.Event()
+        self._channels: dict[str, Any] = {}
         self._last_beat = clock.monotonic()
         self._beating = self._loop.call_later(ttl_s / _BEATS, self._beat)
         self._thread = threading.Thread(target=self._keep_alive, name="etcd-lease", daemon=True)
@@ -49,7 +51,8 @@ class EtcdSession:
         if self.live:
             self._end()
             with suppress(StoreUnavailable):
-                await self._gateway.ask("/v3/lease/revoke", {"ID": self.lease}, repeatable=True)
+                request = rpc.LeaseRevokeRequest(ID=self.lease)
+                await self._members.ask(lambda member: member.leases.LeaseRevoke, request, repeatable=True)
         await asyncio.to_thread(self._thread.join, _JOIN_S_MAX)
 
     def _beat(self) -> None:
@@ -68,40 +71,55 @@ class EtcdSession:
 
     def _keep_alive(self) -> None:
         """What the thread does."""
-        address = self._gateway.address
-        timeout = httpx.Timeout(self._ttl_s / RENEWALS, connect=min(CONNECT_S_MAX, self._ttl_s / RENEWALS))
-        with httpx.Client(verify=address.verify(), trust_env=False, timeout=timeout) as client, suppress(RuntimeError):
+        try:
             # A loop that was closed raises RuntimeError: the process ends, and the lease ends by its time.
-            while not self._ended.wait(self._ttl_s / RENEWALS):
-                if not self._renew(client):
-                    self._loop.call_soon_threadsafe(self._lost)
-                    return
+            with suppress(RuntimeError):
+                while not self._ended.wait(self._ttl_s / RENEWALS):
+                    if not self._renew():
+                        self._loop.call_soon_threadsafe(self._lost)
+                        return
+        finally:
+            for channel in self._channels.values():
+                channel.close()
 
-    def _renew(self, client: httpx.Client) -> bool:
+    def _renew(self) -> bool:
         """Give a sign of life; False when the lease is lost."""
         if self._clock.monotonic() - self._last_beat >= self._ttl_s:
-            self._post(client, "/v3/lease/revoke")
+            self._ask("LeaseRevoke", rpc.LeaseRevokeRequest(ID=self.lease), rpc.LeaseRevokeResponse)
             return False
-        content = self._post(client, "/v3/lease/keepalive")
-        if content is None:
-            return True
-        answer = decode(content, KeepAliveLine)
-        return answer.result is None or answer.result.ttl_s > 0
+        answer = self._ask("LeaseKeepAlive", rpc.LeaseKeepAliveRequest(ID=self.lease), rpc.LeaseKeepAliveResponse)
+        return answer is None or answer.TTL > 0
 
-    def _post(self, client: httpx.Client, path: str) -> bytes | None:
+    def _ask(self, method: str, request: Any, kind: Any) -> Any:
         """The answer to a request about the lease, which every member may be asked; None when there is none."""
         reason = ""
-        for _ in self._gateway.address.endpoints:
-            endpoint = self._gateway.endpoint
+        for _ in self._members.address.endpoints:
+            endpoint = self._members.endpoint
+            # A stream of requests that holds just one is the same on the wire as a single request.
+            call = self._channel(endpoint).unary_unary(
+                f"/etcdserverpb.Lease/{method}",
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=kind.FromString,
+            )
             try:
-                answer = client.post(endpoint + path, content=encode({"ID": self.lease}), headers=self._gateway.headers)
-            except httpx.TransportError as error:
-                reason = str(error) or type(error).__name__
-                self._loop.call_soon_threadsafe(self._gateway.move_on, endpoint)
+                answer = call(request, timeout=self._ttl_s / RENEWALS, metadata=self._members.metadata)
+            except grpc.RpcError as error:
+                reason = str(error.details())
+                self._loop.call_soon_threadsafe(self._members.move_on, endpoint)
                 continue
-            if answer.status_code == httpx.codes.OK:
-                self._loop.call_soon_threadsafe(self._gateway.health.answered)
-                return answer.content
-            reason = f"HTTP status {answer.status_code}"
-        self._loop.call_soon_threadsafe(self._gateway.health.silent, reason)
+            self._loop.call_soon_threadsafe(self._members.health.answered)
+            return answer
+        self._loop.call_soon_threadsafe(self._members.health.silent, reason)
         return None
+
+    def _channel(self, endpoint: str) -> Any:
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            credentials = self._members.address.credentials()
+            channel = (
+                grpc.insecure_channel(endpoint, options=OPTIONS)
+                if credentials is None
+                else grpc.secure_channel(endpoint, credentials, options=OPTIONS)
+            )
+            self._channels[endpoint] = channel
+        return channel

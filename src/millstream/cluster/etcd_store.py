@@ -5,19 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
 
-from millstream.cluster.etcd_gateway import EtcdAddress, EtcdGateway
-from millstream.cluster.etcd_messages import (
-    KeyValue,
-    Lease,
-    RangeAnswer,
-    TxnAnswer,
-    decode,
-    range_end,
-    text,
-    transaction,
-)
+from aetcd import rpc
+
+from millstream.cluster import etcd_requests
+from millstream.cluster.etcd_address import EtcdAddress
+from millstream.cluster.etcd_members import EtcdMembers
 from millstream.cluster.etcd_session import EtcdSession
 from millstream.cluster.etcd_watch import EtcdWatch
 from millstream.cluster.store import Change, Entry, Event, Expect, Put, Snapshot, check_changes
@@ -41,7 +34,7 @@ class EtcdStore:
         self._namespace = f"/millstream/{cluster}/".encode()
         self._clock = clock
         self._health = StoreHealth(clock)
-        self._gateway = EtcdGateway(address, self._health, request_s_max=request_s_max)
+        self._members = EtcdMembers(address, self._health, request_s_max=request_s_max)
         self._session: EtcdSession | None = None
 
     @property
@@ -73,10 +66,12 @@ class EtcdStore:
         revision = 0
         first = prefix
         while True:
-            message = {"key": first, "range_end": range_end(prefix), "limit": PAGE_KEYS, "revision": revision}
-            answer = decode(await self._gateway.ask("/v3/kv/range", message, repeatable=True), RangeAnswer)
+            request = etcd_requests.page(prefix, first=first, revision=revision, keys_max=PAGE_KEYS)
+            answer = await self._members.ask(lambda member: member.keys.Range, request, repeatable=True)
             revision = revision or answer.header.revision
-            entries.update((entry.key, entry) for entry in map(self._entry, answer.kvs))
+            for found in answer.kvs:
+                entry = etcd_requests.entry(self._namespace, found)
+                entries[entry.key] = entry
             if not answer.more or not answer.kvs:
                 return Snapshot(entries, revision)
             first = answer.kvs[-1].key + b"\x00"
@@ -84,16 +79,16 @@ class EtcdStore:
     async def change(self, changes: Sequence[Change], expect: Sequence[Expect] = ()) -> int | None:
         """Carry out all changes in one transaction if every expectation holds."""
         check_changes(changes, expect)
-        lease = self._session.lease if self._session is not None and self._session.live else None
-        if lease is None and any(isinstance(change, Put) and change.leased for change in changes):
+        lease = self._session.lease if self._session is not None and self._session.live else 0
+        if not lease and any(isinstance(change, Put) and change.leased for change in changes):
             raise StoreRefused("a leased key needs a live session")
-        message = transaction(self._namespace, changes, expect, lease)
-        answer = decode(await self._gateway.ask("/v3/kv/txn", message, repeatable=False), TxnAnswer)
-        return answer.header.revision if answer.succeeded else None
+        request = etcd_requests.transaction(self._namespace, changes, expect, lease)
+        answer = await self._members.ask(lambda member: member.keys.Txn, request, repeatable=False)
+        return int(answer.header.revision) if answer.succeeded else None
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:
         """Every change below `prefix` with a revision above `after`."""
-        async with aclosing(EtcdWatch(self._gateway, self._namespace, prefix, after).batches()) as batches:
+        async with aclosing(EtcdWatch(self._members, self._namespace, prefix, after).batches()) as batches:
             async for events in batches:
                 yield events
 
@@ -101,19 +96,14 @@ class EtcdStore:
         """Begin a session. etcd counts in whole seconds and has a least time of two."""
         if self._session is not None and self._session.live:
             raise StoreRefused("the session before this one has not ended")
-        message: Any = {"TTL": math.ceil(ttl_s)}
-        granted = decode(await self._gateway.ask("/v3/lease/grant", message, repeatable=True), Lease)
-        if not granted.lease_id:
-            raise StoreUnavailable("etcd granted no lease")
-        self._session = EtcdSession(self._gateway, granted.lease_id, granted.ttl_s, self._clock, on_lost)
+        # A lease whose answer was lost ends by its time, so asking twice does no harm.
+        request = rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s))
+        granted = await self._members.ask(lambda member: member.leases.LeaseGrant, request, repeatable=True)
+        self._session = EtcdSession(self._members, granted.ID, granted.TTL, self._clock, on_lost)
         return self._session
 
     async def close(self) -> None:
         """End the session and every connection; watches end with the tasks that read them."""
         if self._session is not None:
             await self._session.close()
-        await self._gateway.close()
-
-    def _entry(self, found: KeyValue) -> Entry:
-        key = text(found.key[len(self._namespace) :])
-        return Entry(key, text(found.value), found.mod_revision, found.create_revision)
+        await self._members.close()

@@ -10,7 +10,7 @@ import pytest
 
 from millstream.cluster.embedded_service import EmbeddedService
 from millstream.cluster.embedded_store import EmbeddedStore
-from millstream.cluster.etcd_gateway import EtcdAddress
+from millstream.cluster.etcd_address import EtcdAddress
 from millstream.cluster.etcd_store import EtcdStore
 from millstream.cluster.store import CoordinationStore
 from millstream.model.clock import SystemClock
