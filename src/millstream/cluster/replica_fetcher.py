@@ -1,0 +1,269 @@
+"""Following: one task for each leader fetches what this node's replicas lack and appends it.
+
+All partitions of one leader share one fetch and one session, in which only what changes is named. What goes wrong with
+one partition takes that one out for a while, longer each time, and never holds up the others. What goes wrong with the
+link ends the session and begins another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from millstream.cluster.backoff import Backoff
+from millstream.cluster.replica_link import ReplicaLink
+from millstream.model.errors import LogUnavailable, MillstreamError, NotLeader
+from millstream.model.ids import NO_EPOCH, Epoch, NodeId
+from millstream.replication.partition import Partition
+from millstream.wire.refusal import OFFSET_OUT_OF_RANGE, refusal
+from millstream.wire.replica_fetching import (
+    FIRST_SESSION_EPOCH,
+    NO_SESSION,
+    PartitionKey,
+    ReplicaAnswer,
+    ReplicaAnswers,
+    ReplicaFetch,
+    ReplicaPosition,
+    next_session_epoch,
+)
+
+_logger = logging.getLogger(__name__)
+
+HOLD_FIRST_S = 0.05
+HOLD_MAX_S = 5.0
+BYTES_BETWEEN_YIELDS = 512 * 1024
+PARTITIONS_BETWEEN_YIELDS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchLimits:
+    """How much and how long one fetch of a follower may take."""
+
+    wait_ms: int = 500
+    bytes_max: int = 10 * 1024 * 1024
+    partition_bytes_max: int = 1024 * 1024
+
+
+class _Followed:
+    """One partition that is fetched here."""
+
+    __slots__ = ("asked_epoch", "failures", "held", "partition")
+
+    def __init__(self, partition: Partition) -> None:
+        self.partition = partition
+        self.asked_epoch: Epoch = NO_EPOCH
+        """The leader epoch in which it was last asked for, which is the one that an answer is for."""
+        self.failures = 0
+        self.held: asyncio.TimerHandle | None = None
+        """While it is not asked for, because something went wrong with it."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether an answer is for the leader epoch that still holds."""
+        return self.asked_epoch == self.partition.leader_epoch and self.partition.follows is not None
+
+
+class ReplicaFetcher:
+    """Fetches from one leader, until `run` is cancelled."""
+
+    def __init__(
+        self,
+        leader: NodeId,
+        me: NodeId,
+        link: ReplicaLink,
+        *,
+        limits: FetchLimits,
+        random: Random,
+        registration: Callable[[], int],
+    ) -> None:
+        self.leader = leader
+        self._me = me
+        self._link = link
+        self._limits = limits
+        self._random = random
+        self._registration = registration
+        self._backoff = Backoff(random)
+        self._followed: dict[PartitionKey, _Followed] = {}
+        self._changed: dict[PartitionKey, None] = {}
+        """Partitions of which the leader does not know yet where they are."""
+        self._forgotten: dict[PartitionKey, None] = {}
+        self._session_id = NO_SESSION
+        self._session_epoch = FIRST_SESSION_EPOCH
+        self._wake = asyncio.Event()
+
+    def __len__(self) -> int:
+        """How many partitions are fetched."""
+        return len(self._followed)
+
+    # -- what is followed -----------------------------------------------------------------------------------
+
+    def follow(self, partition: Partition) -> None:
+        """Fetch a partition from now on; one that is known is asked for anew, since its epoch may be another."""
+        key = (partition.topic.topic_id, partition.index)
+        followed = self._followed.get(key)
+        if followed is None or followed.partition is not partition:
+            self.leave(key)
+            followed = self._followed[key] = _Followed(partition)
+        elif followed.asked_epoch == partition.leader_epoch and followed.held is None:
+            return
+        followed.failures = 0
+        self._release(key, followed)
+
+    def leave(self, key: PartitionKey) -> None:
+        """Fetch a partition no more."""
+        followed = self._followed.pop(key, None)
+        if followed is not None:
+            self._unhold(followed)
+            self._changed.pop(key, None)
+            self._forgotten[key] = None
+
+    def _release(self, key: PartitionKey, followed: _Followed) -> None:
+        self._unhold(followed)
+        self._changed[key] = None
+        self._forgotten.pop(key, None)
+        self._wake.set()
+
+    def _unhold(self, followed: _Followed) -> None:
+        if followed.held is not None:
+            followed.held.cancel()
+            followed.held = None
+
+    def _hold(self, key: PartitionKey, followed: _Followed, error: MillstreamError) -> None:
+        """Leave a partition alone for a while."""
+        if self._followed.get(key) is not followed or followed.held is not None:
+            return
+        level = logging.DEBUG if followed.failures or isinstance(error, NotLeader) else logging.WARNING
+        where = str(followed.partition.log.partition)
+        extra = {"partition": where, "leader": self.leader, "error": str(error)}
+        _logger.log(level, "a replica could not go on; it is tried again", extra=extra)
+        pause_s = min(HOLD_FIRST_S * 2**followed.failures, HOLD_MAX_S) * self._random.uniform(0.5, 1.0)
+        followed.failures = min(followed.failures + 1, 16)
+        followed.held = asyncio.get_running_loop().call_later(pause_s, self._release, key, followed)
+        self._changed.pop(key, None)
+        self._forgotten[key] = None
+
+    # -- the task -------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Fetch for ever."""
+        try:
+            while True:
+                if all(followed.held is not None for followed in self._followed.values()):
+                    self._wake.clear()
+                    await self._wake.wait()
+                await self._fetch_once()
+        finally:
+            for followed in self._followed.values():
+                self._unhold(followed)
+            await self._link.close()
+
+    async def _fetch_once(self) -> None:
+        try:
+            answers = await self._link.fetch(self._next_fetch())
+            await self._take(answers)
+            self._backoff.succeeded()
+        except MillstreamError as error:
+            self._begin_session()
+            _logger.info("a leader cannot be reached", extra={"leader": self.leader, "error": str(error)})
+            await self._backoff.pause()
+        except Exception:
+            self._begin_session()
+            _logger.exception("following failed: a defect", extra={"leader": self.leader})
+            await self._backoff.pause()
+
+    def _begin_session(self) -> None:
+        self._session_id, self._session_epoch = NO_SESSION, FIRST_SESSION_EPOCH
+        self._forgotten.clear()
+        self._changed = {key: None for key, followed in self._followed.items() if followed.held is None}
+
+    def _next_fetch(self) -> ReplicaFetch:
+        changed, self._changed = self._changed, {}
+        forgotten, self._forgotten = self._forgotten, {}
+        wanted: dict[PartitionKey, ReplicaPosition] = {}
+        for key in changed:
+            followed = self._followed[key]
+            wanted[key] = self._position(followed)
+            followed.asked_epoch = followed.partition.leader_epoch
+        return ReplicaFetch(
+            node=self._me,
+            registration=self._registration(),
+            session_id=self._session_id,
+            session_epoch=self._session_epoch,
+            max_wait_ms=self._limits.wait_ms,
+            max_bytes=self._limits.bytes_max,
+            wanted=wanted,
+            forgotten=tuple(forgotten) if self._session_id != NO_SESSION else (),
+        )
+
+    def _position(self, followed: _Followed) -> ReplicaPosition:
+        partition = followed.partition
+        log = partition.log
+        return ReplicaPosition(
+            offset=log.end_offset,
+            last_epoch=log.latest_epoch,
+            leader_epoch=partition.leader_epoch,
+            log_start=log.start_offset,
+            max_bytes=self._limits.partition_bytes_max,
+        )
+
+    # -- answers --------------------------------------------------------------------------------------------
+
+    async def _take(self, answers: ReplicaAnswers) -> None:
+        """Carry out an answer, and wait until what it brought is as durable as the next fetch will say it is."""
+        if answers.code:
+            raise refusal(answers.code, None, about=f"fetch from node {self.leader}")
+        self._session_id = answers.session_id
+        self._session_epoch = next_session_epoch(self._session_epoch)
+        syncing: list[tuple[PartitionKey, _Followed, asyncio.Future[None]]] = []
+        size = 0
+        for number, (key, answer) in enumerate(answers.partitions.items(), 1):
+            followed = self._followed.get(key)
+            if followed is None or followed.held is not None or not followed.is_current:
+                continue
+            stored = self._take_one(key, followed, answer)
+            if stored is not None:
+                syncing.append((key, followed, stored))
+            size += len(answer.records)
+            if size >= BYTES_BETWEEN_YIELDS or number % PARTITIONS_BETWEEN_YIELDS == 0:
+                size = 0
+                await asyncio.sleep(0)
+        for key, followed, stored in syncing:
+            try:
+                await stored
+            except MillstreamError as error:
+                self._hold(key, followed, error)
+
+    def _take_one(self, key: PartitionKey, followed: _Followed, answer: ReplicaAnswer) -> asyncio.Future[None] | None:
+        try:
+            stored = self._carry_out(key, followed, answer)
+        except MillstreamError as error:
+            self._hold(key, followed, error)
+            return None
+        except Exception as error:
+            _logger.exception("a replica failed: a defect", extra={"partition": str(followed.partition.log.partition)})
+            self._hold(key, followed, LogUnavailable(f"a defect: {error!r}"))
+            return None
+        followed.failures = 0
+        return stored
+
+    def _carry_out(self, key: PartitionKey, followed: _Followed, answer: ReplicaAnswer) -> asyncio.Future[None] | None:
+        partition, epoch = followed.partition, followed.asked_epoch
+        if answer.code == OFFSET_OUT_OF_RANGE and answer.log_start > partition.log.end_offset:
+            partition.restart_at(answer.log_start, leader_epoch=epoch)
+            self._changed[key] = None
+            return None
+        if answer.code:
+            raise refusal(answer.code, None, about=f"fetch of {partition.log.partition}")
+        if answer.diverging is not None:
+            partition.truncate(answer.diverging, leader_epoch=epoch)
+            self._changed[key] = None
+            return None
+        stored = partition.append_fetched(
+            answer.records, leader_epoch=epoch, high_watermark=answer.high_watermark, log_start=answer.log_start
+        )
+        if answer.records:
+            self._changed[key] = None
+        return stored

@@ -1,0 +1,224 @@
+"""Fetch (key 1) by a follower, versions 15 to 18: what replication stands on.
+
+Fetch hands a request over that names a replica. It reads up to the end of the log, not only to the high watermark, and
+what it asks for tells the leader how far the follower has got. Only nodes that carry a replica may; the leader epoch
+has to be the current one; a follower whose history is another one is told where they part (KIP-595). It is no
+consumer, so quotas do not count it.
+
+A fetch that finds nothing waits for an append. It is also answered when only a high watermark has moved, a little
+later, so that a busy follower hears of it with the records that follow (KIP-1166). Followers get through when the
+budget for bytes in flight is used up: producers that wait for `acks=all` may be what uses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+from uuid import UUID
+
+from kio.schema.errors import ErrorCode
+
+from millstream.kafka.errors import error_code
+from millstream.kafka.follower_session import FollowedPartition, FollowerSession
+from millstream.model.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation
+from millstream.model.ids import NO_OFFSET, NodeId, Offset
+from millstream.net.budget import Budget
+from millstream.net.connection import Answer, Buffers
+from millstream.replication.partition import Partition
+from millstream.wire.codec import RequestHeader
+from millstream.wire.replica_fetching import (
+    CLOSED_SESSION_EPOCH,
+    FIRST_SESSION_EPOCH,
+    NO_SESSION,
+    OLDEST,
+    PartitionKey,
+    ReplicaAnswer,
+    ReplicaAnswers,
+    ReplicaFetch,
+    next_session_epoch,
+    read_replica_fetch,
+    write_replica_answers,
+)
+
+SESSIONS_MAX = 1000
+WATERMARK_DELAY_S = 0.02
+"""How long a fetch waits for records to go with the news that only a high watermark has moved."""
+
+BYTES_MIN = 1024 * 1024
+"""So much a follower gets in any case."""
+
+ROOM_SHARE = 4
+MAX_WAIT_S_MAX = 60.0
+
+
+class Partitions(Protocol):
+    """Where partitions are found."""
+
+    def partition_by_id(self, topic_id: UUID, index: int) -> Partition:
+        """One partition by the topic's id."""
+
+
+class FollowerFetch:
+    """Answers the fetches of followers, each in a session of its own."""
+
+    def __init__(self, partitions: Partitions, budget: Budget, *, bytes_max: int, new_id: Callable[[], int]) -> None:
+        self._partitions = partitions
+        self._budget = budget
+        self._bytes_max = bytes_max
+        self._new_id = new_id
+        self._sessions: OrderedDict[NodeId, FollowerSession] = OrderedDict()
+        self._stopping = False
+
+    def __len__(self) -> int:
+        """How many followers have a session."""
+        return len(self._sessions)
+
+    def stop(self) -> None:
+        """Answer every fetch that waits, and let none wait any more."""
+        self._stopping = True
+        for session in self._sessions.values():
+            session.wake()
+
+    def handle_frame(self, frame: memoryview, header: RequestHeader) -> Answer:
+        """Answer at once when there is something to tell, else have the connection wait."""
+        if header.version < OLDEST:
+            raise ProtocolViolation(f"a follower's fetch in version {header.version}; {OLDEST} and later are served")
+        fetch = read_replica_fetch(frame, header.body_at)
+        session = self._session(fetch)
+        if isinstance(session, ErrorCode):
+            return _written(header, ReplicaAnswers(session, NO_SESSION))
+        found = self._look(session, fetch)
+        if any(map(_is_urgent, found.values())) or fetch.max_wait_ms <= 0 or self._stopping:
+            return self._answer(header, session, found)
+        return self._wait(header, fetch, session, found)
+
+    # -- sessions -------------------------------------------------------------------------------------------
+
+    def _session(self, fetch: ReplicaFetch) -> FollowerSession | ErrorCode:
+        session = self._sessions.get(fetch.node)
+        if fetch.session_epoch in (FIRST_SESSION_EPOCH, CLOSED_SESSION_EPOCH):
+            session = self._open(fetch.node)
+        elif session is None or session.session_id != fetch.session_id:
+            return ErrorCode.fetch_session_id_not_found
+        elif session.epoch != fetch.session_epoch:
+            return ErrorCode.invalid_fetch_session_epoch
+        else:
+            session.epoch = next_session_epoch(session.epoch)
+        session.update(fetch.wanted.items(), fetch.forgotten)
+        return session
+
+    def _open(self, node: NodeId) -> FollowerSession:
+        """A new session in the place of the one that the node had."""
+        before = self._sessions.pop(node, None)
+        if before is not None:
+            before.close()
+        while len(self._sessions) >= SESSIONS_MAX:
+            self._sessions.popitem(last=False)[1].close()
+        session = self._sessions[node] = FollowerSession(node, self._new_id())
+        return session
+
+    # -- looking --------------------------------------------------------------------------------------------
+
+    def _look(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer]:
+        """What there is to say of the partitions to which something has happened, within the bytes allowed."""
+        room = max(BYTES_MIN, self._budget.room_bytes // ROOM_SHARE)
+        left = min(fetch.max_bytes, self._bytes_max, room)
+        found: dict[PartitionKey, ReplicaAnswer] = {}
+        for key in tuple(session.unread):
+            followed = session.partitions[key]
+            # A partition whose turn comes when nothing is left still notes where the follower is.
+            answer = self._look_at(session, key, followed, fetch.registration, left)
+            left -= len(answer.records)
+            if left > 0 or answer.records:
+                del session.unread[key]
+            if _is_news(answer, followed):
+                found[key] = answer
+        for key in tuple(session.moved):
+            if key not in found:
+                self._look_at_watermark(session, key, found)
+        session.moved.clear()
+        return found
+
+    def _look_at(
+        self, session: FollowerSession, key: PartitionKey, followed: FollowedPartition, registration: int, left: int
+    ) -> ReplicaAnswer:
+        position = followed.position
+        try:
+            partition = self._partitions.partition_by_id(*key)
+            session.listen(followed, partition)
+            read = partition.read_for_follower(
+                session.node,
+                offset=position.offset,
+                last_epoch=position.last_epoch,
+                leader_epoch=position.leader_epoch,
+                max_bytes=min(position.max_bytes, max(left, 0)),
+                registration=registration,
+            )
+        except OffsetOutOfRange as error:
+            return ReplicaAnswer(ErrorCode.offset_out_of_range, NO_OFFSET, Offset(error.start), None, b"")
+        except MillstreamError as error:
+            return ReplicaAnswer(error_code(error), NO_OFFSET, NO_OFFSET, None, b"")
+        return ReplicaAnswer(ErrorCode.none, read.high_watermark, read.log_start, read.diverging, read.records)
+
+    def _look_at_watermark(
+        self, session: FollowerSession, key: PartitionKey, found: dict[PartitionKey, ReplicaAnswer]
+    ) -> None:
+        followed = session.partitions[key]
+        partition = followed.partition
+        if partition is None or not partition.is_leader:
+            return
+        answer = ReplicaAnswer(ErrorCode.none, partition.high_watermark, partition.log_start, None, b"")
+        if partition.leader_epoch == followed.position.leader_epoch and _is_news(answer, followed):
+            found[key] = answer
+
+    # -- answering ------------------------------------------------------------------------------------------
+
+    async def _wait(
+        self,
+        header: RequestHeader,
+        fetch: ReplicaFetch,
+        session: FollowerSession,
+        found: dict[PartitionKey, ReplicaAnswer],
+    ) -> Buffers:
+        """Answer when there is something to tell or the time is over; what is not urgent waits a little."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + min(fetch.max_wait_ms / 1000, MAX_WAIT_S_MAX)
+        while True:
+            if found:
+                deadline = min(deadline, loop.time() + WATERMARK_DELAY_S)
+            woken = await session.something(deadline)
+            if self._sessions.get(session.node) is not session:
+                # The follower has begun another session meanwhile, on another connection.
+                return _written(header, ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION))
+            found.update(self._look(session, fetch))
+            if not woken or self._stopping or any(map(_is_urgent, found.values())):
+                return self._answer(header, session, found)
+
+    def _answer(
+        self, header: RequestHeader, session: FollowerSession, found: dict[PartitionKey, ReplicaAnswer]
+    ) -> Buffers:
+        for key, answer in found.items():
+            followed = session.partitions.get(key)
+            if followed is not None:
+                followed.watermark_told = answer.high_watermark
+                followed.log_start_told = answer.log_start
+        return _written(header, ReplicaAnswers(ErrorCode.none, session.session_id, found))
+
+
+def _is_news(answer: ReplicaAnswer, followed: FollowedPartition) -> bool:
+    return (
+        _is_urgent(answer)
+        or answer.high_watermark != followed.watermark_told
+        or answer.log_start != followed.log_start_told
+    )
+
+
+def _is_urgent(answer: ReplicaAnswer) -> bool:
+    """Whether the follower has something to do, more than to note a number."""
+    return bool(answer.records) or answer.code != ErrorCode.none or answer.diverging is not None
+
+
+def _written(header: RequestHeader, answers: ReplicaAnswers) -> Buffers:
+    return write_replica_answers(header.version, header.correlation_id, answers)
