@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millstream.catalog.catalog import Catalog
+from millstream.cluster.declarations import CatalogDeclarations
 from millstream.cluster.membership import Membership, Node
 from millstream.cluster.producer_ids import ProducerIds
 from millstream.cluster.quotas import ClientQuotas
@@ -106,7 +107,7 @@ class Broker:
         self._supervise("log store", store.run())
         catalog = Catalog.open_folder(Path(self._data))
         undo.callback(catalog.close)
-        topics = Topics(catalog, store, config, self._clock)
+        topics = Topics(CatalogDeclarations(catalog), store, config, self._clock)
         await topics.load()
         undo.callback(topics.close)
 
@@ -159,8 +160,8 @@ class Broker:
             clock=clock,
             topics=topics,
             membership=Membership(catalog.cluster_id, advertised),
-            producer_ids=ProducerIds(catalog),
-            quotas=ClientQuotas(catalog),
+            producer_ids=ProducerIds(CatalogDeclarations(catalog)),
+            quotas=ClientQuotas(CatalogDeclarations(catalog)),
             budget=budget,
             connections=listener.connections,
             sources=[listener, dispatch, topics, store],

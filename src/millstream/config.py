@@ -43,6 +43,41 @@ class Config:
         "advertise", "", "HOST:PORT that clients are told to connect to; empty means the address of `kafka`."
     )
     node_id: int = setting("node-id", 1, "The number of this node in its cluster.", minimum=0, maximum=2**31 - 1)
+    etcd: str = setting(
+        "etcd",
+        "",
+        "URLs of the etcd that the cluster's nodes agree through, separated by commas; empty means a single node.",
+    )
+    cluster: str = setting("cluster", "millstream", "The name of the cluster, under which its nodes meet in etcd.")
+    catalog: str = setting(
+        "catalog",
+        "",
+        "URL of the catalog that all nodes of a cluster share (postgresql://…); empty means one in the data folder.",
+    )
+    rack: str = setting(
+        "rack",
+        "",
+        "What fails together with this node; replicas are spread over racks. Empty means the name of the machine.",
+    )
+    lease_ms: int = setting(
+        "lease-ms",
+        3_000,
+        "In a cluster: a node that is not heard of for this long is taken for dead, and others lead its partitions.",
+        minimum=1000,
+        maximum=600_000,
+    )
+    leader_balance_ms: int = setting(
+        "leader-balance-ms",
+        30_000,
+        "In a cluster: so long after a preferred leader is back in sync it leads again; 0 leaves leaders where they are.",
+        minimum=0,
+    )
+    leave_ms: int = setting(
+        "leave-ms",
+        10_000,
+        "In a cluster: how long a stopping node waits for others to take over what it leads.",
+        minimum=0,
+    )
     auto_create_topics: bool = setting(
         "auto-create-topics", True, "Create a topic when a client first produces to it or asks for it."
     )
@@ -53,6 +88,13 @@ class Config:
         minimum=1,
         maximum=10_000,
     )
+    default_replication: int = setting(
+        "default-replication",
+        3,
+        "Replicas of a topic that is created without saying how many; as many as there are nodes, if these are fewer.",
+        minimum=1,
+        maximum=100,
+    )
     offsets_partitions: int = setting(
         "offsets-partitions",
         4,
@@ -62,9 +104,10 @@ class Config:
     )
     default_flush: str = setting(
         "default-flush",
-        "always",
-        "The `flush` setting of topics that do not set their own.",
-        choices=("always", "interval", "os"),
+        "auto",
+        "The `flush` setting of topics that do not set their own; `auto` means `always` on a single node, and `os` in a "
+        "cluster, where other nodes have a record before it is acknowledged.",
+        choices=("auto", "always", "interval", "os"),
     )
     default_retention_ms: int = setting(
         "default-retention-ms",
@@ -185,6 +228,18 @@ class Config:
                 raise InvalidSetting(
                     f"{name} ({getattr(self, smaller)}) is larger than {other} ({getattr(self, larger)})"
                 )
+
+    @property
+    def in_cluster(self) -> bool:
+        """Whether the node belongs to a cluster of several."""
+        return bool(self.etcd)
+
+    @property
+    def topic_flush(self) -> str:
+        """The `flush` setting of topics that do not set their own."""
+        if self.default_flush != "auto":
+            return self.default_flush
+        return "os" if self.in_cluster else "always"
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some settings changed."""

@@ -99,19 +99,25 @@ class Catalog:
         except IntegrityError as error:
             raise TopicExists(f"topic {topic.name!r} exists already") from error
 
-    def change_topic(self, topic: Topic) -> None:
-        """Store the partitions and overrides of a topic that exists."""
-        self._even_on_a_full_disk(lambda: self._change_topic(topic))
+    def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
+        """Store the partitions and overrides that `change` gives a topic, worked out from what is declared now.
 
-    def _change_topic(self, topic: Topic) -> None:
+        Several nodes may do so at once: each sees what the one before it has stored.
+        """
+        changed: list[Topic] = []
+        self._even_on_a_full_disk(lambda: changed.append(self._alter_topic(topic_id, change)))
+        return changed[-1]
+
+    def _alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
         with self._change() as connection:
-            changed = connection.execute(
-                update(topics)
-                .where(topics.c.topic_id == str(topic.topic_id))
-                .values(partitions=topic.partitions, overrides=dict(topic.overrides))
-            )
-            if changed.rowcount != 1:
-                raise UnknownTopic(f"topic {topic.name!r} is not in the catalog")
+            here = topics.c.topic_id == str(topic_id)
+            row = connection.execute(select(topics).where(here).with_for_update()).first()
+            if row is None:
+                raise UnknownTopic(f"topic {topic_id} is not in the catalog")
+            changed = change(_topic(row))
+            values = {"partitions": changed.partitions, "overrides": dict(changed.overrides)}
+            connection.execute(update(topics).where(here).values(values))
+            return changed
 
     def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
         """Take a topic out and leave the record that allows its files to go."""

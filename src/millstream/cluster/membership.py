@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from millstream.model.ids import NodeId
+
+NO_CONTROLLER = NodeId(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,18 +21,43 @@ class Node:
     rack: str | None = None
 
 
-class Membership:
-    """The embedded membership: this node and no other."""
+class LiveNodes(Protocol):
+    """Whoever knows which nodes are alive, and which of them decides."""
 
-    def __init__(self, cluster_id: str, me: Node) -> None:
+    @property
+    def live(self) -> Mapping[NodeId, Node]:
+        """Every node that is alive."""
+
+    @property
+    def controller(self) -> NodeId | None:
+        """The node that decides for the cluster, if there is one now."""
+
+
+class Membership:
+    """The node itself and those beside it; without a picture of a cluster, no other."""
+
+    def __init__(self, cluster_id: str, me: Node, cluster: LiveNodes | None = None) -> None:
         self.cluster_id = cluster_id
         self.me = me
+        self._cluster = cluster
 
     @property
     def controller_id(self) -> NodeId:
-        """The node that decides for the cluster."""
-        return self.me.node_id
+        """The node that decides for the cluster; -1 when there is none for the moment."""
+        if self._cluster is None:
+            return self.me.node_id
+        controller = self._cluster.controller
+        return NO_CONTROLLER if controller is None or controller not in self._cluster.live else controller
 
     def nodes(self) -> list[Node]:
         """Every node that is alive."""
-        return [self.me]
+        if self._cluster is None:
+            return [self.me]
+        live = self._cluster.live
+        return [live[node] for node in sorted(live)]
+
+    def node(self, node_id: NodeId) -> Node | None:
+        """One node, if it is alive."""
+        if self._cluster is None:
+            return self.me if node_id == self.me.node_id else None
+        return self._cluster.live.get(node_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from millstream.catalog.catalog import Catalog
+from millstream.cluster.declarations import Declarations
 from millstream.model.ids import ProducerId
 
 _COUNTER = "producer-id"
@@ -14,8 +14,8 @@ _BLOCK = 1000
 class ProducerIds:
     """Hands out producer ids from blocks that the catalog has given away."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
+    def __init__(self, declarations: Declarations) -> None:
+        self._declarations = declarations
         self._next = 0
         self._end = 0
         self._lock = asyncio.Lock()
@@ -24,7 +24,7 @@ class ProducerIds:
         """A producer id that nobody has had before."""
         async with self._lock:
             if self._next == self._end:
-                first = await asyncio.to_thread(self._catalog.take_block, _COUNTER, _BLOCK)
+                first = await self._declarations.take_block(_COUNTER, _BLOCK)
                 self._next, self._end = first, first + _BLOCK
             taken = self._next
             self._next += 1

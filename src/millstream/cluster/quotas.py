@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from millstream.catalog.catalog import Catalog
+from millstream.cluster.declarations import Declarations
 from millstream.model.errors import InvalidRequest
 from millstream.model.quota import Allotment, QuotaEntity, candidates, check_limit
 
@@ -18,8 +18,8 @@ ENTITIES_MAX = 10_000
 class ClientQuotas:
     """Every quota, by the entity it is for."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
+    def __init__(self, declarations: Declarations) -> None:
+        self._declarations = declarations
         self._limits: dict[QuotaEntity, dict[str, float]] = {}
         self._listeners: list[Callable[[], None]] = []
         # One change of the catalog at a time; readers never wait for it.
@@ -27,7 +27,7 @@ class ClientQuotas:
 
     async def load(self) -> None:
         """Read what the catalog holds."""
-        self._limits = await asyncio.to_thread(self._catalog.client_quotas)
+        self._limits = await self._declarations.client_quotas()
         self._tell()
 
     def all(self) -> Mapping[QuotaEntity, Mapping[str, float]]:
@@ -61,7 +61,7 @@ class ClientQuotas:
                 raise InvalidRequest(f"there are {ENTITIES_MAX} quotas already; remove some first")
             if validate_only or limits == before:
                 return
-            await asyncio.to_thread(self._catalog.change_client_quotas, {entity: limits})
+            await self._declarations.change_client_quotas({entity: limits})
             if limits:
                 self._limits[entity] = limits
             else:

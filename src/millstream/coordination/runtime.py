@@ -1,12 +1,14 @@
 """The one runtime for everything whose state is a fold over an internal topic: groups now, more later.
 
-It owns a shard per partition of the topic, makes the topic when it is first needed, and finds the shard of a name.
+It owns a shard per partition of the topic that this node leads, makes the topic when it is first needed, and finds the
+shard of a name. Shards come and go with the leadership, so a coordinator fails over by being read back elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -15,7 +17,7 @@ from millstream.coordination.shard import RETRY_FIRST_S, Shard, StateLog
 from millstream.coordination.state import Operation, StateMachine
 from millstream.coordination.timers import Timers
 from millstream.model.clock import Clock
-from millstream.model.errors import NotCoordinator, TopicExists
+from millstream.model.errors import CoordinatorUnavailable, NotCoordinator, TopicExists
 from millstream.model.ids import PartitionIndex
 from millstream.model.topic import Topic
 
@@ -38,8 +40,8 @@ class StateTopics(Protocol):
     def get(self, name: str) -> Topic | None:
         """The topic of this name, if there is one."""
 
-    def partitions_of(self, topic: Topic) -> Sequence[StateLog]:
-        """The partitions of a topic, in order."""
+    def when_leadership_changes(self, name: str, listener: Callable[[PartitionIndex, StateLog | None], None]) -> None:
+        """Tell `listener` about each partition of a topic that this node leads, now and whenever that changes."""
 
     async def create(
         self,
@@ -72,7 +74,8 @@ class Runtime(Generic[S]):
         self._clock = clock
         self._retry_first_s = retry_first_s
         self._shards: dict[PartitionIndex, Shard[S]] = {}
-        self._partitions = 0
+        self._resigning: set[asyncio.Task[None]] = set()
+        self._following = False
         self._creating = asyncio.Lock()
         # Loading is work of this process's one core: one shard after the other is ready sooner than all at once.
         self._gate = asyncio.Semaphore(1)
@@ -84,10 +87,8 @@ class Runtime(Generic[S]):
         return list(self._shards.values())
 
     async def start(self) -> None:
-        """Begin to load every shard, if the topic is there; requests meanwhile are told to wait."""
-        topic = self._topics.get(self._topic.name)
-        if topic is not None:
-            self._open(topic)
+        """Begin to load every shard that this node leads; requests meanwhile are told to wait."""
+        self._follow()
 
     async def wait_loaded(self) -> None:
         """Wait until no shard is loading any more."""
@@ -97,20 +98,26 @@ class Runtime(Generic[S]):
     async def close(self) -> None:
         """Close every shard: parked requests are refused, appended ones are waited for."""
         self._closed = True
-        await asyncio.gather(*(shard.close() for shard in self.shards))
+        await asyncio.gather(*(shard.close() for shard in self.shards), *self._resigning)
 
     async def ensure(self) -> None:
         """Make the topic if this is its first use."""
-        if self._shards:
+        if self._following and self._topics.get(self._topic.name) is not None:
             return
         async with self._creating:
-            if not self._shards:
-                self._open(await self._find_or_create())
+            if self._closed:
+                raise NotCoordinator(f"the coordinator on {self._topic.name} was closed")
+            self._follow()
+            if self._topics.get(self._topic.name) is None:
+                await self._create()
                 await self.wait_loaded()
 
     def partition_of(self, name: str) -> PartitionIndex:
         """The partition that holds the state of this name."""
-        return partition_for(name, self._partitions)
+        topic = self._topics.get(self._topic.name)
+        if topic is None:
+            raise CoordinatorUnavailable(f"the topic {self._topic.name} does not exist yet")
+        return partition_for(name, topic.partitions)
 
     async def run(self, name: str, operation: Operation[S, T], *, pure: bool = False) -> T:
         """Carry out an operation on the shard of this name."""
@@ -119,7 +126,7 @@ class Runtime(Generic[S]):
 
     def shard_of(self, name: str) -> Shard[S]:
         """The shard that holds the state of this name."""
-        shard = self._shards.get(self.partition_of(name)) if self._shards else None
+        shard = self._shards.get(self.partition_of(name))
         if shard is None:
             raise NotCoordinator(f"this node does not coordinate {name!r}")
         return shard
@@ -145,24 +152,22 @@ class Runtime(Generic[S]):
         if shard is not None:
             await shard.close()
 
-    def _open(self, topic: Topic) -> None:
-        self._partitions = topic.partitions
-        for number, partition in enumerate(self._topics.partitions_of(topic)):
-            self.lead(PartitionIndex(number), partition)
+    def _follow(self) -> None:
+        if not self._following and not self._closed:
+            self._following = True
+            self._topics.when_leadership_changes(self._topic.name, self._leadership_changed)
 
-    async def _find_or_create(self) -> Topic:
-        if self._closed:
-            raise NotCoordinator(f"the coordinator on {self._topic.name} was closed")
+    def _leadership_changed(self, index: PartitionIndex, partition: StateLog | None) -> None:
+        if partition is not None:
+            self.lead(index, partition)
+        elif index in self._shards:
+            task = asyncio.get_running_loop().create_task(self.resign(index), name=f"resign {self._topic.name}-{index}")
+            self._resigning.add(task)
+            task.add_done_callback(self._resigning.discard)
+
+    async def _create(self) -> None:
         wanted = self._topic
-        existing = self._topics.get(wanted.name)
-        if existing is not None:
-            return existing
-        try:
-            return await self._topics.create(
+        with suppress(TopicExists):
+            await self._topics.create(
                 wanted.name, partitions=wanted.partitions, overrides=wanted.overrides, internal=True
             )
-        except TopicExists:
-            existing = self._topics.get(wanted.name)
-            if existing is None:
-                raise
-            return existing

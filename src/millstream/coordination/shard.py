@@ -31,6 +31,7 @@ from millstream.model.errors import (
     MillstreamError,
     NotCoordinator,
     NotEnoughReplicas,
+    NotLeader,
     PartitionClosed,
 )
 from millstream.model.ids import Offset
@@ -80,6 +81,9 @@ class StateLog(Protocol):
 
     def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
         """Whole batches up to the high watermark."""
+
+    async def settled(self) -> None:
+        """Wait until everything that the log holds now is acknowledged."""
 
 
 class Shard(Generic[S]):
@@ -324,7 +328,8 @@ class Shard(Generic[S]):
         if task.cancelled() or self._closed:
             return
         error = task.exception()
-        if isinstance(error, PartitionClosed):
+        if isinstance(error, PartitionClosed | NotLeader):
+            # Whoever leads it now runs a shard of its own; should it be this node again, so will it.
             self._closed = True
         elif error is not None:
             _logger.error("the state could not be read back; trying again", exc_info=error, extra={"shard": self.name})
@@ -336,6 +341,8 @@ class Shard(Generic[S]):
         if self._unacknowledged:
             # What was appended before the failure may still be kept, and then has to be read.
             await asyncio.wait(self._unacknowledged)
+        # A leader that took over holds what the one before it may have acknowledged.
+        await self.partition.settled()
         async with self._gate:
             state = self._make_state(self._timers)
             end, replayed = await read_back(self.name, self.partition, state)
@@ -372,7 +379,7 @@ def _given(value: T) -> Later[T]:
 
 
 def _as_answer(name: str, error: MillstreamError) -> MillstreamError:
-    if isinstance(error, LogUnavailable | NotEnoughReplicas):
+    if isinstance(error, LogUnavailable | NotEnoughReplicas | NotLeader):
         # A client can do nothing about the log; it finds the coordinator again, and tries again.
         return NotCoordinator(f"{name}: {error}")
     return error

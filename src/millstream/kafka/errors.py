@@ -70,6 +70,9 @@ _CODES: Final[dict[type[errors.MillstreamError], ErrorCode]] = {
     errors.CoordinatorUnavailable: ErrorCode.coordinator_not_available,
     errors.CoordinatorLoading: ErrorCode.coordinator_load_in_progress,
     errors.NotCoordinator: ErrorCode.not_coordinator,
+    # Both stores may be back soon, and administrators' clients try again after this.
+    errors.StoreUnavailable: ErrorCode.request_timed_out,
+    errors.CatalogUnavailable: ErrorCode.request_timed_out,
     errors.BrokerUnreachable: ErrorCode.broker_not_available,
     errors.RequestTimedOut: ErrorCode.request_timed_out,
     errors.ProtocolViolation: ErrorCode.invalid_request,

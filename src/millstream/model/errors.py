@@ -58,6 +58,7 @@ MillstreamError
 ├── StoreUnavailable               the coordination store gave no answer; whether it did the change is not known
 │   ├── StoreRefused               it answered that it did not do it
 │   └── WatchLost                  it cannot tell what changed since then; read everything anew
+├── NodeIdTaken                    another node of the cluster runs under this id
 ├── CatalogUnavailable             the catalog gives no answer; data flows, declarations wait
 ├── CorruptState                   what a store holds cannot be read
 ├── DataFolderInUse
@@ -316,6 +317,10 @@ class StoreRefused(StoreUnavailable):
 
 class WatchLost(StoreUnavailable):
     """The coordination store has forgotten what changed since then; everything has to be read anew."""
+
+
+class NodeIdTaken(MillstreamError):
+    """Another node of the cluster runs under this id."""
 
 
 class CatalogUnavailable(MillstreamError):

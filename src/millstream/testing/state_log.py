@@ -7,14 +7,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from millstream.log.log import AppendedRange
 from millstream.model.errors import MillstreamError, OffsetOutOfRange, TopicExists
-from millstream.model.ids import Offset
+from millstream.model.ids import Offset, PartitionIndex
 from millstream.model.topic import Topic
 from millstream.records.batch import Buffer, place_batch, read_header
+
+LeadershipListener = Callable[[PartitionIndex, "MemoryPartition | None"], None]
 
 
 class _Batch(NamedTuple):
@@ -79,6 +81,9 @@ class MemoryPartition:
                 break
         return bytes(chunk)
 
+    async def settled(self) -> None:
+        """Nobody else wrote to it."""
+
     def delete_before(self, offset: Offset) -> None:
         """Drop whole batches below `offset`."""
         self._batches = [batch for batch in self._batches if batch.next_offset > offset]
@@ -121,6 +126,7 @@ class MemoryTopics:
         self.version = 0
         self._topics: dict[str, Topic] = {}
         self._partitions: dict[str, list[MemoryPartition]] = {}
+        self._listeners: dict[str, LeadershipListener] = {}
 
     def get(self, name: str) -> Topic | None:
         """The topic of this name, if there is one."""
@@ -137,6 +143,16 @@ class MemoryTopics:
     def partitions_of(self, topic: Topic) -> list[MemoryPartition]:
         """The partitions of a topic, in order."""
         return self._partitions[topic.name]
+
+    def when_leadership_changes(self, name: str, listener: LeadershipListener) -> None:
+        """Tell about each partition of a topic, now or when it is made: they are all led here."""
+        self._listeners[name] = listener
+        self._tell(name)
+
+    def _tell(self, name: str) -> None:
+        for index, partition in enumerate(self._partitions.get(name, ())):
+            if name in self._listeners:
+                self._listeners[name](PartitionIndex(index), partition)
 
     async def create(
         self,
@@ -167,6 +183,7 @@ class MemoryTopics:
         self.version += 1
         self._topics[name] = topic
         self._partitions[name] = [MemoryPartition(acknowledges=self.acknowledges) for _ in range(partitions)]
+        self._tell(name)
         return topic
 
     def grow(self, name: str, partitions: int) -> Topic:

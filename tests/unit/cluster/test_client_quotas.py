@@ -10,6 +10,7 @@ import pytest
 
 from millstream.catalog.catalog import Catalog
 from millstream.cluster import quotas as quotas_module
+from millstream.cluster.declarations import CatalogDeclarations
 from millstream.cluster.quotas import ClientQuotas
 from millstream.model.errors import InvalidRequest
 from millstream.model.quota import (
@@ -35,7 +36,7 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
 
 
 async def test_limits_are_set_changed_and_taken_away(catalog: Catalog) -> None:
-    quotas = ClientQuotas(catalog)
+    quotas = ClientQuotas(CatalogDeclarations(catalog))
     told: list[bool] = []
     quotas.when_changed(lambda: told.append(quotas.has(PRODUCER_BYTE_RATE)))
     await quotas.load()
@@ -43,7 +44,7 @@ async def test_limits_are_set_changed_and_taken_away(catalog: Catalog) -> None:
     await quotas.alter(ONE, {PRODUCER_BYTE_RATE: None, CONSUMER_BYTE_RATE: 30.0})
     assert told == [False, True, False]
     assert quotas.all() == {ONE: {CONSUMER_BYTE_RATE: 30.0}} == catalog.client_quotas()
-    again = ClientQuotas(catalog)
+    again = ClientQuotas(CatalogDeclarations(catalog))
     await again.load()
     assert again.find(CONSUMER_BYTE_RATE, "one") == (30.0, False)
     await again.alter(ONE, {CONSUMER_BYTE_RATE: None, "no_such": None})
@@ -51,7 +52,7 @@ async def test_limits_are_set_changed_and_taken_away(catalog: Catalog) -> None:
 
 
 async def test_the_most_specific_limit_holds(catalog: Catalog) -> None:
-    quotas = ClientQuotas(catalog)
+    quotas = ClientQuotas(CatalogDeclarations(catalog))
     assert quotas.find(PRODUCER_BYTE_RATE, "one") is None
     await quotas.alter(REST, {PRODUCER_BYTE_RATE: 1.0})
     assert quotas.find(PRODUCER_BYTE_RATE, "one") == (1.0, False)
@@ -68,7 +69,7 @@ async def test_the_most_specific_limit_holds(catalog: Catalog) -> None:
 async def test_what_is_only_checked_or_refused_changes_nothing(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quotas = ClientQuotas(catalog)
+    quotas = ClientQuotas(CatalogDeclarations(catalog))
     await quotas.alter(ONE, {PRODUCER_BYTE_RATE: 5.0}, validate_only=True)
     with pytest.raises(InvalidRequest):
         await quotas.alter(ONE, {PRODUCER_BYTE_RATE: 5.0, CONSUMER_BYTE_RATE: 0.0})
@@ -82,7 +83,7 @@ async def test_what_is_only_checked_or_refused_changes_nothing(
 
 
 async def test_changes_at_the_same_time_are_all_made(catalog: Catalog) -> None:
-    quotas = ClientQuotas(catalog)
+    quotas = ClientQuotas(CatalogDeclarations(catalog))
     await asyncio.gather(
         quotas.alter(ONE, {PRODUCER_BYTE_RATE: 5.0}),
         quotas.alter(ONE, {CONSUMER_BYTE_RATE: 6.0}),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from millstream.catalog.catalog import Catalog
+from millstream.cluster.declarations import CatalogDeclarations
 from millstream.cluster.producer_ids import ProducerIds
 from millstream.cluster.topics import Topics
 from millstream.config import Config
@@ -37,7 +38,7 @@ async def opened(data: Path, config: Config | None = None) -> AsyncIterator[Topi
     )
     running = asyncio.create_task(store.run())
     catalog = Catalog.open_folder(data)
-    topics = Topics(catalog, store, config or Config(), SystemClock())
+    topics = Topics(CatalogDeclarations(catalog), store, config or Config(), SystemClock())
     await topics.load()
     try:
         yield topics
@@ -77,10 +78,11 @@ async def test_a_deleted_topic_is_gone_with_its_files(tmp_path: Path) -> None:
             topics.partition("short-lived", 0)
         with pytest.raises(UnknownTopicId):
             topics.partition_by_id(topic.topic_id, 0)
-        assert not any(tmp_path.rglob("*.log"))
         anew = await topics.create("short-lived")
         assert anew.topic_id != topic.topic_id
         assert topics.partition("short-lived", 0).high_watermark == 0
+    # The space comes back a little after the answer, when the store is closed at the latest.
+    assert not any(topic.topic_id.hex in path.as_posix().replace("-", "") for path in tmp_path.rglob("*.log"))
 
 
 async def test_an_interrupted_deletion_is_finished_at_the_next_start(tmp_path: Path) -> None:
@@ -130,7 +132,7 @@ async def test_settings_change_while_running(tmp_path: Path) -> None:
         assert (settings.flush, settings.retention_ms) == ("always", 77)
         with pytest.raises(InvalidSetting, match="retention"):
             await topics.alter("t", {"retention.ms": "soon"})
-        with pytest.raises(InvalidSetting, match="known are"):
+        with pytest.raises(InvalidSetting, match="unknown"):
             await topics.alter("t", {"retention": "1"})
 
 
@@ -192,7 +194,7 @@ async def test_producer_ids_are_never_given_twice(tmp_path: Path) -> None:
     seen: set[int] = set()
     for _ in range(3):
         catalog = Catalog.open_folder(tmp_path)
-        ids = ProducerIds(catalog)
+        ids = ProducerIds(CatalogDeclarations(catalog))
         seen.update(await asyncio.gather(*(ids.next() for _ in range(1500))))
         catalog.close()
     assert len(seen) == 4500

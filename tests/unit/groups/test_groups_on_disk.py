@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from millstream.catalog.catalog import Catalog
+from millstream.cluster.declarations import CatalogDeclarations
 from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.coordination.shard import Shard
@@ -33,7 +34,7 @@ async def opened(data: Path) -> AsyncIterator[Topics]:
     store = LogStore.open(data, files=DiskFiles(), clock=clock, journal_bytes=1 << 20, producer_expiry_ms=1 << 40)
     running = asyncio.create_task(store.run())
     catalog = Catalog.open_folder(data)
-    topics = Topics(catalog, store, CONFIG, clock)
+    topics = Topics(CatalogDeclarations(catalog), store, CONFIG, clock)
     await topics.load()
     try:
         yield topics

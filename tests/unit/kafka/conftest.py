@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from millstream.catalog.catalog import Catalog
+from millstream.cluster.declarations import CatalogDeclarations
 from millstream.cluster.membership import Membership, Node
 from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.topics import Topics
@@ -43,7 +44,7 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
 @pytest.fixture
 async def quotas(catalog: Catalog) -> ClientQuotas:
     """No quotas yet."""
-    return ClientQuotas(catalog)
+    return ClientQuotas(CatalogDeclarations(catalog))
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ async def topics(tmp_path: Path, config: Config, catalog: Catalog) -> AsyncItera
         tmp_path, files=DiskFiles(), clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=1 << 40
     )
     running = asyncio.create_task(store.run())
-    loaded = Topics(catalog, store, config, SystemClock())
+    loaded = Topics(CatalogDeclarations(catalog), store, config, SystemClock())
     await loaded.load()
     yield loaded
     loaded.close()

@@ -17,6 +17,8 @@ INTERNAL: set[type[errors.MillstreamError]] = {
     errors.DataFolderInUse,
     errors.DataFolderInvalid,
     errors.AddressTaken,
+    errors.NodeIdTaken,
+    errors.CorruptState,
     errors.RequestRefused,
 }
 

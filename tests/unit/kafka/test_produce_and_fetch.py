@@ -14,6 +14,7 @@ import pytest
 from kio.schema.errors import ErrorCode
 
 from millstream.catalog.catalog import Catalog
+from millstream.cluster.declarations import CatalogDeclarations
 from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.topics import Topics
 from millstream.config import Config
@@ -46,7 +47,7 @@ async def topics_in(data: Path) -> AsyncIterator[Topics]:
     )
     running = asyncio.create_task(store.run())
     catalog = Catalog.open_folder(data)
-    topics = Topics(catalog, store, Config(), SystemClock())
+    topics = Topics(CatalogDeclarations(catalog), store, Config(), SystemClock())
     await topics.load()
     try:
         yield topics
@@ -62,7 +63,7 @@ def fetch_api(topics: Topics, budget: Budget | None = None) -> Fetch:
 
 
 def no_quota() -> QuotaMeter:
-    return QuotaMeter(ClientQuotas(Catalog("sqlite://")), PRODUCER_BYTE_RATE)
+    return QuotaMeter(ClientQuotas(CatalogDeclarations(Catalog("sqlite://"))), PRODUCER_BYTE_RATE)
 
 
 async def settled(answer: Answer) -> bytes | None:

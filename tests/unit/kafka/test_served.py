@@ -11,6 +11,7 @@ import pytest
 
 from millstream.catalog.catalog import Catalog
 from millstream.cli.protocol_reference import NOT_SERVED, api_entries
+from millstream.cluster.declarations import CatalogDeclarations
 from millstream.cluster.membership import Membership
 from millstream.cluster.producer_ids import ProducerIds
 from millstream.cluster.quotas import ClientQuotas
@@ -33,7 +34,7 @@ async def served(
         clock=SystemClock(),
         topics=topics,
         membership=membership,
-        producer_ids=ProducerIds(catalog),
+        producer_ids=ProducerIds(CatalogDeclarations(catalog)),
         quotas=quotas,
         budget=Budget(1 << 20),
         connections=(),

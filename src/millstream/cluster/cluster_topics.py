@@ -1,0 +1,250 @@
+"""The topics of a node in a cluster: it declares through the catalog, and believes what the coordination store says.
+
+Partitions take their roles from the agreed states, but not before the cluster has let this node in: until then a state
+may still speak of a process that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from uuid import UUID
+
+from millstream.cluster import keys
+from millstream.cluster.backoff import Backoff
+from millstream.cluster.declarations import Declarations
+from millstream.cluster.keys import PartitionKey
+from millstream.cluster.store import CoordinationStore, Put
+from millstream.cluster.told import Placement, placement_to_json
+from millstream.cluster.topics import AGREEMENT_S, Topics
+from millstream.cluster.view import ClusterView, ViewChange
+from millstream.config import Config
+from millstream.log.store import LogStore
+from millstream.model.clock import Clock
+from millstream.model.errors import MillstreamError, StoreUnavailable
+from millstream.model.ids import PartitionIndex
+from millstream.model.metric import Metric, gauge
+from millstream.model.partition_state import PartitionState, Versioned
+from millstream.model.topic import Topic, TopicPartition, TopicSettings
+from millstream.replication.partition import Partition
+
+_logger = logging.getLogger(__name__)
+
+
+class ClusterTopics(Topics):
+    """Every topic of the cluster, and the partitions that this node carries."""
+
+    def __init__(
+        self,
+        declarations: Declarations,
+        store: LogStore,
+        config: Config,
+        clock: Clock,
+        *,
+        view: ClusterView,
+        coordination: CoordinationStore,
+        backoff: Backoff,
+        new_id: Callable[[], UUID],
+    ) -> None:
+        super().__init__(declarations, store, config, clock, new_id=new_id)
+        self._view = view
+        self._coordination = coordination
+        self._backoff = backoff
+        self._active = False
+        self._removed: set[UUID] = set()
+        self._removed_some = asyncio.Event()
+        self._role_listeners: list[Callable[[Partition], None]] = []
+
+    async def load(self) -> None:
+        """Open what this node carries as the first picture of the cluster shows it, and follow from there."""
+        for topic in tuple(self._view.topics.values()):
+            self._take_topic(topic)
+        for topic_id in tuple(self._view.deleted):
+            self._remove_files(topic_id)
+        self._warn_of_strangers([*self._view.topics, *self._view.deleted])
+        self._view.listen(self.apply)
+
+    def activate(self) -> None:
+        """Take up the roles that the cluster has given this node: it was let in."""
+        self._active = True
+        for partition in tuple(self.carried()):
+            self._take_state(partition.topic, partition.index)
+
+    def when_role_changes(self, listener: Callable[[Partition], None]) -> None:
+        """Have `listener` called for each partition here, whenever the cluster has agreed on another state of it."""
+        self._role_listeners.append(listener)
+
+    def apply(self, change: ViewChange) -> None:
+        """Take over what has changed in the picture of the cluster."""
+        shown: set[UUID] = set()
+        for topic_id in change.topics:
+            before = self._by_id.get(topic_id)
+            if before is not None and topic_id not in self._view.topics:
+                self._lose(before)
+        for topic_id in change.topics & self._view.topics.keys():
+            shown.add(topic_id)
+            self._take_topic(self._view.topics[topic_id])
+        for topic_id, index in change.partitions:
+            topic = self._by_id.get(topic_id)
+            if topic is not None and topic_id not in shown and index < topic.partitions:
+                self._take_state(topic, index)
+        for topic_id in change.deleted:
+            self._remove_files(topic_id)
+
+    async def run(self) -> None:
+        """Tell the cluster which deleted topics have no files here any more; for ever."""
+        while True:
+            await self._removed_some.wait()
+            self._removed_some.clear()
+            try:
+                for topic_id in tuple(self._removed):
+                    await self._coordination.change([Put(keys.done_key(topic_id, self._me), "")])
+                    self._removed.discard(topic_id)
+                self._backoff.succeeded()
+            except StoreUnavailable as error:
+                _logger.warning("removed files could not be told yet", extra={"error": str(error)})
+                self._removed_some.set()
+                await self._backoff.pause()
+
+    def states_of(self, topic: Topic) -> Sequence[PartitionState | None]:
+        """Who carries and leads each partition of a topic, in order; None where that is not agreed on yet."""
+        return [None if one is None else one.state for one in self._view.states_of(topic)]
+
+    def state_of(self, topic: Topic, index: int) -> PartitionState | None:
+        """Who carries and leads one partition; None when that is not agreed on yet."""
+        self._check_index(topic, index)
+        versioned = self.versioned((topic.topic_id, PartitionIndex(index)))
+        return None if versioned is None else versioned.state
+
+    def versioned(self, partition: PartitionKey) -> Versioned | None:
+        """The state of a partition with the revision that a change of it has to name."""
+        return self._view.states.get(partition)
+
+    def led(self) -> Iterable[Partition]:
+        """The partitions that this node leads."""
+        return (partition for partition in self.carried() if partition.is_leader)
+
+    def leads_what_others_could(self) -> bool:
+        """Whether this node leads a partition that another live node could lead as well."""
+        live = self._view.live.keys() - {self._me} - self._view.leaving
+        return any(
+            versioned.state.leader == self._me and not live.isdisjoint(versioned.state.in_sync)
+            for versioned in self._view.states.values()
+        )
+
+    def metrics(self) -> Iterable[Metric]:
+        """What is stored, and how well it is replicated."""
+        yield from super().metrics()
+        led = list(self.led())
+        states = [partition.state for partition in led if partition.state is not None]
+        under_replicated = sum(len(state.in_sync) < len(state.replicas) for state in states)
+        under_min = sum(partition.is_under_min_in_sync for partition in led)
+        yield gauge("millstream_partitions_led", "Partitions that this node leads.", len(led))
+        yield gauge("millstream_partitions_under_replicated", "Led, with a replica out of sync.", under_replicated)
+        yield gauge("millstream_partitions_under_min_in_sync", "Led, and acks=all is refused.", under_min)
+        yield gauge("millstream_partitions_without_leader", "Of the cluster, led by nobody.", self.without_leader())
+
+    def without_leader(self) -> int:
+        """How many partitions of the cluster nobody leads."""
+        return sum(not versioned.state.has_leader for versioned in self._view.states.values())
+
+    # -- how a declaration comes true: when everybody has agreed --------------------------------------------
+
+    def _replication_max(self) -> int:
+        return len(self._view.live)
+
+    async def _place(self, topic_id: UUID, placement: Placement | None) -> None:
+        if placement:
+            await self._coordination.change([Put(keys.placement_key(topic_id), placement_to_json(placement))])
+
+    def _declared(self, topic: Topic) -> None:
+        """The controller is told; what it makes of it shows in the picture."""
+
+    async def _agreed(self, topic: Topic, *, before: Topic | None, timeout_s: float) -> None:
+        def agreed() -> bool:
+            now = self._by_id.get(topic.topic_id)
+            if now is None:
+                return before is not None
+            # Somebody else may have changed it again meanwhile.
+            return now in (topic, None) or (before is not None and now != before)
+
+        await self._view.until(agreed, timeout_s, what=f"topic {topic.name!r}")
+
+    async def _shown(self, name: str) -> Topic:
+        await self._view.until(lambda: name in self._by_name, AGREEMENT_S, what=f"topic {name!r}")
+        return self._by_name[name]
+
+    async def _deleted(self, topic: Topic) -> None:
+        """The controller is told; the files go when the picture shows the deletion."""
+
+    async def _gone(self, topic: Topic, timeout_s: float) -> None:
+        await self._view.until(
+            lambda: topic.topic_id not in self._by_id, timeout_s, what=f"the deletion of topic {topic.name!r}"
+        )
+
+    # -- the picture ----------------------------------------------------------------------------------------
+
+    def _take_topic(self, topic: Topic) -> None:
+        try:
+            self._show(topic)
+        except MillstreamError as error:
+            # A disk that fails, or settings of a newer version: other topics go on.
+            _logger.error("a topic cannot be carried", extra={"topic": topic.name, "error": str(error)})
+            return
+        for number in range(topic.partitions):
+            self._take_state(topic, PartitionIndex(number))
+
+    def _begin(self, topic: Topic, index: PartitionIndex, settings: TopicSettings) -> None:
+        """A partition begins with the first state that names this node."""
+
+    def _take_state(self, topic: Topic, index: PartitionIndex) -> None:
+        versioned = self._view.states.get((topic.topic_id, index))
+        if versioned is None:
+            return
+        partition = self._partitions[topic.name][index]
+        if partition is None:
+            if self._me not in versioned.state.replicas:
+                return
+            try:
+                partition = self._open(topic, index)
+            except MillstreamError as error:
+                _logger.error("a partition cannot be opened", extra={"partition": str(error)})
+                return
+        if not self._active:
+            return
+        before = partition.is_leader, partition.leader_epoch
+        partition.apply(versioned, me=self._me)
+        if before != (partition.is_leader, partition.leader_epoch):
+            self._tell_leadership(partition)
+        for listener in self._role_listeners:
+            listener(partition)
+
+    def _open(self, topic: Topic, index: PartitionIndex) -> Partition:
+        where = TopicPartition(topic.name, index)
+        log = self._store.open_log(topic.topic_id, where, self.settings_of(topic))
+        partition = Partition(topic, index, log, self._store, alone=False, clock=self._clock)
+        self._partitions[topic.name][index] = partition
+        return partition
+
+    def _lose(self, topic: Topic) -> None:
+        """A topic is not agreed on any more. Its files go only with the record of its deletion."""
+        if topic.topic_id in self._view.deleted:
+            self._forget(topic)
+        else:
+            _logger.error("a topic is gone without a deletion; its files stay", extra={"topic": topic.name})
+            for partition in self._close(topic):
+                self._store.close_log(partition.log)
+        self._tell_deleted(topic)
+
+    def _remove_files(self, topic_id: UUID) -> None:
+        deletion = self._view.deleted.get(topic_id)
+        if deletion is None or self._me not in deletion.replicas or self._me in self._view.done.get(topic_id, ()):
+            return
+        try:
+            self._remove_leftovers(topic_id)
+        except MillstreamError as error:
+            _logger.error("a deleted topic's files stay", extra={"topic": deletion.name, "error": str(error)})
+            return
+        self._removed.add(topic_id)
+        self._removed_some.set()

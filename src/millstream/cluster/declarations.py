@@ -1,0 +1,164 @@
+"""What people declare, as the cluster asks for it: the catalog behind an asynchronous door."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Protocol
+from uuid import UUID
+
+from millstream.catalog.catalog import Catalog
+from millstream.cluster import keys
+from millstream.cluster.backoff import Backoff
+from millstream.cluster.store import CoordinationStore, Put
+from millstream.model.errors import StoreUnavailable
+from millstream.model.quota import QuotaEntity
+from millstream.model.topic import Topic
+
+_logger = logging.getLogger(__name__)
+
+Quotas = Mapping[QuotaEntity, Mapping[str, float]]
+
+
+class Declarations(Protocol):
+    """The catalog; see `catalog/catalog.py` for what each call does."""
+
+    async def topics(self) -> list[Topic]:
+        """Every topic, by name."""
+
+    async def add_topic(self, topic: Topic) -> None:
+        """Declare a topic, durably."""
+
+    async def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
+        """Change the partitions or settings of a topic as it is declared now, in one step."""
+
+    async def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
+        """Take a topic out and leave the record that allows its files to go."""
+
+    async def deleted_topic_ids(self) -> set[UUID]:
+        """Topics whose files may go."""
+
+    async def forget_deleted(self, topic_id: UUID) -> None:
+        """Drop the deletion record once the files are gone."""
+
+    async def take_block(self, counter: str, size: int) -> int:
+        """Take `size` numbers of a counter for good."""
+
+    async def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
+        """The limits of every entity that has some."""
+
+    async def change_client_quotas(self, changes: Quotas) -> None:
+        """Store the limits of some entities."""
+
+
+class CatalogDeclarations:
+    """The catalog, each call in a thread."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    async def topics(self) -> list[Topic]:
+        """Every topic, by name."""
+        return await asyncio.to_thread(self._catalog.topics)
+
+    async def add_topic(self, topic: Topic) -> None:
+        """Declare a topic, durably."""
+        await asyncio.to_thread(self._catalog.add_topic, topic)
+
+    async def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
+        """Change a topic as it is declared now."""
+        return await asyncio.to_thread(self._catalog.alter_topic, topic_id, change)
+
+    async def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
+        """Take a topic out and leave the record that allows its files to go."""
+        await asyncio.to_thread(self._catalog.delete_topic, topic, now_ms=now_ms)
+
+    async def deleted_topic_ids(self) -> set[UUID]:
+        """Topics whose files may go."""
+        return await asyncio.to_thread(self._catalog.deleted_topic_ids)
+
+    async def forget_deleted(self, topic_id: UUID) -> None:
+        """Drop the deletion record once the files are gone."""
+        await asyncio.to_thread(self._catalog.forget_deleted, topic_id)
+
+    async def take_block(self, counter: str, size: int) -> int:
+        """Take `size` numbers of a counter for good."""
+        return await asyncio.to_thread(self._catalog.take_block, counter, size)
+
+    async def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
+        """The limits of every entity that has some."""
+        return await asyncio.to_thread(self._catalog.client_quotas)
+
+    async def change_client_quotas(self, changes: Quotas) -> None:
+        """Store the limits of some entities."""
+        await asyncio.to_thread(self._catalog.change_client_quotas, changes)
+
+
+class Announcer:
+    """Tells the cluster that the catalog has changed, and does not give up while the store is away."""
+
+    def __init__(self, store: CoordinationStore, backoff: Backoff, *, new_text: Callable[[], str]) -> None:
+        self._store = store
+        self._backoff = backoff
+        self._new_text = new_text
+        self._wanted = asyncio.Event()
+
+    def announce(self) -> None:
+        """Tell everybody soon."""
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Tell, whenever it is wanted; for ever."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            try:
+                await self._store.change([Put(keys.CATALOG_VERSION, self._new_text())])
+                self._backoff.succeeded()
+            except StoreUnavailable as error:
+                _logger.warning("a change of the catalog could not be told yet", extra={"error": str(error)})
+                self._wanted.set()
+                await self._backoff.pause()
+
+
+class AnnouncedDeclarations:
+    """The catalog of a cluster: each change is told to all nodes."""
+
+    def __init__(self, inner: Declarations, announcer: Announcer) -> None:
+        self._inner = inner
+        self._announcer = announcer
+        self.topics = inner.topics
+        self.deleted_topic_ids = inner.deleted_topic_ids
+        self.forget_deleted = inner.forget_deleted
+        self.take_block = inner.take_block
+        self.client_quotas = inner.client_quotas
+
+    async def add_topic(self, topic: Topic) -> None:
+        """Declare a topic, durably."""
+        try:
+            await self._inner.add_topic(topic)
+        finally:
+            # Also after a failure, which may have come too late to stop the change.
+            self._announcer.announce()
+
+    async def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
+        """Change a topic as it is declared now."""
+        try:
+            return await self._inner.alter_topic(topic_id, change)
+        finally:
+            self._announcer.announce()
+
+    async def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
+        """Take a topic out and leave the record that allows its files to go."""
+        try:
+            await self._inner.delete_topic(topic, now_ms=now_ms)
+        finally:
+            self._announcer.announce()
+
+    async def change_client_quotas(self, changes: Quotas) -> None:
+        """Store the limits of some entities."""
+        try:
+            await self._inner.change_client_quotas(changes)
+        finally:
+            self._announcer.announce()

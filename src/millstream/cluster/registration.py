@@ -1,0 +1,179 @@
+"""A node's place in the cluster: it registers, waits to be let in, registers again when it was lost, and leaves.
+
+A node that registers is only joining. The controller first sees to it that nothing in the cluster counts on what the
+node was before: it leads nothing, and if its log may have a hole it is in no in-sync set. Then it lets the node in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from millstream.cluster import keys
+from millstream.cluster.backoff import Backoff
+from millstream.cluster.last_run import LastRun
+from millstream.cluster.membership import Node
+from millstream.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put, Session
+from millstream.cluster.told import Registered
+from millstream.cluster.view import ClusterView, ViewChange
+from millstream.model.errors import NodeIdTaken, RequestTimedOut, StoreUnavailable
+
+_logger = logging.getLogger(__name__)
+
+_TAKEN_TTLS = 3
+"""For so many times the life of a session a node waits for its id; whoever still holds it then is alive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduction:
+    """What a node says of itself."""
+
+    node: Node
+    http: str
+    version: str
+
+
+class Registration:
+    """Keeps this node registered."""
+
+    def __init__(
+        self,
+        store: CoordinationStore,
+        view: ClusterView,
+        me: Introduction,
+        last_run: LastRun,
+        *,
+        stopped_clean: bool,
+        ttl_s: float,
+        new_incarnation: Callable[[], str],
+        backoff: Backoff,
+    ) -> None:
+        self._store = store
+        self._view = view
+        self._me = me
+        self._last_run = last_run
+        self._stopped_clean = stopped_clean
+        self._ttl_s = ttl_s
+        self._new_incarnation = new_incarnation
+        self._backoff = backoff
+        self._session: Session | None = None
+        self._lost = asyncio.Event()
+        self._admitted = asyncio.Event()
+        self._leaving = False
+        self._when_admitted: list[Callable[[], None]] = []
+        self.incarnation: str | None = None
+        view.listen(self._look)
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether the cluster does not count on this node now, as far as it knows."""
+        node = self._me.node.node_id
+        registered = self._view.nodes.get(node)
+        return registered is None or registered.incarnation != self.incarnation or not self._view.is_live(node)
+
+    def when_admitted(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called when the cluster has let this node in for the first time."""
+        self._when_admitted.append(listener)
+
+    async def admitted(self) -> None:
+        """Wait until the cluster has let this node in for the first time."""
+        await self._admitted.wait()
+
+    async def run(self) -> None:
+        """Stay registered; raises `NodeIdTaken` when another node has this one's id."""
+        while True:
+            try:
+                self._lost.clear()
+                self._session = await self._store.open_session(self._ttl_s, self._lost.set)
+                await self._register()
+                self._backoff.succeeded()
+                await self._lost.wait()
+                _logger.warning("the cluster does not count on this node any more; registering again")
+            except StoreUnavailable as error:
+                _logger.warning("registering failed; trying again", extra={"error": str(error)})
+                await self._close_session()
+                await self._backoff.pause()
+
+    async def leave(self, moved: Callable[[], bool], timeout_s: float) -> None:
+        """Ask the controller to move leaderships away, and wait until it has or the time is over."""
+        self._leaving = True
+        node = self._me.node.node_id
+        try:
+            await self._store.change([Put(keys.leaving_key(node), "", leased=True)])
+            await self._view.until(moved, timeout_s, what="moving leaderships away")
+        except (StoreUnavailable, RequestTimedOut) as error:
+            _logger.warning("leaving while this node still leads", extra={"error": str(error)})
+
+    async def withdraw(self) -> None:
+        """Take this node out of the cluster."""
+        node = self._me.node.node_id
+        registered = self._view.nodes.get(node)
+        if registered is not None and registered.incarnation == self.incarnation:
+            try:
+                gone = [Delete(keys.node_key(node)), Delete(keys.leaving_key(node))]
+                await self._store.change(gone, [Expect(keys.node_key(node), registered.revision)])
+            except StoreUnavailable as error:
+                _logger.warning("leaving without a word", extra={"error": str(error)})
+        await self._close_session()
+
+    async def _close_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _register(self) -> None:
+        key = keys.node_key(self._me.node.node_id)
+        admitted = await self._read(keys.admitted_key(self._me.node.node_id))
+        # What this process lacked at its start counts once: since it was let in, it has everything it says it has.
+        unclean = not self._admitted.is_set() and self._last_run.is_unclean(
+            admitted[0] if admitted else None, stopped_clean=self._stopped_clean
+        )
+        incarnation = self._new_incarnation()
+        self._last_run.begin(incarnation)
+        registered = Registered(
+            node=self._me.node,
+            http=self._me.http,
+            incarnation=incarnation,
+            version=self._me.version,
+            unclean=unclean,
+        )
+        self.incarnation = incarnation
+        revision = await self._await_place(key)
+        changes = [Put(key, registered.to_json(), leased=True)]
+        if self._leaving:
+            changes.append(Put(keys.leaving_key(self._me.node.node_id), "", leased=True))
+        while await self._store.change(changes, [Expect(key, revision)]) is None:
+            revision = await self._await_place(key)
+        _logger.info("registered", extra={"node": self._me.node.node_id, "unclean": unclean})
+
+    async def _await_place(self, key: str) -> int:
+        """The revision to write over: that of a run on this folder, which is over; else wait until nobody is there."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._ttl_s * _TAKEN_TTLS
+        while True:
+            held = await self._read(key)
+            if held is None:
+                return ABSENT
+            other = Registered.from_json(self._me.node.node_id, held[0], held[1])
+            if self._last_run.was(other.incarnation):
+                return held[1]
+            if loop.time() >= deadline:
+                raise NodeIdTaken(
+                    f"another node runs as node {self._me.node.node_id} of this cluster, at "
+                    f"{other.node.host}:{other.node.port}; give each node a --node-id of its own"
+                )
+            await asyncio.sleep(self._ttl_s / 4)
+
+    async def _read(self, key: str) -> tuple[str, int] | None:
+        entry = (await self._store.read(key)).entries.get(key)
+        return None if entry is None else (entry.value, entry.revision)
+
+    def _look(self, change: ViewChange) -> None:
+        if self._me.node.node_id not in change.nodes or self._admitted.is_set() or self.is_fenced:
+            return
+        _logger.info("let in", extra={"node": self._me.node.node_id})
+        for listener in self._when_admitted:
+            listener()
+        self._admitted.set()

@@ -1,0 +1,68 @@
+"""Placement: replicas on different nodes and racks, leaders shared out evenly."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.cluster.placement import Load, first_state, place
+from millstream.model.errors import InvalidReplication
+from millstream.model.ids import NodeId
+from millstream.model.partition_state import NO_LEADER
+
+racks_of_clusters = st.lists(st.sampled_from([None, "a", "b", "c"]), min_size=1, max_size=8).map(
+    lambda racks: {NodeId(number): rack for number, rack in enumerate(racks, 1)}
+)
+
+
+def used_racks(replicas: tuple[NodeId, ...], racks: dict[NodeId, str | None]) -> Counter[object]:
+    return Counter(racks[node] or node for node in replicas)
+
+
+@given(racks_of_clusters, st.integers(1, 60), st.data())
+def test_replicas_are_on_different_nodes_and_on_as_many_racks_as_there_are(
+    racks: dict[NodeId, str | None], partitions: int, data: st.DataObject
+) -> None:
+    replication = data.draw(st.integers(1, len(racks)))
+    placed = place(partitions, replication, racks, Load())
+    assert len(placed) == partitions
+    all_racks = len({rack or node for node, rack in racks.items()})
+    for replicas in placed:
+        assert len(set(replicas)) == len(replicas) == replication
+        assert len(used_racks(replicas, racks)) == min(replication, all_racks)
+
+
+@given(racks_of_clusters, st.integers(1, 60), st.integers(1, 60), st.data())
+def test_leaders_are_shared_out_evenly_also_when_topics_grow(
+    racks: dict[NodeId, str | None], first: int, later: int, data: st.DataObject
+) -> None:
+    replication = data.draw(st.integers(1, len(racks)))
+    load = Load()
+    placed = [*place(first, replication, racks, load), *place(later, replication, racks, load)]
+    leaders = Counter(dict.fromkeys(racks, 0))
+    leaders.update(replicas[0] for replicas in placed)
+    assert max(leaders.values()) - min(leaders.values()) <= 1
+
+
+def test_replicas_are_shared_out_evenly_in_one_rack() -> None:
+    racks: dict[NodeId, str | None] = {NodeId(number): "one" for number in range(1, 6)}
+    load = Load()
+    place(50, 3, racks, load)
+    assert set(load.replicas.values()) == {30}
+    assert set(load.leaders.values()) == {10}
+
+
+def test_more_replicas_than_nodes_are_refused() -> None:
+    with pytest.raises(InvalidReplication, match="3"):
+        place(1, 3, {NodeId(1): None, NodeId(2): None}, Load())
+
+
+def test_a_new_partition_is_in_sync_where_it_lives() -> None:
+    one, two, three = NodeId(1), NodeId(2), NodeId(3)
+    state = first_state((two, one, three), [one, three])
+    assert (state.leader, state.in_sync) == (one, (one, three))
+    nobody = first_state((two,), [one])
+    assert (nobody.leader, nobody.in_sync) == (NO_LEADER, (two,))
