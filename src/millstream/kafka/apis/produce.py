@@ -130,7 +130,7 @@ class Produce:
 
     def metrics(self) -> Iterable[Metric]:
         """What waits and what was refused."""
-        yield gauge("millstream_produce_waiting", "Produce requests that wait for a sync.", len(self._pending))
+        yield gauge("millstream_produce_waiting", "Produce requests that wait to be acknowledged.", len(self._pending))
         yield counter("millstream_batches_rejected_total", "Batches that were not stored.", self.batches_rejected)
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
@@ -153,7 +153,7 @@ class Produce:
         if not waiting:
             return write(header, request.portions, throttle_ms)
         pending = _Pending(self, header, request.portions, throttle_ms)
-        self._wait(pending, waiting, request.timeout_ms)
+        self._wait(pending, waiting, request)
         return pending
 
     def _append(self, portion: Portion, request: Request, version: int) -> Partition | None:
@@ -186,21 +186,21 @@ class Produce:
         appended = portion.appended = partition.write(records, acks=acks)
         # The memory they lie in is not the request's any more once it is answered or promised.
         portion.records = None
-        return None if partition.is_acknowledged(appended) else partition
+        return None if partition.is_acknowledged(appended, acks) else partition
 
     def _reject(self, portion: Portion, error: MillstreamError) -> None:
         self.batches_rejected += 1
         portion.fail(error_code(error), str(error))
 
-    def _wait(self, pending: _Pending, waiting: list[tuple[Partition, Portion]], timeout_ms: int) -> None:
+    def _wait(self, pending: _Pending, waiting: list[tuple[Partition, Portion]], request: Request) -> None:
         loop = asyncio.get_running_loop()
-        pending.deadline = loop.time() + min(max(timeout_ms, 0) / 1000, _TIMEOUT_S_MAX)
+        pending.deadline = loop.time() + min(max(request.timeout_ms, 0) / 1000, _TIMEOUT_S_MAX)
         self._pending[pending] = None
         pending.waits_for = len(waiting)
         for partition, portion in waiting:
             one = _Waiting(pending, portion)
             pending.waiting.append(one)
-            partition.tell(cast("AppendedRange", portion.appended), one)
+            partition.tell(cast("AppendedRange", portion.appended), one, request.acks)
         if self._sweep is None:
             self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
 
