@@ -1,6 +1,6 @@
-"""The catalog: a small relational store, SQLite in the data folder of a single node.
+"""The catalog: a small relational store, SQLite in the data folder of a single node, PostgreSQL for a cluster.
 
-Calls block for a moment and are rare, so callers run them in a thread.
+Calls block for a moment and are rare, so callers run them in a thread. Several nodes may call at once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, create_engine, delete, event, insert, select, update
-from sqlalchemy.exc import DatabaseError, IntegrityError, OperationalError
+from sqlalchemy import Connection, Table, delete, insert, select, text, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import DatabaseError, IntegrityError, InterfaceError, InternalError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from millstream.catalog.database import open_database
 from millstream.catalog.migrations import migrate
 from millstream.catalog.reserve import Reserve
 from millstream.catalog.tables import (
@@ -29,7 +32,7 @@ from millstream.catalog.tables import (
     metadata,
     topics,
 )
-from millstream.model.errors import DataFolderInvalid, StorageFailure, TopicExists, UnknownTopic
+from millstream.model.errors import CatalogUnavailable, DataFolderInvalid, StorageFailure, TopicExists, UnknownTopic
 from millstream.model.quota import QuotaEntity
 from millstream.model.topic import Topic
 
@@ -38,15 +41,20 @@ _logger = logging.getLogger(__name__)
 _CLUSTER_ID = "cluster-id"
 _SCHEMA_VERSION = "schema-version"
 
+_AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeout)
+"""What SQLAlchemy raises when the database is gone, going, or cannot take changes."""
+
+_PREPARE_LOCK = 0x6D696C6C
+"""Of PostgreSQL's advisory locks: held by the node that creates or changes the tables."""
+
 
 class Catalog:
     """What people declared, kept durably."""
 
     def __init__(self, url: str, *, reserve: Path | None = None) -> None:
         self._reserve = Reserve(reserve)
-        self._engine = create_engine(url)
-        if self._engine.dialect.name == "sqlite":
-            event.listen(self._engine, "connect", _make_durable)
+        self._engine = open_database(url)
+        self._shared = self._engine.dialect.name != "sqlite"
         self.cluster_id = ""
 
     @classmethod
@@ -63,9 +71,23 @@ class Catalog:
             ) from error
         return catalog
 
+    @classmethod
+    def open_shared(cls, url: str) -> Catalog:
+        """Open the catalog of a cluster, creating its tables if this is the first node that comes."""
+        catalog = cls(url)
+        try:
+            with catalog._asking("opened"):
+                catalog.prepare()
+        except BaseException:
+            catalog.close()
+            raise
+        return catalog
+
     def prepare(self) -> None:
         """Create the tables of a new catalog, or bring those of an older Millstream up to date."""
         with self._engine.begin() as connection:
+            if self._shared:
+                connection.execute(text(f"SELECT pg_advisory_xact_lock({_PREPARE_LOCK})"))
             about.create(connection, checkfirst=True)
             found = _about(connection, _SCHEMA_VERSION)
             if found is None:
@@ -79,7 +101,7 @@ class Catalog:
 
     def topics(self) -> list[Topic]:
         """Every topic, by name."""
-        with self._engine.connect() as connection:
+        with self._read() as connection:
             return [_topic(row) for row in connection.execute(select(topics).order_by(topics.c.name))]
 
     def add_topic(self, topic: Topic) -> None:
@@ -98,6 +120,10 @@ class Catalog:
                 )
         except IntegrityError as error:
             raise TopicExists(f"topic {topic.name!r} exists already") from error
+
+    def change_topic(self, topic: Topic) -> None:
+        """Store the partitions and overrides of a topic that exists."""
+        self.alter_topic(topic.topic_id, lambda _: topic)
 
     def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
         """Store the partitions and overrides that `change` gives a topic, worked out from what is declared now.
@@ -125,14 +151,16 @@ class Catalog:
 
     def _delete_topic(self, topic: Topic, now_ms: int) -> None:
         with self._change() as connection:
-            connection.execute(delete(topics).where(topics.c.topic_id == str(topic.topic_id)))
+            gone = connection.execute(delete(topics).where(topics.c.topic_id == str(topic.topic_id)))
+            if gone.rowcount != 1:
+                raise UnknownTopic(f"topic {topic.name!r} is not in the catalog")
             connection.execute(
                 insert(deleted_topics).values(topic_id=str(topic.topic_id), name=topic.name, deleted_ms=now_ms)
             )
 
     def deleted_topic_ids(self) -> set[UUID]:
         """Topics whose files may go."""
-        with self._engine.connect() as connection:
+        with self._read() as connection:
             return {UUID(row.topic_id) for row in connection.execute(select(deleted_topics.c.topic_id))}
 
     def forget_deleted(self, topic_id: UUID) -> None:
@@ -147,37 +175,58 @@ class Catalog:
     def take_block(self, counter: str, size: int, *, first: int = 0) -> int:
         """Take `size` numbers of a counter for good and return the first of them."""
         with self._change() as connection:
-            row = connection.execute(select(counters.c.next_value).where(counters.c.name == counter)).first()
-            taken = first if row is None else int(row.next_value)
-            if row is None:
-                connection.execute(insert(counters).values(name=counter, next_value=taken + size))
-            else:
-                connection.execute(update(counters).where(counters.c.name == counter).values(next_value=taken + size))
-            return taken
+            # One statement, so that the row is locked from here to the end for everybody else.
+            taken = self._insert(counters).values(name=counter, next_value=first + size)
+            grown = {"next_value": counters.c.next_value + size}
+            connection.execute(taken.on_conflict_do_update(index_elements=[counters.c.name], set_=grown))
+            end = connection.execute(select(counters.c.next_value).where(counters.c.name == counter)).scalar_one()
+            return int(end) - size
 
     def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
         """The limits of every entity that has some."""
-        with self._engine.connect() as connection:
+        with self._read() as connection:
             return {_entity(row.entity): dict(row.limits) for row in connection.execute(select(client_quotas))}
 
     def change_client_quotas(self, changes: Mapping[QuotaEntity, Mapping[str, float]]) -> None:
         """Store the limits of some entities, all or none; an entity without limits is forgotten."""
         with self._change() as connection:
-            for entity, limits in changes.items():
-                text = json.dumps(entity.parts)
-                connection.execute(delete(client_quotas).where(client_quotas.c.entity == text))
-                if limits:
-                    connection.execute(insert(client_quotas).values(entity=text, limits=dict(limits)))
+            # In one order, so that two nodes cannot wait for each other.
+            for entity, limits in sorted(
+                (json.dumps(entity.parts), dict(limits)) for entity, limits in changes.items()
+            ):
+                if not limits:
+                    connection.execute(delete(client_quotas).where(client_quotas.c.entity == entity))
+                    continue
+                stored = self._insert(client_quotas).values(entity=entity, limits=limits)
+                replaced = {"limits": stored.excluded.limits}
+                connection.execute(stored.on_conflict_do_update(index_elements=[client_quotas.c.entity], set_=replaced))
+
+    def _insert(self, table: Table) -> postgresql.Insert | sqlite.Insert:
+        """An insertion that can say what to do when the row is there; both databases write it in the same way."""
+        return postgresql.insert(table) if self._shared else sqlite.insert(table)
+
+    @contextmanager
+    def _read(self) -> Iterator[Connection]:
+        with self._asking("read"), self._engine.connect() as connection:
+            yield connection
 
     @contextmanager
     def _change(self) -> Iterator[Connection]:
-        """One transaction; a disk that does not take it is an error of the storage, which clients can be told."""
+        """One transaction."""
+        with self._asking("changed"), self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        """Tell a database that is away, or a disk that takes no more, in words that clients can be told."""
         try:
-            with self._engine.begin() as connection:
-                yield connection
-        except OperationalError as error:
+            yield
+        except _AWAY as error:
+            cause = getattr(error, "orig", None) or error
+            if self._shared:
+                raise CatalogUnavailable(f"the catalog could not be {what}: {cause}".strip()) from error
             raise StorageFailure(
-                f"the catalog could not be changed: {error.orig}; free space on the disk of the data folder"
+                f"the catalog could not be {what}: {cause}; free space on the disk of the data folder"
             ) from error
 
     def _even_on_a_full_disk(self, change: Callable[[], None]) -> None:
@@ -192,14 +241,6 @@ class Catalog:
     def close(self) -> None:
         """Close every connection."""
         self._engine.dispose()
-
-
-def _make_durable(connection: Any, _record: Any) -> None:
-    # FULL makes a commit survive a power cut in WAL mode too.
-    cursor = connection.cursor()
-    cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=FULL")
-    cursor.close()
 
 
 def _about(connection: Connection, name: str) -> str | None:

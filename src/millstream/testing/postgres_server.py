@@ -7,6 +7,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
+import psutil
 import psycopg
 
 from millstream.cli.local_postgres import LocalPostgres
@@ -24,6 +25,13 @@ class PostgresServer(LocalPostgres):
         with psycopg.connect(self.url, autocommit=True) as connection:
             connection.execute(f'CREATE DATABASE "{name}"'.encode())
         return self.url.removesuffix("/postgres") + f"/{name}"
+
+    def worker_pids(self) -> list[int]:
+        """The server's process and those that serve connections and do its chores."""
+        if self.process is None:
+            return []
+        main = psutil.Process(self.process.pid)
+        return [main.pid, *(child.pid for child in main.children(recursive=True))]
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)

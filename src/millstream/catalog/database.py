@@ -1,0 +1,125 @@
+"""The connection to the database that keeps the catalog: SQLite in the data folder, or PostgreSQL for a cluster.
+
+A call of the catalog ends within seconds whatever becomes of the database: making a connection, every statement and the
+whole call have their limits.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from sqlalchemy import URL, Engine, create_engine, event, make_url
+from sqlalchemy.exc import DisconnectionError
+
+CONNECT_S_MAX = 3
+STATEMENT_MS_MAX = 5_000
+CALL_S_MAX = 10.0
+"""For a server that stands still with its connections open, which no limit of its own can end."""
+
+POOL_SIZE = 2
+POOL_OVERFLOW = 6
+_FRESH_S = 1.0
+"""A connection that was used within this time is not asked whether it still works."""
+
+_WATCH = "millstream-deadline"
+_USED_AT = "millstream-used-at"
+
+
+def open_database(url: str) -> Engine:
+    """The engine of SQLAlchemy for a URL; no connection is made yet."""
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        engine = create_engine(parsed)
+        event.listen(engine, "connect", _make_durable)
+        return engine
+    if parsed.get_backend_name() not in ("postgresql", "postgres"):
+        raise ValueError(f"the catalog is kept in postgresql://…, not in {parsed.get_backend_name()}://…")
+    return _open_postgres(parsed)
+
+
+def is_postgres(url: str) -> bool:
+    """Whether a URL means a catalog that several nodes share."""
+    return url.startswith(("postgresql:", "postgresql+", "postgres:"))
+
+
+def _open_postgres(url: URL) -> Engine:
+    limits = f"-c statement_timeout={STATEMENT_MS_MAX} -c lock_timeout={STATEMENT_MS_MAX}"
+    connection: dict[str, Any] = {
+        "connect_timeout": CONNECT_S_MAX,
+        "options": limits,
+        "tcp_user_timeout": 1000 * CONNECT_S_MAX,
+        "application_name": "millstream",
+        # Statements are few, and a pooler between us and the server cannot keep prepared ones.
+        "prepare_threshold": None,
+    }
+    # What the operator says in the URL counts.
+    own = {name: value for name, value in connection.items() if name not in url.query}
+    engine = create_engine(
+        url.set(drivername="postgresql+psycopg"),
+        connect_args=own,
+        pool_size=POOL_SIZE,
+        max_overflow=POOL_OVERFLOW,
+        pool_timeout=CONNECT_S_MAX,
+        isolation_level="READ COMMITTED",
+    )
+    event.listen(engine, "checkout", _begin_call)
+    event.listen(engine, "checkin", _end_call)
+    return engine
+
+
+def _begin_call(connection: Any, record: Any, _proxy: Any) -> None:
+    """Set the limit of a call, and see whether a connection that lay idle still works."""
+    record.info[_WATCH] = _Deadline(connection.fileno())
+    if time.monotonic() - record.info.get(_USED_AT, float("-inf")) < _FRESH_S:
+        return
+    try:
+        connection.execute("SELECT 1")
+        connection.rollback()
+    except Exception as error:
+        _drop_deadline(record)
+        # The pool then makes a new connection, and tells if it cannot.
+        raise DisconnectionError(str(error)) from error
+
+
+def _end_call(_connection: Any, record: Any) -> None:
+    _drop_deadline(record)
+    record.info[_USED_AT] = time.monotonic()
+
+
+def _drop_deadline(record: Any) -> None:
+    deadline = record.info.pop(_WATCH, None)
+    if deadline is not None:
+        deadline.drop()
+
+
+class _Deadline:
+    """Cuts a connection when its call takes too long, so that the thread that waits for it goes on."""
+
+    def __init__(self, handle: int) -> None:
+        # A handle of our own: the number may mean another connection by the time the limit is reached.
+        self._socket = socket.socket(fileno=os.dup(handle))
+        self._timer = threading.Timer(CALL_S_MAX, self._cut)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def drop(self) -> None:
+        """The call is over."""
+        self._timer.cancel()
+        self._socket.close()
+
+    def _cut(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def _make_durable(connection: Any, _record: Any) -> None:
+    # FULL makes a commit survive a power cut in WAL mode too.
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.close()

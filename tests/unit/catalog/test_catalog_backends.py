@@ -1,0 +1,221 @@
+"""The catalog on SQLite and on PostgreSQL: the same answers, also when several nodes ask at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from uuid import uuid4
+
+import psycopg
+import pytest
+from sqlalchemy import inspect
+
+from millstream.catalog import database
+from millstream.catalog.catalog import Catalog
+from millstream.catalog.tables import SCHEMA_VERSION, metadata
+from millstream.model.errors import CatalogUnavailable, DataFolderInvalid, TopicExists, UnknownTopic
+from millstream.model.quota import CLIENT_ID, PRODUCER_BYTE_RATE, QuotaEntity
+from millstream.model.topic import Topic
+from millstream.testing.postgres_server import PostgresServer
+
+NODES = 6
+
+OpenCatalog = Callable[[], Catalog]
+
+
+def declared(name: str) -> Topic:
+    return Topic(name=name, topic_id=uuid4(), partitions=2, replication=3, overrides={"a": "ü"}, created_ms=2**41)
+
+
+def together(calls: list[Callable[[], object]]) -> list[object]:
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.result() for future in [threads.submit(call) for call in calls]]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def open_catalog(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenCatalog]:
+    """Opens one and the same new catalog, for one node after the other."""
+    shared = request.param == "postgresql"
+    url = request.getfixturevalue("postgres").new_database() if shared else ""
+    with ExitStack() as stack:
+
+        def open_one() -> Catalog:
+            catalog = Catalog.open_shared(url) if shared else Catalog.open_folder(tmp_path)
+            stack.callback(catalog.close)
+            return catalog
+
+        yield open_one
+
+
+@pytest.fixture
+def catalog(open_catalog: OpenCatalog) -> Catalog:
+    return open_catalog()
+
+
+def test_a_topic_is_kept_as_it_was_declared(open_catalog: OpenCatalog) -> None:
+    topic = declared("orders")
+    open_catalog().add_topic(topic)
+    assert open_catalog().topics() == [topic]
+
+
+def test_a_name_is_taken_once(catalog: Catalog) -> None:
+    catalog.add_topic(declared("orders"))
+    with pytest.raises(TopicExists):
+        catalog.add_topic(declared("orders"))
+    assert len(catalog.topics()) == 1
+
+
+def test_a_topic_is_changed_from_what_is_declared(catalog: Catalog) -> None:
+    topic = declared("orders")
+    catalog.add_topic(topic)
+
+    def grow(found: Topic) -> Topic:
+        return dataclasses.replace(found, partitions=found.partitions + 1, overrides={})
+
+    assert catalog.alter_topic(topic.topic_id, grow).partitions == 3
+    assert catalog.topics() == [dataclasses.replace(topic, partitions=3, overrides={})]
+    with pytest.raises(UnknownTopic):
+        catalog.alter_topic(uuid4(), grow)
+
+
+def test_a_deletion_leaves_a_record_until_it_is_forgotten(catalog: Catalog) -> None:
+    topic = declared("orders")
+    catalog.add_topic(topic)
+    catalog.delete_topic(topic, now_ms=2**41)
+    with pytest.raises(UnknownTopic):
+        catalog.delete_topic(topic, now_ms=2**41)
+    assert catalog.topics() == []
+    assert catalog.deleted_topic_ids() == {topic.topic_id}
+    catalog.forget_deleted(topic.topic_id)
+    assert catalog.deleted_topic_ids() == set()
+    catalog.add_topic(declared("orders"))
+
+
+def test_blocks_of_numbers_begin_where_the_last_one_ended(catalog: Catalog) -> None:
+    assert [catalog.take_block("a", 10, first=5) for _ in range(3)] == [5, 15, 25]
+    assert catalog.take_block("b", 2**40) == 0
+    assert catalog.take_block("b", 1) == 2**40
+
+
+def test_limits_are_replaced_and_forgotten(catalog: Catalog) -> None:
+    one, two = (QuotaEntity(((CLIENT_ID, name),)) for name in ("one", "two"))
+    catalog.change_client_quotas({one: {PRODUCER_BYTE_RATE: 1.5}, two: {PRODUCER_BYTE_RATE: 2.0}})
+    catalog.change_client_quotas({one: {PRODUCER_BYTE_RATE: 3.0}, two: {}})
+    assert catalog.client_quotas() == {one: {PRODUCER_BYTE_RATE: 3.0}}
+
+
+def test_a_new_catalog_has_every_table(catalog: Catalog) -> None:
+    assert set(inspect(catalog._engine).get_table_names()) == set(metadata.tables)
+
+
+def test_nodes_that_start_at_once_agree_on_one_cluster(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+    opened = together([lambda: Catalog.open_shared(url)] * NODES)
+    catalogs = [catalog for catalog in opened if isinstance(catalog, Catalog)]
+    assert len({catalog.cluster_id for catalog in catalogs}) == 1
+    assert catalogs[0].cluster_id
+    for catalog in catalogs:
+        catalog.close()
+
+
+def test_nodes_that_ask_at_once_get_numbers_of_their_own(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+    catalogs = [Catalog.open_shared(url) for _ in range(2)]
+    taken = together([partial(catalog.take_block, "p", 10) for catalog in catalogs * 8])
+    assert sorted(taken, key=str) == sorted(range(0, 160, 10), key=str)
+    for catalog in catalogs:
+        catalog.close()
+
+
+def test_nodes_that_declare_at_once_see_each_other(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+    catalogs = [Catalog.open_shared(url) for _ in range(2)]
+
+    def declare(catalog: Catalog) -> bool:
+        try:
+            catalog.add_topic(declared("orders"))
+        except TopicExists:
+            return False
+        return True
+
+    assert together([partial(declare, catalog) for catalog in catalogs * 3]).count(True) == 1
+    [topic] = catalogs[0].topics()
+
+    def grow(found: Topic) -> Topic:
+        return dataclasses.replace(found, partitions=found.partitions + 1)
+
+    together([partial(catalog.alter_topic, topic.topic_id, grow) for catalog in catalogs * 4])
+    assert catalogs[1].topics()[0].partitions == 2 + 8
+    entity = QuotaEntity(((CLIENT_ID, "x"),))
+    together([partial(catalog.change_client_quotas, {entity: {PRODUCER_BYTE_RATE: 1.0}}) for catalog in catalogs * 3])
+    assert catalogs[0].client_quotas() == {entity: {PRODUCER_BYTE_RATE: 1.0}}
+    for catalog in catalogs:
+        catalog.close()
+
+
+def test_an_older_catalog_is_upgraded_and_a_newer_one_left_alone(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+    Catalog.open_shared(url).close()
+    with psycopg.connect(url) as connection:
+        connection.execute("DROP TABLE client_quotas")
+        connection.execute("UPDATE about SET value = '1' WHERE name = 'schema-version'")
+    upgraded = together([lambda: Catalog.open_shared(url)] * NODES)
+    for catalog in upgraded:
+        assert isinstance(catalog, Catalog)
+        assert catalog.client_quotas() == {}
+        catalog.close()
+    with psycopg.connect(url) as connection:
+        found = connection.execute("UPDATE about SET value = '99' WHERE name = 'schema-version' RETURNING value")
+        assert found.fetchone() == ("99",)
+    with pytest.raises(DataFolderInvalid, match=f"this one knows {SCHEMA_VERSION}"):
+        Catalog.open_shared(url)
+
+
+def test_a_server_that_goes_and_comes_back_is_an_error_in_between() -> None:
+    with PostgresServer() as server:
+        catalog = Catalog.open_shared(server.url)
+        catalog.add_topic(declared("orders"))
+        server.stop()
+        for call in (catalog.topics, catalog.client_quotas, lambda: catalog.take_block("p", 1)):
+            with pytest.raises(CatalogUnavailable, match="the catalog could not be"):
+                call()
+        server.start()
+        assert [topic.name for topic in catalog.topics()] == ["orders"]
+        catalog.close()
+
+
+def test_a_server_that_stands_still_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "CALL_S_MAX", 0.3)
+    monkeypatch.setattr(database, "CONNECT_S_MAX", 2)
+    with PostgresServer() as server:
+        catalog = Catalog.open_shared(server.url)
+        pids = server.worker_pids()
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(CatalogUnavailable):
+                catalog.topics()
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        assert catalog.topics() == []
+        catalog.close()
+
+
+def test_who_is_not_let_in_is_told_why(postgres: PostgresServer) -> None:
+    wrong = postgres.url.replace(":" + postgres.url.split(":")[2].split("@")[0] + "@", ":wrong@")
+    with pytest.raises(CatalogUnavailable, match="password authentication failed"):
+        Catalog.open_shared(wrong)
+    with pytest.raises(CatalogUnavailable, match="nowhere"):
+        Catalog.open_shared(postgres.url.removesuffix("/postgres") + "/nowhere")
+
+
+def test_other_databases_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="mysql"):
+        Catalog("mysql://localhost/x")
