@@ -51,9 +51,10 @@ class Commit:
 
     def _prepare(self, log: Log) -> None:
         try:
-            broken = next((segment for segment in log.unsynced_segments() if segment.broken), None)
+            segments = log.unsynced_segments()
+            broken = next((segment for segment in segments if segment.broken), None)
             if broken is None:
-                self._captures.append(Capture(log))
+                self._captures.append(Capture(log, segments))
             else:
                 log.distrust(broken)
                 self._repairs.append(Repair(log, broken, self._journal))

@@ -24,7 +24,8 @@ class Target(NamedTuple):
 class Capture:
     """The unsynced bytes of one log at one moment. The files stay open until `release`."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, segments: list[Segment] | None = None) -> None:
+        """Capture a log; whoever knows its unsynced segments already hands them over."""
         self.log = log
         self.end_offset = log.end_offset
         self.generation = log.generation
@@ -36,7 +37,7 @@ class Capture:
         self.synced_files = 0
         """How many of the targets a thread has synced."""
         try:
-            for segment in log.unsynced_segments():
+            for segment in log.unsynced_segments() if segments is None else segments:
                 descriptor = log.open_files.pin(segment)
                 self.targets.append(
                     Target(segment, descriptor, segment.journaled_bytes, segment.size, segment.next_offset)

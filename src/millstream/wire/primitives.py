@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 from millstream.model.errors import InvalidRequest, ProtocolViolation
@@ -76,6 +76,10 @@ class Reader:
         """Read a double."""
         value: float = _FLOAT64.unpack_from(self._view, self._advance(8))[0]
         return value
+
+    def fields(self, layout: struct.Struct) -> tuple[Any, ...]:
+        """Read several values of fixed width at once."""
+        return layout.unpack_from(self._view, self._advance(layout.size))
 
     def boolean(self) -> bool:
         """Read one byte; anything but zero is true, as in Kafka."""
@@ -152,7 +156,11 @@ class Reader:
 
     def skip_tags(self) -> None:
         """Step over all tagged fields; nothing if not flexible."""
-        if self.flexible:
+        if not self.flexible:
+            return
+        if self.position < self.end and not self._view[self.position]:
+            self.position += 1
+        else:
             for _ in range(self._tag_count()):
                 self.uvarint()
                 self._advance(self.uvarint())
