@@ -1,0 +1,248 @@
+"""The in-sync set: what it lets be acknowledged, and which changes it asks for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from millstream.model.ids import Epoch, NodeId, Offset
+from millstream.model.partition_state import PartitionState, Versioned
+from millstream.replication.in_sync import UNKNOWN_POSITION, InSync, InSyncChange
+
+A, B, C = NodeId(1), NodeId(2), NodeId(3)
+LAG_S = 10.0
+EXAMPLES = int(os.environ.get("REPLICATION_EXAMPLES", "60"))
+
+
+def state(
+    *in_sync: NodeId, replicas: tuple[NodeId, ...] = (A, B, C), eligible: tuple[NodeId, ...] = ()
+) -> PartitionState:
+    return PartitionState(replicas=replicas, leader=A, leader_epoch=Epoch(5), in_sync=in_sync, eligible=eligible)
+
+
+def leading(first: PartitionState, *, min_in_sync: int = 2, epoch_start: int = 0) -> InSync:
+    return InSync(A, Versioned(first, 1), epoch_start=Offset(epoch_start), min_in_sync=min_in_sync, now=0.0)
+
+
+def fetched(in_sync: InSync, node: NodeId, offset: int, *, end: int = 100, now: float = 0.0) -> None:
+    assert in_sync.fetched(node, Offset(offset), end=Offset(end), now=now, registration=7)
+
+
+def wanted(in_sync: InSync, *, end: int = 100, high_watermark: int = 0, now: float = 0.0) -> InSyncChange | None:
+    return in_sync.wanted(end=Offset(end), high_watermark=Offset(high_watermark), now=now, lag_s=LAG_S)
+
+
+class TestHighWatermark:
+    def test_it_is_the_least_that_everybody_in_sync_has(self) -> None:
+        in_sync = leading(state(A, B))
+        assert in_sync.acknowledged(Offset(50)) == UNKNOWN_POSITION
+        fetched(in_sync, B, 30)
+        assert in_sync.acknowledged(Offset(50)) == 30
+        fetched(in_sync, C, 10)
+        assert in_sync.acknowledged(Offset(20)) == 20
+
+    def test_a_change_under_way_needs_both_sets(self) -> None:
+        in_sync = leading(state(A, B))
+        fetched(in_sync, B, 100)
+        fetched(in_sync, C, 100)
+        change = wanted(in_sync)
+        assert change is not None
+        assert change.state.in_sync == (A, B, C)
+        in_sync.began(change)
+        fetched(in_sync, B, 120, end=130)
+        fetched(in_sync, C, 110, end=130)
+        assert in_sync.acknowledged(Offset(130)) == 110
+        in_sync.refused(change)
+        assert in_sync.acknowledged(Offset(130)) == 120
+
+    def test_only_a_later_revision_or_a_certain_no_ends_a_change(self) -> None:
+        in_sync = leading(state(A, B, C))
+        fetched(in_sync, B, 100, now=20.0)
+        change = wanted(in_sync, now=20.0)
+        assert change is not None
+        in_sync.began(change)
+        in_sync.learned(Versioned(state(A, B, C), 1), now=20.0)
+        assert in_sync.pending is change.state
+        assert wanted(in_sync, now=20.0) is None
+        in_sync.learned(Versioned(change.state, 2), now=20.0)
+        assert in_sync.pending is None
+        assert in_sync.acknowledged(Offset(100)) == 100
+
+    def test_it_stands_still_with_too_few_in_sync_and_while_others_are_eligible(self) -> None:
+        in_sync = leading(state(A))
+        assert in_sync.acknowledged(Offset(50)) == UNKNOWN_POSITION
+        in_sync.change_min(1)
+        assert in_sync.acknowledged(Offset(50)) == 50
+        eligible = leading(state(A, eligible=(B,)), min_in_sync=1)
+        assert eligible.acknowledged(Offset(50)) == UNKNOWN_POSITION
+        change = wanted(eligible)
+        assert change is not None
+        assert change.state == state(A)
+
+    def test_never_more_are_asked_for_than_there_are_replicas(self) -> None:
+        in_sync = leading(state(A, B, replicas=(A, B)), min_in_sync=3)
+        assert in_sync.is_enough
+
+
+class TestChanges:
+    def test_who_was_behind_for_too_long_leaves(self) -> None:
+        in_sync = leading(state(A, B, C))
+        fetched(in_sync, B, 100, now=9.0)
+        fetched(in_sync, C, 50, now=9.0)
+        assert wanted(in_sync, now=10.0) is None
+        change = wanted(in_sync, now=10.1)
+        assert change is not None
+        assert change.state == state(A, B)
+
+    def test_a_follower_that_keeps_up_with_a_busy_log_stays(self) -> None:
+        in_sync = leading(state(A, B))
+        for second in range(60):
+            # Never at the end, but always at what was the end one second ago.
+            fetched(in_sync, B, 100 * second, end=100 * (second + 1), now=float(second))
+            assert wanted(in_sync, end=100 * (second + 1), now=float(second)) is None
+
+    def test_a_log_that_was_idle_gives_everybody_time(self) -> None:
+        in_sync = leading(state(A, B))
+        fetched(in_sync, B, 100, now=1.0)
+        in_sync.fell_behind(end_before=Offset(100), now=5000.0)
+        assert wanted(in_sync, end=101, now=5009.0) is None
+        assert wanted(in_sync, end=101, now=5011.0) is not None
+
+    def test_who_leaves_too_few_behind_stays_eligible_until_there_are_enough_again(self) -> None:
+        in_sync = leading(state(A, B, C))
+        change = wanted(in_sync, now=11.0)
+        assert change is not None
+        assert change.state == state(A, eligible=(B, C))
+        in_sync.began(change)
+        in_sync.learned(Versioned(change.state, 2), now=11.0)
+        fetched(in_sync, C, 100, now=12.0)
+        back = wanted(in_sync, now=12.0)
+        assert back is not None
+        assert back.state == state(A, C)
+        assert back.registrations == {C: 7}
+
+    def test_who_joins_has_everything_below_the_high_watermark_and_this_epoch(self) -> None:
+        in_sync = leading(state(A, B), epoch_start=80)
+        fetched(in_sync, B, 100)
+        fetched(in_sync, C, 79)
+        assert wanted(in_sync, high_watermark=60) is None
+        fetched(in_sync, C, 80)
+        assert wanted(in_sync, high_watermark=90) is None
+        assert wanted(in_sync, high_watermark=80) is not None
+        refused = in_sync.wanted(
+            end=Offset(100), high_watermark=Offset(80), now=0.0, lag_s=LAG_S, may_join=lambda node: node != C
+        )
+        assert refused is None
+
+    def test_strangers_are_not_counted(self) -> None:
+        in_sync = leading(state(A, B))
+        assert not in_sync.fetched(NodeId(9), Offset(5), end=Offset(5), now=0.0, registration=1)
+
+
+class InSyncMachine(RuleBasedStateMachine):
+    """One leader, its followers and a store that answers late, never or with no; after every step the rules hold.
+
+    The leader of an epoch is modelled, and the store's sets of old, pending and lost requests: any of them may be the
+    one from which the next leader is taken, so everybody in any of them must have what was acknowledged.
+    """
+
+    @initialize(min_in_sync=st.integers(1, 3), others=st.sampled_from([(B, C), (B,), ()]))
+    def begin(self, min_in_sync: int, others: tuple[NodeId, ...]) -> None:
+        self.stored = Versioned(state(A, *others), 1)
+        self.in_sync = leading(self.stored.state, min_in_sync=min_in_sync)
+        self.min_in_sync = min_in_sync
+        self.now = 0.0
+        self.end = 0
+        self.high_watermark = 0
+        self.logs = {B: 0, C: 0}
+        self.requests: list[InSyncChange] = []
+        """Asked for, and perhaps still on their way to the store."""
+
+    def advance(self) -> None:
+        allowed = self.in_sync.acknowledged(Offset(self.end))
+        if allowed > self.high_watermark:
+            self.high_watermark = allowed
+            copies = 1 + sum(end >= allowed for end in self.logs.values())
+            assert copies >= self.min_in_sync, "fewer have it than min.insync.replicas promises"
+
+    @rule(count=st.integers(1, 5))
+    def append(self, count: int) -> None:
+        self.in_sync.fell_behind(end_before=Offset(self.end), now=self.now)
+        self.end += count
+        self.advance()
+
+    @rule(node=st.sampled_from([B, C]), count=st.integers(0, 5))
+    def follow(self, node: NodeId, count: int) -> None:
+        self.logs[node] = min(self.end, self.logs[node] + count)
+        self.in_sync.fetched(node, Offset(self.logs[node]), end=Offset(self.end), now=self.now, registration=1)
+        self.advance()
+
+    @rule(seconds=st.floats(0.1, 20))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def ask(self) -> None:
+        change = wanted(self.in_sync, end=self.end, high_watermark=self.high_watermark, now=self.now)
+        if change is not None:
+            self.in_sync.began(change)
+            self.requests.append(change)
+        elif self.in_sync.pending is not None:
+            again = [one for one in self.requests if one.state is self.in_sync.pending]
+            self.requests += again[:1]
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), answered=st.booleans())
+    def arrive(self, data: st.DataObject, answered: bool) -> None:
+        """A request reaches the store, in any order; its answer may be lost."""
+        at = data.draw(st.integers(0, len(self.requests) - 1))
+        change = self.requests.pop(at)
+        if change.revision == self.stored.revision:
+            self.stored = Versioned(change.state, self.stored.revision + 1)
+        if answered:
+            self.in_sync.learned(self.stored, now=self.now)
+        self.advance()
+
+    @rule()
+    def read_back(self) -> None:
+        self.in_sync.learned(self.stored, now=self.now)
+        self.advance()
+
+    @rule(node=st.sampled_from([B, C]))
+    def controller_removes(self, node: NodeId) -> None:
+        """The controller takes a dead node out, as an election does."""
+        before = self.stored.state
+        in_sync = tuple(one for one in before.in_sync if one != node)
+        if in_sync == before.in_sync:
+            return
+        left = {*before.in_sync, *before.eligible} - set(in_sync) if len(in_sync) < self.min_in_sync else set()
+        eligible = tuple(one for one in before.replicas if one in left)
+        self.stored = Versioned(replace(before, in_sync=in_sync, eligible=eligible), self.stored.revision + 1)
+
+    @rule(minimum=st.integers(1, 3))
+    def set_minimum(self, minimum: int) -> None:
+        self.min_in_sync = minimum
+        self.in_sync.change_min(minimum)
+        self.advance()
+
+    @invariant()
+    def whoever_may_lead_has_what_was_acknowledged(self) -> None:
+        if not hasattr(self, "stored"):
+            return
+        may_lead = [self.stored.state, *(one.state for one in self.requests if one.revision == self.stored.revision)]
+        for one in may_lead:
+            for node in {*one.in_sync, *one.eligible} - {A}:
+                assert self.logs[node] >= self.high_watermark, f"{node} may lead by {one}, and lacks records"
+
+    @invariant()
+    def nothing_is_acknowledged_that_the_leader_lacks(self) -> None:
+        if hasattr(self, "stored"):
+            assert self.high_watermark <= self.end
+
+
+InSyncMachine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
+TestInSyncRules = InSyncMachine.TestCase
