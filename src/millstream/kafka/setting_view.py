@@ -61,7 +61,7 @@ def is_list(declared: Setting) -> bool:
 
 def topic_settings(topics: Topics, topic: Topic) -> Iterator[SettingView]:
     """Every setting of a topic: what its owner set, else the node's default, else the built-in one."""
-    node_settings = topics.settings_of(dataclasses.replace(topic, overrides={}))
+    node_settings, in_force = topics.settings_of(dataclasses.replace(topic, overrides={})), topics.settings_of(topic)
     node_names = {attribute: declared.name for attribute, declared in settings_of(Config)}
     for attribute, declared in settings_of(TopicSettings):
         synonyms = []
@@ -72,6 +72,10 @@ def topic_settings(topics: Topics, topic: Topic) -> Iterator[SettingView]:
             node_name = node_names.get(_NODE_DEFAULT_PREFIX + attribute, declared.name)
             synonyms.append(Synonym(node_name, _text(node_value), SOURCE_NODE))
         synonyms.append(Synonym(declared.name, _text(declared.default), SOURCE_DEFAULT))
+        value = _text(getattr(in_force, attribute))
+        if declared.name not in topic.overrides and value != synonyms[0].value:
+            # It follows from another setting of the topic.
+            synonyms.insert(0, Synonym(declared.name, value, SOURCE_TOPIC))
         yield SettingView(declared, tuple(synonyms), read_only=False)
 
 

@@ -18,8 +18,6 @@ MISSING: Mapping[str, str] = MappingProxyType(
         "compression.gzip.level": _RECOMPRESSION,
         "compression.lz4.level": _RECOMPRESSION,
         "compression.zstd.level": _RECOMPRESSION,
-        "flush.messages": "syncs are counted in time, not in messages; set flush=always to have every message synced, "
-        "or flush=interval and flush.ms",
         "follower.replication.throttled.replicas": _THROTTLE,
         "leader.replication.throttled.replicas": _THROTTLE,
         "local.retention.bytes": _REMOTE,

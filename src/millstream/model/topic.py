@@ -96,6 +96,14 @@ class TopicSettings:
         minimum=1,
         needs_restart=False,
     )
+    flush_messages: int = setting(
+        "flush.messages",
+        INT64_MAX,
+        "Syncs by messages: a topic that sets it is synced as with `flush=always`, which is more often, and cannot set "
+        "another `flush`.",
+        minimum=1,
+        needs_restart=False,
+    )
     cleanup_policy: str = setting(
         "cleanup.policy",
         "delete",
@@ -163,8 +171,8 @@ class TopicSettings:
     compression_type: str = setting(
         "compression.type",
         "producer",
-        "Kept for Kafka tools: the broker stores batches as the producer compressed them.",
-        choices=("producer",),
+        "Has no effect, and is taken because Kafka tools send it: batches are stored as the producer compressed them.",
+        choices=("producer", "uncompressed", "gzip", "snappy", "lz4", "zstd"),
         needs_restart=False,
     )
     unclean_leader_election_enable: bool = setting(
@@ -242,6 +250,9 @@ class TopicSettings:
                 raise unknown_setting(name, by_name)
             attribute, declared = by_name[name]
             values[attribute] = declared.parse(text)
+        if values.get("flush_messages", INT64_MAX) != INT64_MAX:
+            # Whatever the node's default is: nothing less than this keeps what was asked for.
+            values.setdefault("flush", FLUSH_ALWAYS)
         settings = dataclasses.replace(base or cls(), **values)
         settings._check_together()
         return settings
@@ -270,6 +281,11 @@ class TopicSettings:
             raise InvalidSetting(
                 f"min.compaction.lag.ms ({self.min_compaction_lag_ms}) is larger than max.compaction.lag.ms "
                 f"({self.max_compaction_lag_ms})"
+            )
+        if self.flush_messages != INT64_MAX and self.flush != FLUSH_ALWAYS:
+            raise InvalidSetting(
+                f"flush.messages cannot be kept with flush={self.flush}, which syncs by time and not by messages; set "
+                "flush=always to have every message synced, or leave flush.messages out"
             )
 
 

@@ -74,6 +74,20 @@ def test_what_has_no_effect_is_kept_and_says_so(name: str) -> None:
     assert TopicSettings.declared()[name].description.startswith("Has no effect")
 
 
+def test_a_topic_that_syncs_by_messages_is_synced_always() -> None:
+    lazy = TopicSettings(flush="os")
+    assert TopicSettings.from_strings({"flush.messages": "1"}, base=lazy).flush == "always"
+    assert TopicSettings.from_strings({"flush.messages": str(2**63 - 1)}, base=lazy).flush == "os"
+    assert TopicSettings.from_strings({"flush.messages": "5"}).as_strings()["flush.messages"] == "5"
+    with pytest.raises(InvalidSetting, match=r"flush\.messages cannot be kept with flush=interval"):
+        TopicSettings.from_strings({"flush.messages": "5", "flush": "interval"})
+
+
+@pytest.mark.parametrize("codec", ["producer", "uncompressed", "gzip", "snappy", "lz4", "zstd"])
+def test_every_compression_that_tools_ask_for_is_taken(codec: str) -> None:
+    assert TopicSettings.from_strings({"compression.type": codec}).compression_type == codec
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
