@@ -195,6 +195,38 @@ def consumer_offsets(broker: Broker) -> Any:
     return [*steps, broker.ask(Key.OFFSET_DELETE, 0, forget)]
 
 
+def consumer_older_epochs(broker: Broker) -> Any:
+    """Consumer group: commits of a member that has not heard of its newest epoch."""
+    group = Group(broker, "older", older=4)
+    first, second = Consumer(group, "m1"), Consumer(group, "m2")
+    first.join()
+    first.report()
+    before, all_of_it = first.epoch, _numbers(first)
+
+    def commit(member: Consumer, epoch: int, numbers: set[int]) -> Any:
+        partitions = [
+            {"partition_index": number, "committed_offset": 5, "committed_metadata": ""} for number in sorted(numbers)
+        ]
+        values = {"group_id": group.name, "generation_id_or_member_epoch": epoch, "member_id": member.member}
+        asked = {**values, "topics": [{"name": group.topics[0], "partitions": partitions}]}
+        answer = broker.ask(Key.OFFSET_COMMIT, 9, asked)["topics"][0]["partitions"]
+        return sorted(one["error_code"] for one in answer)
+
+    second.join()
+    first.beat()
+    kept = _numbers(first)
+    steps = [commit(first, before, kept), commit(first, before, all_of_it - kept)]
+    steps += [first.report(), second.report(), second.report()]
+    steps += [commit(first, epoch, kept) for epoch in (before, first.epoch, before - 1, first.epoch + 1)]
+    steps += [commit(first, before, all_of_it - kept), commit(second, before, all_of_it - kept)]
+    steps += [commit(first, before, all_of_it), commit(second, second.epoch, all_of_it - kept)]
+    return [*steps, first.leave(), second.leave()]
+
+
+def _numbers(member: Consumer) -> set[int]:
+    return {number for topic in member.assigned for number in topic["partitions"]}
+
+
 def consumer_takes_over(broker: Broker) -> Any:
     """Consumer group: a classic group is taken over while it lives, and given back."""
     group = Group(broker, "takes-over")
@@ -225,5 +257,5 @@ def consumer_refused_takeover(broker: Broker) -> Any:
 
 DIALOGUES: Final[tuple[Callable[[Broker], Any], ...]] = (
     *(consumer_life, consumer_share, consumer_epochs, consumer_static, consumer_topics, consumer_assignors),
-    *(consumer_offsets, consumer_takes_over, consumer_converts, consumer_refused_takeover),
+    *(consumer_offsets, consumer_older_epochs, consumer_takes_over, consumer_converts, consumer_refused_takeover),
 )

@@ -1,4 +1,4 @@
-"""Apache Kafka's Java client, fetched by Maven. The program is conformance/java."""
+"""Apache Kafka's Java client, Kafka Connect and Kafka Streams, fetched by Maven. The program is conformance/java."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _CURRENT = tuple(
     for suite in ("CurrentProducing", "CurrentGroups", "CurrentAdministration", "Transactions", "Protocol")
 )
 _OLD = ("old.OldAdministration",)
+_FRAMEWORKS = ("frameworks.Connecting", "frameworks.Streaming")
 # How Maven and the network below it speak of a registry that cannot be reached.
 _OFFLINE = ("Could not transfer", "Unknown host", "UnknownHost", "Connection refused", "in offline mode", "timed out")
 
@@ -35,23 +36,47 @@ class JavaClient:
 
     def build(self) -> Program:
         """Let Maven fetch the client and compile the program against it."""
-        _check_java()
-        if shutil.which("mvn") is None:
-            raise Unavailable("Maven (mvn) is not on the PATH")
-        output = BUILT / f"java-{self.version}"
-        left_out = "current" if self.old else "old"
-        settings = [f"-Dkafka.version={self.version}", f"-Dleft.out={left_out}", f"-Doutput={output}"]
-        run_builder(["mvn", "-q", "-B", *settings, "compile"], folder=HERE / "java", offline_marks=_OFFLINE)
-        log = output / "client.log"
-        log.unlink(missing_ok=True)
-        logging = ["-Dorg.slf4j.simpleLogger.defaultLogLevel=info", f"-Dorg.slf4j.simpleLogger.logFile={log}"]
-        modest = ["-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
-        path = f"{output / 'classes'}:{output / 'lib' / '*'}"
-        return Program(["java", *modest, *logging, "-cp", path, "millstream.conformance.Trial"], log)
+        return _build(f"java-{self.version}", self.version, f"-Dleft.out={'current' if self.old else 'old'}")
 
     def arguments(self, address: str, served: str, only: str) -> Sequence[str]:
         """The broker, what it serves, and the suites that this version has the calls for."""
         return [address, served, only, *_SHARED, *(_OLD if self.old else _CURRENT)]
+
+
+@dataclass(frozen=True, slots=True)
+class JavaFrameworks:
+    """Kafka Connect and Kafka Streams of one version, which bring the client of that version along."""
+
+    version: str
+
+    @property
+    def name(self) -> str:
+        """What it is called in the report."""
+        return f"java connect and streams {self.version}"
+
+    def build(self) -> Program:
+        """Let Maven fetch both and compile their suites; those of the client itself are left out."""
+        left_out = ("-Dleft.out=old", "-Dleft.out.too=current")
+        return _build(f"frameworks-{self.version}", self.version, "-Pframeworks", *left_out)
+
+    def arguments(self, address: str, served: str, only: str) -> Sequence[str]:
+        """The broker, what it serves, and the suites."""
+        return [address, served, only, *_FRAMEWORKS]
+
+
+def _build(folder: str, version: str, *settings: str) -> Program:
+    _check_java()
+    if shutil.which("mvn") is None:
+        raise Unavailable("Maven (mvn) is not on the PATH")
+    output = BUILT / folder
+    command = ["mvn", "-q", "-B", f"-Dkafka.version={version}", f"-Doutput={output}", *settings, "compile"]
+    run_builder(command, folder=HERE / "java", offline_marks=_OFFLINE)
+    log = output / "client.log"
+    log.unlink(missing_ok=True)
+    logging = ["-Dorg.slf4j.simpleLogger.defaultLogLevel=info", f"-Dorg.slf4j.simpleLogger.logFile={log}"]
+    modest = ["-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
+    path = f"{output / 'classes'}:{output / 'lib' / '*'}"
+    return Program(["java", *modest, *logging, "-cp", path, "millstream.conformance.Trial"], log)
 
 
 def _check_java() -> None:

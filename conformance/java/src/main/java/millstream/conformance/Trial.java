@@ -33,7 +33,7 @@ public final class Trial {
     }
 
     /** Ask the driver, which owns the broker's process, for something, and wait until it is done. */
-    static void ask(String what) throws IOException {
+    public static void ask(String what) throws IOException {
         System.out.println("@" + what);
         System.out.flush();
         Wrong.unlessEqual("the driver's answer", "done", ANSWERS.readLine());
