@@ -35,7 +35,7 @@ from millstream.groups.requests import (
 from millstream.groups.shard import GroupShard
 from millstream.model.clock import Clock
 from millstream.model.errors import InvalidGroupId, InvalidSessionTimeout, MillstreamError
-from millstream.model.ids import PartitionIndex
+from millstream.model.ids import NodeId, PartitionIndex
 from millstream.model.topic import CONSUMER_OFFSETS
 
 GROUP_ID_CHARACTERS_MAX = 1024
@@ -104,6 +104,10 @@ class GroupCoordinator:
     def partition_of(self, group_id: str) -> PartitionIndex:
         """The partition of the offsets topic that holds a group."""
         return self._runtime.partition_of(group_id)
+
+    def leader_of(self, group_id: str) -> NodeId | None:
+        """The node that coordinates a group; None while nobody does."""
+        return self._runtime.leader_of(group_id)
 
     async def join(self, request: JoinRequest) -> Joined:
         """A consumer joins; answered with the next generation."""

@@ -375,7 +375,7 @@ class GroupShard:
         who = request.member
         consumers = self.consumers.get(who.group_id)
         if consumers is not None:
-            self.consumers.check_commit(consumers, who, knows_epochs=request.knows_unknown_group)
+            self.consumers.check_commit(consumers, request)
             return
         group = self._groups.get(who.group_id)
         if group is None:

@@ -10,10 +10,12 @@ on a heartbeat of the member:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from uuid import UUID
 
-from millstream.groups.consumer.assignment import Assignment, nothing
+from millstream.groups.consumer.assignment import NO_PARTITIONS, Assignment, nothing
 
 LEFT_EPOCH = -1
 """The epoch of a member that goes for good."""
@@ -84,6 +86,17 @@ class Position:
     assigned: Assignment = field(default_factory=nothing)
     pending: Assignment = field(default_factory=nothing)
     """What it has to give up, and has until it says that it gave it up."""
+    since: Mapping[UUID, Mapping[int, int]] = field(default_factory=dict, compare=False)
+    """The epoch in which it got each partition that it has; the newest for those that are not in here. It follows from
+    how the member got here, so two positions that have the same are the same.
+    """
+
+    def has_since(self, topic_id: UUID, partition: int) -> int | None:
+        """The epoch in which the member got a partition; None if it does not have it."""
+        held = (self.assigned, self.pending)
+        if not any(partition in assignment.get(topic_id, NO_PARTITIONS) for assignment in held):
+            return None
+        return self.since.get(topic_id, {}).get(partition, self.epoch)
 
     def at(self, epoch: int) -> Position:
         """The same in another epoch."""

@@ -34,6 +34,23 @@ def step(position: Position, goal: Goal, owned: Assignment | None, *, wants_othe
     `wants_others` says that the member changed its topics just now: those it does not want any more go at once, even
     if the target is not new.
     """
+    reached = _step(position, goal, owned, wants_others=wants_others)
+    return position if reached is position else dataclasses.replace(reached, since=_since(position, reached))
+
+
+def _since(before: Position, after: Position) -> dict[UUID, dict[int, int]]:
+    """From which epoch on the member has each partition: it keeps what it had, and gets the rest in the newest."""
+    found: dict[UUID, dict[int, int]] = {}
+    for topic_id, numbers in union(after.assigned, after.pending).items():
+        known = before.since.get(topic_id, {})
+        held = before.assigned.get(topic_id, NO_PARTITIONS) | before.pending.get(topic_id, NO_PARTITIONS)
+        found[topic_id] = {
+            number: known.get(number, before.epoch) if number in held else after.epoch for number in sorted(numbers)
+        }
+    return found
+
+
+def _step(position: Position, goal: Goal, owned: Assignment | None, *, wants_others: bool) -> Position:
     if position.state is MemberState.UNREVOKED:
         if _has(owned, position.pending):
             return _drop_unwanted(position, goal, owned) if wants_others else position

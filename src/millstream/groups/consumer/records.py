@@ -8,15 +8,16 @@
     key 8   (group, member)       value: what a member has, and in which epoch
     key 16  (group, expression)   value: the topics that a regular expression matches
 
-Values are of version 0, written as Kafka 4.1 and later write them. `groups/records.py` has the other kinds.
+Values are of version 0, written as Kafka 4.3 writes them. `groups/records.py` has the other kinds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
+from uuid import UUID
 
 from millstream.coordination.state import StateRecord
 from millstream.groups.consumer.assignment import Assignment, assignment_of
@@ -27,8 +28,12 @@ from millstream.wire.primitives import Reader, Writer
 _VERSION: Final = 0
 _METADATA_HASH_TAG: Final = 0
 _CLASSIC_TAG: Final = 0
+_EPOCHS_TAG: Final = 0
 _PRESENT: Final = 1
 _TOPIC_BYTES_MIN: Final = 18
+
+Since = Mapping[UUID, Mapping[int, int]]
+"""Epochs by topic and partition."""
 
 
 class Kind(IntEnum):
@@ -150,8 +155,8 @@ def position_record(group_id: str, member_id: str, position: Position) -> StateR
     writer.int32(position.epoch)
     writer.int32(position.previous_epoch)
     writer.int8(position.state)
-    _write_assignment(writer, position.assigned)
-    _write_assignment(writer, position.pending)
+    for assignment in (position.assigned, position.pending):
+        _write_assignment(writer, assignment, position.since)
     writer.no_tags()
     return _record(ConsumerKey(Kind.POSITION, group_id, member_id), writer)
 
@@ -160,12 +165,14 @@ def read_position(record: StateRecord) -> Position:
     """Read it back; a state that is not known here is kept as such."""
     reader = _open(record)
     epoch, previous_epoch, state = reader.int32(), reader.int32(), reader.int8()
+    since: dict[UUID, dict[int, int]] = {}
     return Position(
         epoch=epoch,
         previous_epoch=previous_epoch,
         state=MemberState(state) if state in set(MemberState) else MemberState.UNKNOWN,
-        assigned=_read_assignment(reader),
-        pending=_read_assignment(reader),
+        assigned=_read_assignment(reader, since),
+        pending=_read_assignment(reader, since),
+        since=since,
     )
 
 
@@ -254,19 +261,34 @@ def _read_classic(reader: Reader) -> ClassicSide:
     return ClassicSide(session_timeout_ms=session_timeout_ms, protocols=tuple(protocols))
 
 
-def _write_assignment(writer: Writer, assignment: Assignment) -> None:
+def _write_assignment(writer: Writer, assignment: Assignment, since: Since | None = None) -> None:
+    """Partitions by topic; with the epochs in which the member got them where they are known, as Kafka 4.3 has it."""
     writer.array_length(len(assignment))
     for topic_id, partitions in sorted(assignment.items()):
+        ordered = sorted(partitions)
         writer.uuid(topic_id)
-        writer.int32_array(sorted(partitions))
-        writer.no_tags()
+        writer.int32_array(ordered)
+        known = {} if since is None else since.get(topic_id, {})
+        if all(number in known for number in ordered):
+            epochs = Writer(flexible=True)
+            epochs.int32_array([known[number] for number in ordered])
+            writer.uvarint(1)
+            writer.uvarint(_EPOCHS_TAG)
+            writer.uvarint(len(epochs.buffer))
+            writer.buffer += epochs.buffer
+        else:
+            writer.no_tags()
 
 
-def _read_assignment(reader: Reader) -> Assignment:
+def _read_assignment(reader: Reader, since: dict[UUID, dict[int, int]] | None = None) -> Assignment:
     pairs = []
     for _ in range(max(0, reader.array_length(item_bytes_min=_TOPIC_BYTES_MIN))):
-        pairs.append((reader.uuid(), reader.int32_array()))
-        reader.skip_tags()
+        topic_id, partitions = reader.uuid(), reader.int32_array()
+        pairs.append((topic_id, partitions))
+        for tag, content in reader.tags():
+            if tag == _EPOCHS_TAG and since is not None:
+                epochs = dict(zip(partitions, content.int32_array(), strict=False))
+                since.setdefault(topic_id, {}).update(epochs)
     return assignment_of(pairs)
 
 

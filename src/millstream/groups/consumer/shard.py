@@ -37,6 +37,7 @@ from millstream.groups.group import GroupState
 from millstream.groups.records import group_tombstone
 from millstream.groups.registry import Registry
 from millstream.groups.requests import (
+    CommitRequest,
     GroupLimits,
     GroupListing,
     Joined,
@@ -48,7 +49,13 @@ from millstream.groups.requests import (
     SyncRequest,
 )
 from millstream.model.clock import Clock
-from millstream.model.errors import IllegalGeneration, StaleMemberEpoch, UnknownGroup, UnsupportedVersion
+from millstream.model.errors import (
+    IllegalGeneration,
+    MillstreamError,
+    StaleMemberEpoch,
+    UnknownGroup,
+    UnsupportedVersion,
+)
 
 Records = list[StateRecord]
 
@@ -177,14 +184,26 @@ class ConsumerShard:
 
     # Offsets
 
-    def check_commit(self, group: ConsumerGroup, who: MemberRef, *, knows_epochs: bool) -> None:
-        """Raise when this member cannot commit offsets now."""
+    def check_commit(self, group: ConsumerGroup, request: CommitRequest) -> None:
+        """Raise when this member cannot commit these offsets now.
+
+        A member that has not heard of its newest epoch yet may commit what it has had since the one it knows, if all
+        that it commits is of that kind; one of the classic protocol joins again first, as it always did.
+        """
+        who = request.member
         if who.generation < 0 and group.is_empty:
             return
         member = group.find(who.member_id)
-        if not member.speaks_classic and not knows_epochs:
+        if not member.speaks_classic and not request.knows_unknown_group:
             raise UnsupportedVersion("members of consumer groups commit with version 9 of OffsetCommit or later")
-        _check_epoch(member, who.generation)
+        if member.speaks_classic or who.generation >= member.epoch:
+            _check_epoch(member, who.generation)
+        elif not all(
+            self._has_since(member, topic, commit.partition, who.generation)
+            for topic, commits in request.topics.items()
+            for commit in commits
+        ):
+            raise _stale(member, who.generation)
 
     def check_fetch(self, group_id: str, member_id: str | None, epoch: int) -> None:
         """Raise when this member cannot be told offsets now; whoever names no member can."""
@@ -233,6 +252,11 @@ class ConsumerShard:
         return None if group is None else record_of(group, key)
 
     # Below: how
+
+    def _has_since(self, member: ConsumerMember, topic: str, partition: int, epoch: int) -> bool:
+        known = self._topics.get(topic)
+        since = None if known is None else member.position.has_since(known.topic_id, partition)
+        return since is not None and since <= epoch
 
     def _existing(self, group_id: str) -> ConsumerGroup:
         group = self.get(group_id)
@@ -316,7 +340,10 @@ class ConsumerShard:
 
 
 def _check_epoch(member: ConsumerMember, epoch: int) -> None:
-    if member.epoch == epoch:
-        return
+    if member.epoch != epoch:
+        raise _stale(member, epoch)
+
+
+def _stale(member: ConsumerMember, epoch: int) -> MillstreamError:
     said = f"member {member.member_id!r} is in epoch {member.epoch}, not {epoch}"
-    raise IllegalGeneration(said) if member.speaks_classic else StaleMemberEpoch(said)
+    return IllegalGeneration(said) if member.speaks_classic else StaleMemberEpoch(said)

@@ -5,7 +5,7 @@ A partition that does not exist gets UNKNOWN_TOPIC_OR_PARTITION, or UNKNOWN_TOPI
 named by id; the others are kept. Version notes: 2 to 4 can ask for a retention of their own; 6 adds the leader epoch;
 7 adds static members; a group that does not exist is GROUP_ID_NOT_FOUND from 9 on and ILLEGAL_GENERATION before.
 Members of consumer groups commit from 9 on (UNSUPPORTED_VERSION before), and tell their epoch instead of a generation
-(STALE_MEMBER_EPOCH if it is another).
+(STALE_MEMBER_EPOCH if it is one to come, or if the member did not have the partition in it).
 """
 
 from __future__ import annotations
