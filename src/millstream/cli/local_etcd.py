@@ -67,9 +67,15 @@ class LocalEtcd:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def _command(self) -> list[str]:
+    @property
+    def health_url(self) -> str:
+        """Where it says whether it is well."""
+        return f"{self.url}/health"
+
+    def flags(self) -> dict[str, object]:
+        """How it is to run."""
         peer = f"http://127.0.0.1:{free_port()}"
-        flags = {
+        return {
             "name": "local",
             "data-dir": self.folder / "data",
             "listen-client-urls": self.url,
@@ -79,13 +85,15 @@ class LocalEtcd:
             "initial-cluster": f"local={peer}",
             "auto-compaction-retention": "1h",
             "log-level": "warn",
+            "unsafe-no-fsync": str(not self._durable).lower(),
         }
-        command = [str(find_etcd()), *(f"--{name}={value}" for name, value in flags.items())]
-        return command if self._durable else [*command, "--unsafe-no-fsync"]
+
+    def _command(self) -> list[str]:
+        return [str(find_etcd()), *(f"--{name}={value}" for name, value in self.flags().items())]
 
     def _wait_until_healthy(self, process: LocalProcess) -> None:
         deadline = time.monotonic() + READY_S_MAX
-        while not _is_healthy(self.url):
+        while not _is_healthy(self.health_url):
             process.check_runs()
             if time.monotonic() > deadline:
                 raise process.failed(f"gave no answer within {READY_S_MAX:g} s")
@@ -94,7 +102,7 @@ class LocalEtcd:
 
 def _is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=1) as answer:
+        with urllib.request.urlopen(url, timeout=1) as answer:
             return b'"true"' in answer.read(1000)
     except (urllib.error.URLError, OSError):
         return False

@@ -21,6 +21,11 @@ CONNECT_S_MAX = 1.0
 ATTEMPT_S_MAX = 2.0
 """How long one member may take to answer a request that another one can be asked as well."""
 
+ROUNDS = 3
+"""How often each member is turned to: the first time may have met a connection that was about to break."""
+
+PAUSE_S = 0.2
+
 OPTIONS = (
     # A watch waits for ever; this is how it learns that the other side is gone or stands still.
     ("grpc.keepalive_time_ms", 10_000),
@@ -135,9 +140,10 @@ class EtcdMembers:
         """The answer to a request; one that is repeatable is asked of every member, any other until it has left."""
         reason = ""
         maybe_done = False
-        # One more than there are members: the first may have failed over an old connection only.
-        for _ in range(len(self.address.endpoints) + 1):
+        for attempt in range(ROUNDS * len(self.address.endpoints)):
             endpoint = self.endpoint
+            if attempt and attempt % len(self.address.endpoints) == 0:
+                await asyncio.sleep(PAUSE_S * attempt / len(self.address.endpoints))
             try:
                 answer = await self._ask(call, request, repeatable=repeatable)
             except NotConnected as error:

@@ -1,0 +1,81 @@
+"""A relay in front of a server, in the test's own event loop: links that are cut, or that lose what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Self
+
+_CHUNK_BYTES = 64 * 1024
+
+
+class Relay:
+    """Listens on a free port and passes on what it gets.
+
+    `deaf` loses what the server answers, while what clients send still arrives.
+    """
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.port = 0
+        self.deaf = False
+        self.refusing = False
+
+    @property
+    def address(self) -> str:
+        """Where clients find it."""
+        return f"127.0.0.1:{self.port}"
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        if self._server is not None:
+            self._server.close()
+        self.cut()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def cut(self) -> None:
+        """Break every connection; new ones are taken unless `refusing` is set."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._writers.add(writer)
+        try:
+            if not self.refusing:
+                await self._join(reader, writer)
+        finally:
+            writer.transport.abort()
+            self._writers.discard(writer)
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            onward_reader, onward = await asyncio.open_connection(*self._target)
+            self._writers.add(onward)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._pass_on(reader, onward, answers=False))
+                    group.create_task(self._pass_on(onward_reader, writer, answers=True))
+            finally:
+                onward.transport.abort()
+                self._writers.discard(onward)
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, answers: bool) -> None:
+        with suppress(OSError):
+            while piece := await reader.read(_CHUNK_BYTES):
+                if not (answers and self.deaf):
+                    writer.write(piece)
+                    await writer.drain()
+        writer.transport.abort()

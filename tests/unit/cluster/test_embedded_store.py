@@ -1,0 +1,99 @@
+"""The store in the process's memory: time that the test owns, history that is forgotten, faults on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+import pytest
+
+from millstream.cluster.embedded_service import EmbeddedService
+from millstream.cluster.embedded_store import EmbeddedStore
+from millstream.cluster.store import Event, Put
+from millstream.model.errors import StoreRefused, StoreUnavailable, WatchLost
+from millstream.testing.clock import ManualClock
+
+T = TypeVar("T")
+
+SOON_S = 0.03
+
+
+class FaultyStore(EmbeddedStore):
+    """A store whose way to the service can be cut before or after a request is carried out."""
+
+    cut = ""
+
+    async def _ask(self, request: Callable[[], T]) -> T:
+        if self.cut == "before":
+            raise StoreRefused("not sent")
+        answer = await super()._ask(request)
+        if self.cut == "after":
+            raise StoreUnavailable("the answer was lost")
+        return answer
+
+
+async def test_a_session_without_signs_of_life_ends_by_its_time() -> None:
+    clock = ManualClock()
+    service = EmbeddedService(clock)
+    lost = asyncio.Event()
+    node, other = FaultyStore(service, clock), EmbeddedStore(service, clock)
+    session = await node.open_session(SOON_S, lost.set)
+    await node.change([Put("nodes/1", "x", leased=True)])
+    clock.advance_ms(29)
+    assert "nodes/1" in (await other.read("")).entries
+    revision = service.revision
+    async with aclosing(other.watch("", after=revision)) as batches:
+        clock.advance_ms(1)
+        assert list(await anext(batches)) == [Event("nodes/1", None, revision + 1)]
+    await lost.wait()
+    assert not session.live
+
+
+async def test_a_session_that_cannot_reach_the_store_is_lost_once_it_hears_so() -> None:
+    clock = ManualClock()
+    service = EmbeddedService(clock)
+    lost = asyncio.Event()
+    node = FaultyStore(service, clock)
+    session = await node.open_session(SOON_S, lost.set)
+    node.cut = "before"
+    clock.advance_ms(1000)
+    service.expire()
+    await asyncio.sleep(2 * SOON_S)
+    assert session.live
+    node.cut = ""
+    await lost.wait()
+
+
+async def test_a_watch_that_lies_too_far_behind_is_lost() -> None:
+    clock = ManualClock()
+    service = EmbeddedService(clock, history_max=3)
+    store = EmbeddedStore(service, clock)
+    start = service.revision
+    for number in range(4):
+        await store.change([Put("a", str(number))])
+    async with aclosing(store.watch("", after=start + 1)) as batches:
+        assert [event.value for event in await anext(batches)] == ["1", "2", "3"]
+    with pytest.raises(WatchLost):
+        async with aclosing(store.watch("", after=start)) as batches:
+            await anext(batches)
+    service.forget_history()
+    with pytest.raises(WatchLost):
+        async with aclosing(store.watch("", after=service.revision - 1)) as batches:
+            await anext(batches)
+
+
+async def test_health_follows_what_is_heard() -> None:
+    clock = ManualClock()
+    store = FaultyStore(EmbeddedService(clock), clock)
+    heard: list[tuple[bool, int | None]] = []
+    store.when_changed(lambda: heard.append((store.available, store.away_since_ms)))
+    store.cut = "after"
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable):
+            await store.change([Put("a", "1")])
+        clock.advance_ms(5)
+    store.cut = ""
+    assert (await store.read("a")).entries["a"].value == "1"
+    assert heard == [(False, clock.now_ms() - 10), (True, None)]

@@ -1,0 +1,281 @@
+"""The store on a real etcd: members that are away, answers that are lost, leases, logins."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
+
+import pytest
+from aetcd import rpc
+
+from millstream.cli.local_process import free_port
+from millstream.cluster import etcd_members
+from millstream.cluster.etcd_address import EtcdAddress
+from millstream.cluster.etcd_store import EtcdStore
+from millstream.cluster.store import Event, Put
+from millstream.model.clock import Clock, SystemClock
+from millstream.model.errors import StoreRefused, StoreUnavailable, WatchLost
+from millstream.testing.clock import ManualClock
+from millstream.testing.etcd_server import EncryptedEtcdServer, EtcdServer
+from millstream.testing.relay import Relay
+
+TTL_S = 2.0
+
+Connect = Callable[..., EtcdStore]
+
+
+def address_of(server: EtcdServer) -> str:
+    return server.url.removeprefix("http://")
+
+
+@pytest.fixture
+async def connect(etcd: EtcdServer) -> AsyncIterator[Connect]:
+    """Opens doors to the same part of etcd, through whatever addresses a test names."""
+    cluster = uuid.uuid4().hex
+    async with AsyncExitStack() as stack:
+
+        def open_door(*addresses: str, clock: Clock | None = None, request_s_max: float = 2.0) -> EtcdStore:
+            urls = ",".join(f"http://{address}" for address in addresses or (address_of(etcd),))
+            store = EtcdStore(EtcdAddress.parse(urls), cluster, clock or SystemClock(), request_s_max=request_s_max)
+            stack.push_async_callback(store.close)
+            return store
+
+        yield open_door
+
+
+@pytest.fixture
+async def relay(etcd: EtcdServer) -> AsyncIterator[Relay]:
+    async with Relay(address_of(etcd)) as started:
+        yield started
+
+
+@pytest.fixture
+def own_etcd() -> Iterator[EtcdServer]:
+    with EtcdServer() as server:
+        yield server
+
+
+async def ask(store: EtcdStore, call: Callable[[etcd_members.EtcdMember], object], request: object) -> None:
+    await store._members.ask(call, request, repeatable=True)
+
+
+async def test_another_member_answers_when_one_is_away(connect: Connect, etcd: EtcdServer) -> None:
+    store = connect(f"127.0.0.1:{free_port()}", address_of(etcd))
+    assert await store.change([Put("a", "1")]) is not None
+    assert (await store.read("a")).entries["a"].value == "1"
+    assert store.available
+
+
+async def test_what_never_left_was_surely_not_done(connect: Connect) -> None:
+    store = connect(f"127.0.0.1:{free_port()}")
+    heard: list[bool] = []
+    store.when_changed(lambda: heard.append(store.available))
+    with pytest.raises(StoreRefused):
+        await store.change([Put("a", "1")])
+    with pytest.raises(StoreUnavailable):
+        await store.read("a")
+    assert heard == [False]
+    assert store.away_since_ms is not None
+
+
+async def test_a_lost_answer_leaves_it_open_whether_the_change_was_made(connect: Connect, relay: Relay) -> None:
+    store, witness = connect(relay.address, request_s_max=0.3), connect()
+    await store.read("")
+    relay.deaf = True
+    with pytest.raises(StoreUnavailable) as caught:
+        await store.change([Put("a", "1")])
+    assert not isinstance(caught.value, StoreRefused)
+    assert (await witness.read("a")).entries["a"].value == "1"
+    relay.deaf = False
+    relay.cut()
+    assert (await store.read("a")).entries["a"].value == "1"
+    assert store.available
+
+
+async def test_a_read_goes_to_the_next_member_when_the_answer_is_lost(
+    connect: Connect, relay: Relay, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_members, "ATTEMPT_S_MAX", 0.3)
+    store = connect(relay.address, address_of(etcd))
+    revision = (await store.read("")).revision
+    async with aclosing(store.watch("", after=revision)) as batches:
+        put = await store.change([Put("a", "1")])
+        assert list(await anext(batches)) == [Event("a", "1", put or 0)]
+        relay.deaf = True
+        hearing = asyncio.create_task(anext(batches))
+        assert (await store.read("a")).entries["a"].value == "1"
+        # The watch was with the member that fell silent, and moves with the rest.
+        put = await store.change([Put("a", "2")])
+        assert list(await hearing) == [Event("a", "2", put or 0)]
+
+
+async def test_a_watch_goes_on_where_it_was_cut(connect: Connect, relay: Relay) -> None:
+    watcher, writer = connect(relay.address), connect()
+    revision = (await watcher.read("")).revision
+    written: list[Event] = []
+    heard: list[Event] = []
+
+    async def listen() -> None:
+        async with aclosing(watcher.watch("k", after=revision)) as batches:
+            async for events in batches:
+                heard.extend(events)
+                if heard[-1].value == "last":
+                    return
+
+    listening = asyncio.create_task(listen())
+    for number in range(120):
+        put = await writer.change([Put(f"k{number % 7}", str(number))])
+        written.append(Event(f"k{number % 7}", str(number), put or 0))
+        if number % 10 == 0:
+            relay.cut()
+    put = await writer.change([Put("k", "last")])
+    await listening
+    assert heard == [*written, Event("k", "last", put or 0)]
+
+
+async def test_a_forgotten_history_has_to_be_read_anew(connect: Connect) -> None:
+    store = connect()
+    before = (await store.read("")).revision
+    for number in range(3):
+        last = await store.change([Put("a", str(number))])
+    await ask(store, lambda member: member.keys.Compact, rpc.CompactionRequest(revision=last))
+    with pytest.raises(WatchLost):
+        async with aclosing(store.watch("", after=before)) as batches:
+            await anext(batches)
+    snapshot = await store.read("")
+    async with aclosing(store.watch("", after=snapshot.revision)) as batches:
+        put = await store.change([Put("a", "new")])
+        assert list(await anext(batches)) == [Event("a", "new", put or 0)]
+
+
+async def test_a_session_that_etcd_ends_is_lost(connect: Connect) -> None:
+    store = connect()
+    lost = asyncio.Event()
+    session = await store.open_session(TTL_S, lost.set)
+    await ask(store, lambda member: member.leases.LeaseRevoke, rpc.LeaseRevokeRequest(ID=session.lease))
+    await lost.wait()
+    assert not session.live
+    with pytest.raises(StoreRefused):
+        await store.change([Put("nodes/1", "x", leased=True)])
+    again = await store.open_session(TTL_S, lost.set)
+    assert await store.change([Put("nodes/1", "x", leased=True)]) is not None
+    await again.close()
+
+
+async def test_a_loop_that_stands_still_loses_its_lease(connect: Connect) -> None:
+    clock = ManualClock()
+    store, witness = connect(clock=clock), connect()
+    lost: list[float] = []
+    session = await store.open_session(TTL_S, lambda: lost.append(0))
+    await store.change([Put("nodes/1", "x", leased=True)])
+    snapshot = await witness.read("nodes/")
+    async with aclosing(witness.watch("nodes/", after=snapshot.revision)) as batches:
+        clock.advance_ms(int(TTL_S * 1000))
+        time.sleep(TTL_S / 2)  # noqa: ASYNC251 - the loop has to stand still
+        [gone] = await anext(batches)
+        assert (gone.key, gone.value) == ("nodes/1", None)
+    await session.close()
+    assert not session.live
+
+
+async def test_a_loop_that_is_busy_for_a_while_keeps_its_lease(connect: Connect) -> None:
+    store = connect()
+    lost: list[float] = []
+    session = await store.open_session(TTL_S, lambda: lost.append(0))
+    await store.change([Put("nodes/1", "x", leased=True)])
+    time.sleep(TTL_S * 0.75)  # noqa: ASYNC251 - the loop has to stand still
+    await asyncio.sleep(TTL_S * 0.6)
+    assert (await store.read("nodes/1")).entries
+    assert session.live
+    assert lost == []
+
+
+async def test_a_restart_of_etcd_ends_neither_watch_nor_session(own_etcd: EtcdServer) -> None:
+    store = EtcdStore(EtcdAddress.parse(own_etcd.url), "restarted", SystemClock())
+    session = await store.open_session(10, lambda: None)
+    await store.change([Put("nodes/1", "x", leased=True)])
+    snapshot = await store.read("")
+    async with aclosing(store.watch("", after=snapshot.revision)) as batches:
+        hearing = asyncio.create_task(anext(batches))
+        await asyncio.to_thread(own_etcd.stop)
+        with pytest.raises(StoreUnavailable):
+            await store.read("")
+        assert not store.available
+        back = asyncio.Event()
+        store.when_changed(back.set)
+        own_etcd.start()
+        await back.wait()
+        assert "nodes/1" in (await store.read("")).entries
+        put = await store.change([Put("a", "1")])
+        assert list(await hearing) == [Event("a", "1", put or 0)]
+    assert session.live
+    await store.close()
+
+
+async def test_who_has_a_password_gets_in(own_etcd: EtcdServer) -> None:
+    def url(login: str) -> str:
+        return own_etcd.url.replace("://", f"://{login}@")
+
+    admin = EtcdStore(EtcdAddress.parse(own_etcd.url), "secured", SystemClock())
+    await ask(admin, lambda member: member.logins.UserAdd, rpc.AuthUserAddRequest(name="root", password="p:w/d"))
+    await ask(admin, lambda member: member.logins.RoleAdd, rpc.AuthRoleAddRequest(name="root"))
+    await ask(admin, lambda member: member.logins.UserGrantRole, rpc.AuthUserGrantRoleRequest(user="root", role="root"))
+    await ask(admin, lambda member: member.logins.AuthEnable, rpc.AuthEnableRequest())
+    with pytest.raises(StoreRefused):
+        await admin.change([Put("a", "1")])
+    await admin.close()
+
+    wrong = EtcdStore(EtcdAddress.parse(url("root:wrong")), "secured", SystemClock())
+    with pytest.raises(StoreRefused, match="authentication failed"):
+        await wrong.change([Put("a", "1")])
+    await wrong.close()
+
+    right = EtcdStore(EtcdAddress.parse(url("root:p%3Aw%2Fd")), "secured", SystemClock())
+    session = await right.open_session(TTL_S, lambda: None)
+    snapshot = await right.read("")
+    async with aclosing(right.watch("", after=snapshot.revision)) as batches:
+        put = await right.change([Put("a", "1", leased=True)])
+        assert list(await anext(batches)) == [Event("a", "1", put or 0)]
+        right._members._token = "stale.1"
+        assert "a" in (await right.read("")).entries
+    await asyncio.sleep(TTL_S)
+    assert session.live
+    await right.close()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
+async def test_who_has_a_certificate_gets_in() -> None:
+    with EncryptedEtcdServer() as server:
+        address = EtcdAddress.parse(server.url, ca=server.ca, certificate=server.certificate, key=server.key)
+        store = EtcdStore(address, "encrypted", SystemClock())
+        session = await store.open_session(TTL_S, lambda: None)
+        assert await store.change([Put("a", "1", leased=True)]) is not None
+        await asyncio.sleep(TTL_S)
+        assert session.live
+        assert (await store.read("")).entries["a"].value == "1"
+        await store.close()
+        stranger = EtcdStore(EtcdAddress.parse(server.url, ca=server.ca), "encrypted", SystemClock())
+        with pytest.raises(StoreUnavailable):
+            await stranger.read("")
+        await stranger.close()
+
+
+@pytest.mark.parametrize(
+    "urls", ["", "localhost:2379", "ftp://x:1", "http://", "http://a:1,https://b:1", "http://a:1,nonsense"]
+)
+def test_addresses_that_cannot_be_are_refused(urls: str) -> None:
+    with pytest.raises(ValueError, match="addresses"):
+        EtcdAddress.parse(urls)
+
+
+def test_addresses_are_taken_apart() -> None:
+    address = EtcdAddress.parse(" https://a:1 ,https://[::1]:2/", ca=Path("ca.pem"))
+    assert address.endpoints == ("a:1", "[::1]:2")
+    assert address.encrypted
+    assert address.ca == Path("ca.pem")
+    assert EtcdAddress.parse("http://u:p@a:1", user="v").user == "v"
