@@ -117,8 +117,9 @@ class Partition:
         self._waiting: Waiting = deque()
         self._waiting_here: Waiting = deque()
         """Those who wait only for this node: `acks=1`, and a follower that has to sync before it fetches on."""
-        self._listeners: set[AdvanceListener] = set()
-        self._append_listeners: set[AppendListener] = set()
+        # Dictionaries keep an order, so that a simulated run can be repeated.
+        self._listeners: dict[AdvanceListener, None] = {}
+        self._append_listeners: dict[AppendListener, None] = {}
         self._closed = False
         self.bytes_in = 0
         self.bytes_out = 0
@@ -219,11 +220,11 @@ class Partition:
 
     def listen(self, listener: AdvanceListener) -> None:
         """Tell `listener` about every advance until `forget`."""
-        self._listeners.add(listener)
+        self._listeners[listener] = None
 
     def forget(self, listener: AdvanceListener) -> None:
         """Stop telling `listener`."""
-        self._listeners.discard(listener)
+        self._listeners.pop(listener, None)
 
     def change_settings(self, topic: Topic, settings: TopicSettings) -> None:
         """Take over changed settings; a stricter `flush` never takes back what was already visible."""
@@ -382,11 +383,11 @@ class Partition:
 
     def listen_to_appends(self, listener: AppendListener) -> None:
         """Tell `listener` about every append until `forget_appends`."""
-        self._append_listeners.add(listener)
+        self._append_listeners[listener] = None
 
     def forget_appends(self, listener: AppendListener) -> None:
         """Stop telling `listener`."""
-        self._append_listeners.discard(listener)
+        self._append_listeners.pop(listener, None)
 
     def _tell_followers(self, in_sync: InSync, end_before: Offset) -> None:
         if not self._is_behind:
