@@ -59,6 +59,11 @@ class Case:
         return DURABILITY[self.flush]
 
     @property
+    def plain(self) -> bool:
+        """Whether servers without partitions and keys can be measured in this line, too."""
+        return self.partitions == self.producers == 1 and not self.keyed and self.acks == "all"
+
+    @property
     def consumes(self) -> bool:
         """Whether what was produced is also read back; how it was synced makes no difference to reading."""
         return self.kind == PRODUCE and self.flush == OS
@@ -121,7 +126,7 @@ def _throughput() -> Iterator[Case]:
         yield replace(base, acks="1")
         yield replace(base, acks=IDEMPOTENT)
     yield Case(flush=INTERVAL)
-    # One partition with one producer is where servers without partitions can be compared.
+    # Where servers without partitions can be compared.
     for flush in FLUSHES:
         yield Case(flush=flush, partitions=1)
         yield Case(flush=flush, partitions=1, size_bytes=100)
@@ -138,5 +143,5 @@ def _latency() -> Iterator[Case]:
 
 
 def _requests() -> Iterator[Case]:
-    for flush in (ALWAYS, OS):
+    for flush in FLUSHES:
         yield Case(kind=REQUESTS, flush=flush, partitions=1)

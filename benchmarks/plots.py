@@ -9,12 +9,12 @@ import matplotlib as mpl
 from benchmarks.latency import ACKNOWLEDGED, END_TO_END, PERCENTS
 from benchmarks.results import Line, Results
 from benchmarks.subject import CONSUMED, PRODUCED
-from benchmarks.subjects import DISCARD, KAFKA, LIMIT, MILLSTREAM
+from benchmarks.subjects import BARE, DISCARD, KAFKA, LIMIT, MILLSTREAM
 
 mpl.use("agg")
 from matplotlib import pyplot
 
-COLORS = {LIMIT: "#9aa0a6", MILLSTREAM: "#0b6e4f", KAFKA: "#c8553d", DISCARD: "#d9d9d9"}
+COLORS = {LIMIT: "#9aa0a6", MILLSTREAM: "#0b6e4f", KAFKA: "#c8553d", DISCARD: "#d9d9d9", BARE: "#74b49b"}
 _OTHERS = ("#3d5a80", "#8d6a9f", "#e0a458", "#5b8e7d", "#7a7a7a")
 _BAR_INCHES = 0.17
 _DPI = 130

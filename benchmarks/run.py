@@ -22,10 +22,12 @@ from typing import Any
 
 from benchmarks import cases, librdkafka, machine, plots, report
 from benchmarks.cases import LATENCY, Case
+from benchmarks.peers import nats, rabbitmq, redis
+from benchmarks.peers.bare import BareMillstream
 from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.results import Results
 from benchmarks.subject import Subject
-from benchmarks.subjects import DISCARD, KAFKA, LIMIT, MILLSTREAM, ApacheKafka, Discard, Limit, Millstream
+from benchmarks.subjects import BARE, DISCARD, KAFKA, LIMIT, MILLSTREAM, ApacheKafka, Discard, Limit, Millstream
 from rich.console import Console
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
@@ -33,6 +35,10 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     MILLSTREAM: Millstream,
     KAFKA: ApacheKafka,
     DISCARD: Discard,
+    BARE: BareMillstream,
+    nats.NAME: nats.Nats,
+    rabbitmq.NAME: rabbitmq.RabbitMq,
+    redis.NAME: redis.Redis,
 }
 OUT = Path("build/bench")
 ROUNDS, SECONDS = 3, 1.0

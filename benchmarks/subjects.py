@@ -23,9 +23,10 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 import millstream
-from millstream.testing.server import Server
+from millstream.testing.server import Server, ServerFailed
 
-LIMIT, MILLSTREAM, DISCARD, KAFKA = "limit", "millstream", "client alone", "kafka"
+LIMIT, MILLSTREAM, KAFKA = "limit", "millstream", "kafka"
+DISCARD, BARE = "client-alone", "millstream-bare"
 STARTED = "start and rest"
 _ADMIN_S_MAX = 30.0
 _REST_S = 2.0
@@ -159,7 +160,9 @@ class Broker(KafkaSubject):
 
     def __exit__(self, *exception: object) -> None:
         """Stop it, and remove what it stored."""
-        self._stack.close()
+        with self._stack, suppress(ServerFailed):
+            if self._server.is_running():
+                self._server.stop()
 
     def measure(self, case: Case, seconds: float) -> Measured:
         """Measure one line once."""

@@ -10,7 +10,7 @@ from benchmarks.latency import ACKNOWLEDGED, END_TO_END
 from benchmarks.requests import IN_FLIGHT, ONE_BY_ONE
 from benchmarks.results import Line, Results
 from benchmarks.subject import CONSUMED, PRODUCED
-from benchmarks.subjects import DISCARD, KAFKA, LIMIT, MILLSTREAM
+from benchmarks.subjects import BARE, DISCARD, KAFKA, LIMIT, MILLSTREAM
 
 OF_LIMIT_MIN = 0.85
 LEVEL_MIN = 0.95
@@ -76,14 +76,17 @@ def _against_kafka(results: Results) -> Iterator[Target]:
 
 
 def _against_others(results: Results) -> Iterator[Target]:
-    for name in results.subjects(PRODUCED, CONSUMED):
-        if name in (MILLSTREAM, LIMIT, DISCARD, KAFKA):
+    """Peers have a bare client, so at the highest rate it is Millstream with a bare client that is compared."""
+    for name in results.subjects(PRODUCED, CONSUMED, IN_FLIGHT):
+        if name in (MILLSTREAM, LIMIT, DISCARD, KAFKA, BARE):
             continue
-        yield _least(f"produce and consume, of {name}", 1.0, results, _times("MB/s", name), PRODUCED, CONSUMED)
+        for direction in (PRODUCED, CONSUMED):
+            yield _least(f"{direction}, of {name}", 1.0, results, _times("MB/s", name, BARE), direction)
+        yield _least(f"{IN_FLIGHT}, of {name}", 1.0, results, _times("requests/s", name), IN_FLIGHT)
 
 
-def _times(number: str, other: str) -> Pick:
-    return lambda line: line.ratio(number, MILLSTREAM, other)
+def _times(number: str, other: str, mine: str = MILLSTREAM) -> Pick:
+    return lambda line: line.ratio(number, mine, other)
 
 
 def _shorter(number: str) -> Pick:

@@ -1,0 +1,233 @@
+"""A client for servers that do not speak Kafka's protocol: prepared bytes out, answers counted as they come in.
+
+It costs less than any client library: what is sent is made once, many messages at a time, and answers are not parsed
+but counted. So it is the server that is measured. There are always some messages in flight, as with librdkafka.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from benchmarks.cases import REQUESTS, Case
+from benchmarks.percentiles import percentile
+from benchmarks.processes import Meter
+from benchmarks.requests import IN_FLIGHT, ONE_BY_ONE, WINDOW
+from benchmarks.subject import CONSUMED, PRODUCED, Measured
+from benchmarks.target import Numbers
+from benchmarks.throughput import flow
+
+RECEIVE_BYTES = 1 << 20
+MARK = b"~mark~"
+"""Stands at the start of each message and nowhere else, so that messages can be counted in any stream of bytes."""
+_TIMEOUT_S = 60.0
+
+
+class PeerFailed(Exception):
+    """The server answered with an error, or not at all."""
+
+
+def payload(size_bytes: int) -> bytes:
+    """A message."""
+    return (MARK + b"0123456789abcdef" * (size_bytes // 16 + 1))[:size_bytes]
+
+
+class Counter:
+    """Counts a pattern in bytes that come in pieces."""
+
+    def __init__(self, pattern: bytes, failure: bytes | None = None) -> None:
+        self._pattern = pattern
+        self._failure = failure
+        self._tail = b""
+
+    def feed(self, data: bytes) -> int:
+        """How often the pattern ends in this piece."""
+        whole = self._tail + data
+        keep = len(self._pattern) - 1
+        self._tail = whole[-keep:] if keep else b""
+        if self._failure is not None and self._failure in whole:
+            raise PeerFailed(whole[whole.index(self._failure) :][:200].decode(errors="replace"))
+        return whole.count(self._pattern)
+
+
+class Connection:
+    """One connection to a server."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=_TIMEOUT_S)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def receive(self) -> bytes:
+        """Some bytes, at least one."""
+        data = self.socket.recv(RECEIVE_BYTES)
+        if not data:
+            raise PeerFailed("the server closed the connection")
+        return data
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.socket.close()
+
+
+class Session(ABC):
+    """One topic, stream or queue of a server: how to write into it and to read from it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    @abstractmethod
+    def messages(self, count: int) -> bytes:
+        """What publishes so many messages."""
+
+    @abstractmethod
+    def acknowledgements(self) -> Callable[[bytes], int]:
+        """What counts the acknowledgements in the bytes that come back."""
+
+    @abstractmethod
+    def read(self, count: int) -> Iterator[int]:
+        """Read so many messages from the start; tells how many came, each time that some did."""
+
+
+class Window:
+    """How many messages are sent and not yet acknowledged; the sender waits while there are too many."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._changed = threading.Condition()
+        self.sent = 0
+        self.acknowledged = 0
+        self.failure: Exception | None = None
+
+    def send(self, count: int) -> None:
+        """Wait until so many more may be sent."""
+        with self._changed:
+            self._wait(lambda: self.sent + count - self.acknowledged <= self._most)
+            self.sent += count
+
+    def acknowledge(self, count: int) -> None:
+        """Take note of answers."""
+        with self._changed:
+            self.acknowledged += count
+            self._changed.notify()
+
+    def fail(self, failure: Exception) -> None:
+        """Take note that there will be no more answers."""
+        with self._changed:
+            self.failure = failure
+            self._changed.notify()
+
+    def finish(self) -> None:
+        """Wait until all that was sent is acknowledged."""
+        with self._changed:
+            self._wait(lambda: self.acknowledged >= self.sent)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        if not self._changed.wait_for(lambda: done() or self.failure is not None, _TIMEOUT_S):
+            raise PeerFailed(f"{self.sent - self.acknowledged} messages were not acknowledged")
+        if self.failure is not None:
+            raise self.failure
+
+
+@contextmanager
+def _acknowledging(session: Session, window: Window) -> Iterator[None]:
+    """Count answers in a thread."""
+    stop = threading.Event()
+
+    def listen() -> None:
+        count = session.acknowledgements()
+        try:
+            while not (stop.is_set() and window.acknowledged >= window.sent):
+                window.acknowledge(count(session.connection.receive()))
+        except Exception as failure:
+            window.fail(failure)
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    try:
+        yield
+        # One more, since the thread waits for an answer before it looks whether to stop.
+        window.send(1)
+        stop.set()
+        session.connection.socket.sendall(session.messages(1))
+    finally:
+        thread.join(_TIMEOUT_S)
+
+
+def measure(session: Session, case: Case, pid: int, seconds: float, window: int, at_once: int) -> Measured:
+    """The same that is measured with librdkafka: at the highest rate, or requests one by one."""
+    if case.kind == REQUESTS:
+        return _requests(session, pid, seconds)
+    sent, produced = _produce(session, case, pid, seconds, window, at_once)
+    found = {PRODUCED: produced}
+    if case.consumes:
+        found[CONSUMED] = _consume(session, case, pid, sent)
+    return found
+
+
+def _produce(session: Session, case: Case, pid: int, seconds: float, window: int, at_once: int) -> tuple[int, Numbers]:
+    chunk = session.messages(at_once)
+    flying = Window(window)
+    with _acknowledging(session, flying):
+        flying.send(at_once)
+        session.connection.socket.sendall(chunk)
+        flying.finish()
+        with Meter(pid) as meter:
+            began, before = time.perf_counter(), flying.sent
+            while time.perf_counter() < began + seconds:
+                flying.send(at_once)
+                session.connection.socket.sendall(chunk)
+            flying.finish()
+            elapsed, messages = time.perf_counter() - began, flying.sent - before
+    return flying.sent, flow(case, messages, elapsed, meter)
+
+
+def _consume(session: Session, case: Case, pid: int, sent: int) -> Numbers:
+    reading = session.read(sent)
+    first = next(reading)
+    with Meter(pid) as meter:
+        began = time.perf_counter()
+        came = sum(reading)
+        elapsed = time.perf_counter() - began
+    if first + came < sent:
+        raise PeerFailed(f"{first + came} of {sent} messages came back")
+    return flow(case, came, elapsed, meter)
+
+
+def _requests(session: Session, pid: int, seconds: float) -> Measured:
+    one, many = session.messages(1), session.messages(WINDOW)
+    count = session.acknowledgements()
+
+    def exchange(request: bytes, answers: int) -> None:
+        session.connection.socket.sendall(request)
+        while answers > 0:
+            answers -= count(session.connection.receive())
+
+    for _ in range(200):
+        exchange(one, 1)
+    times_ms = []
+    with Meter(pid) as alone:
+        deadline = time.perf_counter() + seconds
+        while (began := time.perf_counter()) < deadline:
+            exchange(one, 1)
+            times_ms.append((time.perf_counter() - began) * 1000)
+    pipelined = 0
+    with Meter(pid) as meter:
+        began = time.perf_counter()
+        while time.perf_counter() < began + seconds:
+            exchange(many, WINDOW)
+            pipelined += WINDOW
+        elapsed = time.perf_counter() - began
+    return {
+        ONE_BY_ONE: {
+            "p50 ms": percentile(times_ms, 50),
+            "p99 ms": percentile(times_ms, 99),
+            "requests/s": len(times_ms) / seconds,
+            "CPU µs/request": sum(alone.cpu) / len(times_ms) * 1e6,
+        },
+        IN_FLIGHT: {"requests/s": pipelined / elapsed, "CPU µs/request": sum(meter.cpu) / pipelined * 1e6},
+    }

@@ -1,0 +1,207 @@
+"""RabbitMQ streams as a peer, by their own binary protocol: one stream, acknowledged once it is in the page cache."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Self
+
+from benchmarks.cases import OS, PRODUCE, REQUESTS, Case
+from benchmarks.peers.launch import PeerServer, free_port
+from benchmarks.peers.pipe import MARK, Connection, PeerFailed, Session, measure, payload
+from benchmarks.peers.unavailable import PeerUnavailable
+from benchmarks.subject import Measured, Subject
+
+NAME = "rabbitmq"
+# The script that Debian puts on the PATH changes the user; this is the one behind it.
+_PLACES = ("/usr/lib/rabbitmq/bin/rabbitmq-server",)
+_WINDOW, _AT_ONCE = 10_000, 250
+_CREDIT = 50
+_DECLARE_PUBLISHER, _PUBLISH, _CONFIRM, _PUBLISH_ERROR, _SUBSCRIBE, _DELIVER, _CREDITS = 1, 2, 3, 4, 7, 8, 9
+_CREATE, _DELETE, _PROPERTIES, _MECHANISMS, _AUTHENTICATE, _TUNE, _OPEN = 13, 14, 17, 18, 19, 20, 21
+_OK = 1
+_HEAD = struct.Struct(">IHH")
+_FIRST = 1
+
+
+def text(value: str) -> bytes:
+    """A text of the protocol."""
+    return struct.pack(">h", len(value)) + value.encode()
+
+
+def frame(key: int, body: bytes) -> bytes:
+    """A frame in version 1 of its kind."""
+    return _HEAD.pack(4 + len(body), key, 1) + body
+
+
+def _property(answer: bytes, name: str) -> str:
+    """One of the properties that a server tells about itself, which are pairs of texts."""
+    found = answer.partition(text(name))[2]
+    return found[2 : 2 + struct.unpack_from(">h", found)[0]].decode() if found else "unknown"
+
+
+class Frames:
+    """Cuts bytes that come in pieces into frames."""
+
+    def __init__(self) -> None:
+        self._left = b""
+
+    def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
+        """The kind and the rest of each whole frame."""
+        self._left += data
+        at = 0
+        while len(self._left) - at >= _HEAD.size:
+            size, key, _ = _HEAD.unpack_from(self._left, at)
+            end = at + 4 + size
+            if len(self._left) < end:
+                break
+            yield key, self._left[at + _HEAD.size : end]
+            at = end
+        self._left = self._left[at:]
+
+
+class Stream(Session):
+    """One stream on one connection."""
+
+    def __init__(self, connection: Connection, size_bytes: int) -> None:
+        super().__init__(connection)
+        self._frames = Frames()
+        self._waiting: list[tuple[int, bytes]] = []
+        self._name = uuid.uuid4().hex[:12]
+        self._text = payload(size_bytes)
+        self.version = _property(self._ask(_PROPERTIES, struct.pack(">I", 0)), "version")
+        self._ask(_MECHANISMS, b"")
+        secret = b"\0guest\0guest"
+        self._ask(_AUTHENTICATE, text("PLAIN") + struct.pack(">I", len(secret)) + secret)
+        connection.socket.sendall(frame(_TUNE, self._next(_TUNE)))
+        self._ask(_OPEN, text("/"))
+        self._ask(_CREATE, text(self._name) + struct.pack(">I", 0))
+        self._ask(_DECLARE_PUBLISHER, b"\x01" + text("") + text(self._name))
+
+    def _ask(self, key: int, body: bytes) -> bytes:
+        self.connection.socket.sendall(frame(key, struct.pack(">I", 1) + body))
+        answer = self._next(key | 0x8000)
+        (code,) = struct.unpack_from(">H", answer, 4)
+        if code != _OK:
+            raise PeerFailed(f"RabbitMQ answered {code} to request {key}")
+        return answer
+
+    def _next(self, key: int) -> bytes:
+        """The next frame of one kind; others before it are dropped, what is behind it is kept."""
+        while True:
+            while self._waiting:
+                kind, body = self._waiting.pop(0)
+                if kind == key:
+                    return body
+            self._waiting += self._frames.feed(self.connection.receive())
+
+    def messages(self, count: int) -> bytes:
+        """One frame with so many messages, as this protocol has it; their numbers matter to nobody here."""
+        each = struct.pack(">I", len(self._text)) + self._text
+        body = b"".join(struct.pack(">Q", number) + each for number in range(count))
+        return frame(_PUBLISH, b"\x01" + struct.pack(">I", count) + body)
+
+    def acknowledgements(self) -> Callable[[bytes], int]:
+        """A frame names the numbers of many messages."""
+        frames = Frames()
+
+        def feed(data: bytes) -> int:
+            count = 0
+            for key, body in frames.feed(data):
+                if key == _PUBLISH_ERROR:
+                    raise PeerFailed(f"RabbitMQ refused messages: {body[:40].hex()}")
+                if key == _CONFIRM:
+                    count += struct.unpack_from(">I", body, 1)[0]
+            return count
+
+        return feed
+
+    def read(self, count: int) -> Iterator[int]:
+        """Subscribe from the first message on, with a credit of some chunks that is renewed as they come."""
+        start = struct.pack(">HH", _FIRST, _CREDIT)
+        self.connection.socket.sendall(
+            frame(_SUBSCRIBE, struct.pack(">I", 1) + b"\x01" + text(self._name) + start + struct.pack(">I", 0))
+        )
+        frames = Frames()
+        came = 0
+        while came < count:
+            chunks = now = 0
+            for key, body in frames.feed(self.connection.receive()):
+                if key == _DELIVER:
+                    chunks, now = chunks + 1, now + body.count(MARK)
+            if chunks:
+                self.connection.socket.sendall(frame(_CREDITS, b"\x01" + struct.pack(">H", chunks)))
+                came += now
+                yield now
+
+    def delete(self) -> None:
+        """Remove the stream's files."""
+        self._frames = Frames()
+        self._ask(_DELETE, text(self._name))
+
+
+class RabbitMq(Subject):
+    """A node of its own, with nothing but the stream plugin."""
+
+    name = NAME
+
+    def __init__(self) -> None:
+        binary = next((path for path in _PLACES if Path(path).exists()), shutil.which("rabbitmq-server"))
+        if binary is None or shutil.which("epmd") is None:
+            raise PeerUnavailable("rabbitmq-server is not installed")
+        self._binary = binary
+        self._stack = ExitStack()
+        self._server: PeerServer
+
+    def __enter__(self) -> Self:
+        """Start it, with a name service of its own that ends with it."""
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
+        port, names = free_port(), free_port()
+        (folder / "plugins").write_text("[rabbitmq_stream].\n")
+        (folder / "rabbitmq.conf").write_text(
+            f"listeners.tcp.local = 127.0.0.1:{free_port()}\nstream.listeners.tcp.local = 127.0.0.1:{port}\n"
+            "log.console = true\nlog.console.level = warning\nlog.file = false\n"
+        )
+        environment = {
+            "HOME": str(folder),
+            "ERL_EPMD_PORT": str(names),
+            "ERL_EPMD_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODENAME": f"bench{port}@localhost",
+            "RABBITMQ_DIST_PORT": str(free_port()),
+            "RABBITMQ_MNESIA_BASE": str(folder / "mnesia"),
+            "RABBITMQ_LOG_BASE": str(folder / "log"),
+            "RABBITMQ_CONFIG_FILE": str(folder / "rabbitmq.conf"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
+        }
+        start = ["/bin/sh", "-c", f"epmd -port {names} & exec {self._binary}"]
+        try:
+            self._server = self._stack.enter_context(PeerServer(folder / "data", port, start, environment))
+            with closing(Connection(self._server.kafka)) as connection:
+                stream = Stream(connection, 100)
+                self.version = stream.version
+                stream.delete()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Stop it."""
+        self._stack.close()
+
+    def offers(self, case: Case) -> bool:
+        """One stream and one producer; RabbitMQ never syncs a stream before it acknowledges."""
+        return case.plain and case.kind in (PRODUCE, REQUESTS) and case.flush == OS
+
+    def measure(self, case: Case, seconds: float) -> Measured:
+        """Measure on a new stream."""
+        with closing(Connection(self._server.kafka)) as connection:
+            stream = Stream(connection, case.size_bytes)
+            found = measure(stream, case, self._server.pid, seconds, _WINDOW, _AT_ONCE)
+            stream.delete()
+            return found

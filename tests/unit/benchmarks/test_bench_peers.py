@@ -1,0 +1,82 @@
+"""The bare client of the peers, and what happens where a peer is not installed."""
+
+from __future__ import annotations
+
+import struct
+from contextlib import ExitStack, closing
+
+import pytest
+from benchmarks import run
+from benchmarks.cases import ALWAYS, OS, REQUESTS, Case
+from benchmarks.peers import rabbitmq, redis
+from benchmarks.peers.bare import Topic
+from benchmarks.peers.pipe import MARK, Connection, Counter, PeerFailed, Window, measure, payload
+from benchmarks.peers.unavailable import PeerUnavailable
+from benchmarks.subjects import Limit
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+
+@given(st.lists(st.booleans(), max_size=20), st.integers(1, 40))
+def test_a_pattern_is_counted_once_however_the_bytes_are_cut(marks: list[bool], size: int) -> None:
+    data = b"".join(MARK if mark else b"~ma" for mark in marks)
+    counter = Counter(MARK)
+    assert sum(counter.feed(data[at : at + size]) for at in range(0, len(data), size)) == sum(marks)
+
+
+def test_an_error_among_the_answers_is_raised() -> None:
+    counter = Counter(b"$", b"-ERR")
+    assert counter.feed(b"$15\r\n1-0\r\n") == 1
+    with pytest.raises(PeerFailed, match="-ERR full"):
+        counter.feed(b"-ERR full\r\n")
+
+
+def test_a_message_has_its_size_and_one_mark() -> None:
+    for size in (10, 100, 1024):
+        assert len(payload(size)) == size
+        assert payload(size).count(MARK) == 1
+
+
+@given(st.integers(1, 50))
+def test_frames_are_cut_where_they_end(size: int) -> None:
+    confirm = rabbitmq.frame(3, b"\x01" + struct.pack(">I", 2) + bytes(16))
+    data = rabbitmq.frame(0x8001, b"abc") + confirm
+    frames = rabbitmq.Frames()
+    found = [each for at in range(0, len(data), size) for each in frames.feed(data[at : at + size])]
+    assert found == [(0x8001, b"abc"), (3, confirm[8:])]
+
+
+def test_commands_are_written_as_redis_reads_them() -> None:
+    assert redis.command(b"XADD", b"s") == b"*2\r\n$4\r\nXADD\r\n$1\r\ns\r\n"
+
+
+def test_a_sender_learns_that_no_answer_will_come() -> None:
+    window = Window(2)
+    window.send(2)
+    window.fail(PeerFailed("gone"))
+    with pytest.raises(PeerFailed, match="gone"):
+        window.send(1)
+
+
+@pytest.mark.parametrize("case", [Case(flush=OS, partitions=1), Case(kind=REQUESTS, flush=ALWAYS, partitions=1)])
+def test_the_bare_client_writes_and_reads(case: Case) -> None:
+    with Limit().topic(case) as target, closing(Connection(target.address)) as connection:
+        topic = Topic(connection, target.topic, case.size_bytes)
+        found = measure(topic, case, target.pid, 0.1, 1000, 100)
+    assert all(numbers.get("messages/s", numbers.get("requests/s", 0)) > 0 for numbers in found.values())
+    assert len(found) == 2
+
+
+def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Limit:
+        raise PeerUnavailable("redis-server is not installed")
+
+    monkeypatch.setitem(run.SUBJECTS, "redis", missing)
+    console = Console(record=True)
+    facts: dict[str, object] = {}
+    with ExitStack() as stack:
+        started = run.start(console, ["limit", "redis"], stack, facts)
+    assert [subject.name for subject in started] == ["limit"]
+    assert "redis: not measured: redis-server is not installed" in console.export_text()
+    assert "redis-server is not installed" in str(facts["versions"])
