@@ -506,7 +506,7 @@ class Log:
         """Take over batches as the leader of an epoch wrote them; nothing is synced yet."""
         if self.closed or self.broken:
             raise self._refusal()
-        append_replica(self, batches, leader_epoch)
+        append_replica(self, batches, leader_epoch, self._files)
 
     def restart_at(self, offset: int) -> None:
         """Drop everything and begin anew at an offset, for good when this returns."""

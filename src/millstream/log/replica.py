@@ -32,9 +32,13 @@ _EVERYTHING = 2**63 - 1
 _EMPTY_OFFSETS_MAX = 2**31 - 1
 
 
-def append_replica(log: Log, batches: Buffer, leader_epoch: int) -> None:
+def append_replica(log: Log, batches: Buffer, leader_epoch: int, files: Files) -> None:
     """Check batches that a leader gave and write them behind the last; nothing is synced yet."""
     headers = _checked(log, batches, leader_epoch)
+    start_offset = log.start_offset
+    if headers and headers[0].base_offset < start_offset == log.end_offset:
+        # The leader's log begins within a batch, and so will this one.
+        restart_at(log, headers[0].base_offset, files)
     if any(header.base_offset != expected for header, expected in _with_expected(log, headers)):
         batches = _continued(log, batches, headers)
         headers = list(iterate_headers(batches))
@@ -56,6 +60,8 @@ def append_replica(log: Log, batches: Buffer, leader_epoch: int) -> None:
             log.producers.record(header, header.base_offset, now_ms, append_time_ms)
     log.end_offset = headers[-1].next_offset
     log.grown(segment.size - start)
+    if log.start_offset < start_offset:
+        log.delete_before(start_offset)
 
 
 def _checked(log: Log, batches: Buffer, leader_epoch: int) -> list[BatchHeader]:

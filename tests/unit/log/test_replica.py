@@ -1,0 +1,268 @@
+"""A follower's log: the same bytes as its leader's, through crashes, cuts and fresh starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from millstream.log.log import Log
+from millstream.log.store import LogStore
+from millstream.model.errors import CorruptBatch, PartitionClosed
+from millstream.model.ids import Epoch, PartitionIndex
+from millstream.model.topic import FLUSH_OS, TopicPartition, TopicSettings
+from millstream.records.batch import iterate_headers
+from millstream.records.raw_record import empty_batch
+from millstream.records.record import NewRecord, encode_batch
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import MemoryFiles
+
+TOPIC_ID = UUID(int=9)
+WHERE = TopicPartition("orders", PartitionIndex(0))
+EXAMPLES = int(os.environ.get("LOG_EXAMPLES", "40"))
+
+
+def open_store(files: MemoryFiles, clock: ManualClock) -> LogStore:
+    return LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=100_000, producer_expiry_ms=10**12)
+
+
+def open_log(store: LogStore, *, segment_bytes: int = 700) -> Log:
+    chosen = TopicSettings(segment_bytes=segment_bytes, index_interval_bytes=150, flush=FLUSH_OS, retention_ms=-1)
+    return store.open_log(TOPIC_ID, WHERE, chosen)
+
+
+def a_batch(*values: bytes, producer_id: int = -1, sequence: int = -1) -> bytearray:
+    records = [NewRecord(None, value, (), 1000) for value in values or (b"v",)]
+    epoch = -1 if producer_id < 0 else 0
+    return encode_batch(records, producer_id=producer_id, producer_epoch=epoch, base_sequence=sequence)
+
+
+def content(log: Log, *, start: int | None = None, up_to: int | None = None) -> bytes:
+    """Everything that a log holds, as one piece."""
+    found, offset = bytearray(), int(log.start_offset) if start is None else start
+    end = int(log.end_offset) if up_to is None else up_to
+    while offset < end:
+        data = bytes(log.read(offset, max_bytes=500, up_to=end))
+        assert data
+        for header in iterate_headers(data):
+            offset = int(header.next_offset)
+        found += data
+    return bytes(found)
+
+
+@pytest.fixture
+def pair(clock: ManualClock) -> tuple[Log, Log]:
+    return open_log(open_store(MemoryFiles(), clock)), open_log(open_store(MemoryFiles(), clock))
+
+
+def copy(leader: Log, follower: Log, *, max_bytes: int = 10_000) -> None:
+    while follower.end_offset < leader.end_offset:
+        data = leader.read(follower.end_offset, max_bytes=max_bytes, up_to=leader.end_offset)
+        follower.append_replica(memoryview(bytes(data)), leader_epoch=Epoch(9))
+
+
+class TestTakingOver:
+    def test_offsets_epochs_and_producers_come_along(self, pair: tuple[Log, Log]) -> None:
+        leader, follower = pair
+        leader.append(a_batch(b"a", b"b", producer_id=5, sequence=0), leader_epoch=Epoch(1))
+        leader.append(a_batch(b"c", producer_id=5, sequence=2), leader_epoch=Epoch(4))
+        copy(leader, follower)
+        assert content(follower) == content(leader)
+        assert follower.epochs.entries() == [(1, 0), (4, 2)]
+        again = follower.append(a_batch(b"c", producer_id=5, sequence=2), leader_epoch=Epoch(6))
+        assert again.duplicate
+        assert again.base_offset == 2
+
+    def test_the_leaders_append_time_stays(self, clock: ManualClock) -> None:
+        stamped = TopicSettings(message_timestamp_type="LogAppendTime")
+        leader = open_store(MemoryFiles(), clock).open_log(TOPIC_ID, WHERE, stamped)
+        follower = open_store(MemoryFiles(), clock).open_log(TOPIC_ID, WHERE, stamped)
+        first = leader.append(a_batch(b"a", producer_id=5, sequence=0), leader_epoch=Epoch(1))
+        clock.advance_ms(60_000)
+        copy(leader, follower)
+        assert content(follower) == content(leader)
+        again = follower.append(a_batch(b"a", producer_id=5, sequence=0), leader_epoch=Epoch(2))
+        assert again.append_time_ms == first.append_time_ms
+
+    def test_a_flipped_bit_on_the_way_is_found_and_nothing_is_taken(self, pair: tuple[Log, Log]) -> None:
+        leader, follower = pair
+        leader.append(a_batch(b"a" * 100), leader_epoch=Epoch(1))
+        leader.append(a_batch(b"b" * 100), leader_epoch=Epoch(1))
+        data = bytearray(leader.read(0, max_bytes=10_000, up_to=leader.end_offset))
+        data[-20] ^= 4
+        with pytest.raises(CorruptBatch):
+            follower.append_replica(data, leader_epoch=Epoch(1))
+        assert follower.end_offset == 0
+
+    def test_epochs_neither_go_back_nor_beyond_the_leaders(self, pair: tuple[Log, Log]) -> None:
+        leader, follower = pair
+        leader.append(a_batch(b"a"), leader_epoch=Epoch(3))
+        data = bytes(leader.read(0, max_bytes=10_000, up_to=1))
+        with pytest.raises(CorruptBatch):
+            follower.append_replica(data, leader_epoch=Epoch(2))
+        follower.append_replica(data, leader_epoch=Epoch(3))
+        older = empty_batch(1, 2, 2)
+        with pytest.raises(CorruptBatch):
+            follower.append_replica(older, leader_epoch=Epoch(3))
+
+    def test_a_batch_across_the_end_is_refused_unless_it_is_empty(self, pair: tuple[Log, Log]) -> None:
+        leader, follower = pair
+        leader.append(a_batch(b"a", b"b", b"c"), leader_epoch=Epoch(1))
+        follower.append_replica(empty_batch(0, 2, 1), leader_epoch=Epoch(1))
+        with pytest.raises(CorruptBatch):
+            follower.append_replica(bytes(leader.read(0, max_bytes=999, up_to=3)), leader_epoch=Epoch(1))
+        follower.append_replica(empty_batch(0, 8, 1), leader_epoch=Epoch(1))
+        assert follower.end_offset == 8
+        assert [(h.base_offset, h.next_offset) for h in iterate_headers(content(follower))] == [(0, 2), (2, 8)]
+
+    def test_offsets_that_are_missing_are_filled(self, pair: tuple[Log, Log], clock: ManualClock) -> None:
+        _, follower = pair
+        follower.append_replica(empty_batch(0, 2, 1), leader_epoch=Epoch(3))
+        follower.append_replica(empty_batch(10, 12, 3), leader_epoch=Epoch(3))
+        assert follower.end_offset == 12
+        assert follower.epochs.entries() == [(1, 0), (3, 2)]
+        assert [h.base_offset for h in iterate_headers(content(follower))] == [0, 2, 10]
+
+    def test_a_closed_log_takes_nothing(self, pair: tuple[Log, Log]) -> None:
+        _, follower = pair
+        follower.close()
+        with pytest.raises(PartitionClosed):
+            follower.append_replica(empty_batch(0, 2, 1), leader_epoch=Epoch(3))
+
+
+def test_a_log_that_starts_anew_holds_nothing_of_before_also_after_a_crash(clock: ManualClock) -> None:
+    files = MemoryFiles()
+    store = open_store(files, clock)
+    log = open_log(store)
+    for number in range(30):
+        log.append(a_batch(b"x" * 100, producer_id=3, sequence=number), leader_epoch=Epoch(number // 10))
+    store.sync_soon(log)
+    store.commit_once()
+    log.restart_at(1000)
+    assert (log.start_offset, log.end_offset, log.latest_epoch, len(log.producers)) == (1000, 1000, -1, 0)
+    files.crash()
+    store = open_store(files, clock)
+    log = open_log(store)
+    assert (log.start_offset, log.end_offset, log.latest_epoch, len(log.producers)) == (1000, 1000, -1, 0)
+    assert not log.damage
+    log.append_replica(empty_batch(1000, 1003, 7), leader_epoch=Epoch(7))
+    store.close_now()
+    log = open_log(open_store(files, clock))
+    assert (log.start_offset, log.end_offset, log.latest_epoch) == (1000, 1003, 7)
+
+
+class ReplicaMachine(RuleBasedStateMachine):
+    """A leader that is written to and a follower that copies, is cut, killed, crashed and started anew."""
+
+    @initialize(seed=st.integers(0, 2**32))
+    def begin(self, seed: int) -> None:
+        self.clock = ManualClock()
+        self.leader = open_log(open_store(MemoryFiles(seed), self.clock))
+        self.files = MemoryFiles(seed + 1)
+        self.epoch = 0
+        self.sequences = {1: 0, 2: 0}
+        self.open()
+
+    def open(self) -> None:
+        self.store = open_store(self.files, self.clock)
+        # Other segments than the leader's: the bytes are the same, not the files.
+        self.follower = open_log(self.store, segment_bytes=1000)
+
+    @rule(sizes=st.lists(st.integers(0, 150), min_size=1, max_size=3), producer_id=st.sampled_from([-1, 1, 2]))
+    def append(self, sizes: list[int], producer_id: int) -> None:
+        sequence = self.sequences.get(producer_id, -1)
+        batch = a_batch(*(b"m" * size for size in sizes), producer_id=producer_id, sequence=sequence)
+        assert not self.leader.append(batch, leader_epoch=Epoch(self.epoch)).duplicate
+        if producer_id >= 0:
+            self.sequences[producer_id] += len(sizes)
+
+    @rule()
+    def new_epoch(self) -> None:
+        self.epoch += 1
+
+    @rule(max_bytes=st.integers(1, 2000))
+    def copy(self, max_bytes: int) -> None:
+        leader, follower = self.leader, self.follower
+        if follower.end_offset < leader.start_offset:
+            follower.restart_at(leader.start_offset)
+        data = leader.read(follower.end_offset, max_bytes=max_bytes, up_to=leader.end_offset)
+        if data:
+            follower.append_replica(data, leader_epoch=Epoch(self.epoch))
+
+    @rule()
+    def copy_all(self) -> None:
+        while self.follower.end_offset < self.leader.end_offset:
+            self.copy(5000)
+
+    @rule(share=st.floats(0, 1))
+    def cut(self, share: float) -> None:
+        log = self.follower
+        log.truncate_to(log.start_offset + int((log.end_offset - log.start_offset) * share))
+
+    @rule(share=st.floats(0, 1))
+    def delete_before(self, share: float) -> None:
+        log = self.leader
+        log.delete_before(log.start_offset + int((log.end_offset - log.start_offset) * share))
+
+    @rule()
+    def sync(self) -> None:
+        self.store.sync_soon(self.follower)
+        while self.store.commit_once():
+            pass
+
+    @rule()
+    def checkpoint(self) -> None:
+        self.store.checkpoint_soon(self.follower)
+        while self.store.checkpoint_once():
+            pass
+
+    @rule()
+    def kill(self) -> None:
+        end = self.follower.end_offset
+        self.files.kill()
+        self.open()
+        assert self.follower.end_offset == end
+
+    @rule()
+    def crash(self) -> None:
+        synced = self.follower.synced_offset
+        self.files.crash()
+        self.open()
+        assert self.follower.end_offset >= synced
+        if self.follower.damage:
+            # Sectors of a tail that was not synced came through in any order: the rest is fetched again.
+            self.follower.truncate_to(max(self.follower.start_offset, self.follower.damage[0][0]))
+
+    @invariant()
+    def the_follower_holds_a_beginning_of_the_leaders_bytes(self) -> None:
+        if not hasattr(self, "follower"):
+            return
+        leader, follower = self.leader, self.follower
+        assert follower.end_offset <= leader.end_offset
+        start = max(leader.start_offset, follower.start_offset)
+        if start >= follower.end_offset:
+            return
+        # Both begin with the batch that holds the offset, which may lie before it.
+        assert content(follower, start=start) == content(leader, start=start, up_to=follower.end_offset)
+        for epoch, first in follower.epochs.entries():
+            assert leader.epochs.epoch_at(first) == epoch or first < leader.start_offset
+
+    @invariant()
+    def retries_are_recognised(self) -> None:
+        if not hasattr(self, "follower"):
+            return
+        for producer in self.follower.producers:
+            known = self.leader.producers.get(producer.producer_id)
+            assert known is not None
+            if self.follower.end_offset == self.leader.end_offset and producer.batches:
+                mine = [batch[:4] for batch in producer.batches]
+                assert [batch[:4] for batch in known.batches][-len(mine) :] == mine
+
+
+ReplicaMachine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
+TestReplicaHistories = ReplicaMachine.TestCase
