@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -29,6 +30,7 @@ from millstream.model.errors import ProtocolViolation
 from millstream.model.quota import PRODUCER_BYTE_RATE
 from millstream.net.budget import Budget
 from millstream.net.connection import Answer
+from millstream.net.promise import Promise
 from millstream.records.batch import COMPRESSION_ZSTD
 from millstream.records.record import NewRecord, decode_records, encode_batch
 from millstream.wire.codec import load_request_class, read_request_header, read_response, write_request
@@ -273,6 +275,25 @@ async def test_pipelined_requests_are_appended_before_the_first_is_synced(tmp_pa
             response = read_response(0, 9, reply[4:])
             assert response.responses[0].partition_responses[0].base_offset == number
         assert partition.high_watermark == 5
+
+
+def promises_alive() -> int:
+    return sum(isinstance(found, Promise) for found in gc.get_objects())
+
+
+async def test_an_answered_request_is_freed_without_the_collector(tmp_path: Path) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t")
+        produce = Produce(topics, no_quota())
+        gc.collect()
+        gc.disable()
+        try:
+            before = promises_alive()
+            assert await ask(produce, produce_request(9, "t", topic.topic_id, batch(b"x"))) is not None
+            await asyncio.sleep(0)
+            assert promises_alive() == before
+        finally:
+            gc.enable()
 
 
 async def test_a_long_poll_wakes_on_append(tmp_path: Path) -> None:

@@ -207,6 +207,8 @@ class Produce:
     def keep(self, pending: _Pending) -> None:
         """Answer a request that waits for nothing any more."""
         del self._pending[pending]
+        # Each of them refers back to the request: apart, both are freed at once and the collector has nothing to find.
+        pending.waiting.clear()
         pending.keep(write(pending.header, pending.portions, pending.throttle_ms))
 
     def _time_out(self) -> None:
