@@ -8,12 +8,14 @@ import os
 import socket
 from collections.abc import Coroutine, Iterable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
 from millstream.catalog.catalog import Catalog
-from millstream.cluster.declarations import CatalogDeclarations
+from millstream.cluster.declarations import CatalogDeclarations, Declarations
 from millstream.cluster.membership import Membership, Node
 from millstream.cluster.producer_ids import ProducerIds
 from millstream.cluster.quotas import ClientQuotas
@@ -24,6 +26,7 @@ from millstream.kafka.dispatch import Dispatch
 from millstream.log.files import DiskFiles, Files
 from millstream.log.store import LogStore
 from millstream.model.clock import Clock, SystemClock
+from millstream.model.errors import InvalidSetting
 from millstream.model.ids import NodeId
 from millstream.net.budget import Budget
 from millstream.net.connection import ConnectionLimits
@@ -32,12 +35,24 @@ from millstream.net.listener import Listener, bind
 from millstream.wire.lean_kio import import_lean_kio
 
 if TYPE_CHECKING:
+    from millstream.cluster.cluster_node import ClusterNode
     from millstream.kafka.served import Served
 
 _logger = logging.getLogger(__name__)
 
 _TROUBLES_MAX = 10
 """So many failed partitions are named; more would help nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Core:
+    """What the APIs stand on: a single node's, or that of one of several."""
+
+    topics: Topics
+    membership: Membership
+    declarations: Declarations
+    quotas: ClientQuotas
+    node: ClusterNode | None = None
 
 
 class Broker:
@@ -105,11 +120,7 @@ class Broker:
         self._store = store
         undo.push_async_callback(store.close)
         self._supervise("log store", store.run())
-        catalog = Catalog.open_folder(Path(self._data))
-        undo.callback(catalog.close)
-        topics = Topics(CatalogDeclarations(catalog), store, config, self._clock)
-        await topics.load()
-        undo.callback(topics.close)
+        core = await (self._open_in_cluster(store) if config.in_cluster else self._open_alone(store))
 
         budget = Budget(config.inflight_bytes_max)
         dispatch = Dispatch()
@@ -122,7 +133,7 @@ class Broker:
         )
         await listener.start(self._kafka_socket)
         undo.push_async_callback(listener.drain, config.shutdown_ms / 1000)
-        self._serving = self._supervise("APIs", self._serve(dispatch, catalog, topics, listener, budget, store))
+        self._serving = self._supervise("APIs", self._serve(dispatch, core, listener, budget, store))
         undo.push_async_callback(self._close_served)
 
         gateway = HttpChild(
@@ -131,25 +142,85 @@ class Broker:
         self._supervise("HTTP gateway", self._run_gateway(gateway, dispatch))
         undo.push_async_callback(gateway.stop)
         undo.callback(listener.stop_accepting)
+        if core.node is not None:
+            await dispatch.loaded()
+            await core.node.join(core.membership.me, self.http_address)
+            undo.push_async_callback(core.node.leave)
         _logger.info("ready", extra={"kafka": self.kafka_address, "http": self.http_address, "data": config.data})
 
+    async def _open_alone(self, store: LogStore) -> _Core:
+        """A single node: its own catalog, and nobody to agree with."""
+        catalog = Catalog.open_folder(Path(self._data))
+        self._undo.callback(catalog.close)
+        declarations = CatalogDeclarations(catalog)
+        topics = Topics(declarations, store, self._config, self._clock)
+        await topics.load()
+        self._undo.callback(topics.close)
+        membership = Membership(catalog.cluster_id, self._advertised())
+        quotas = ClientQuotas(declarations)
+        await quotas.load()
+        return _Core(topics=topics, membership=membership, declarations=declarations, quotas=quotas)
+
+    async def _open_in_cluster(self, store: LogStore) -> _Core:
+        """One of several nodes, which agree through etcd on what the shared catalog declares."""
+        # Without this, gRPC's own handlers crash the gateway's process when it is forked off.
+        os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+        # Not needed on a single node, where they may not even be installed.
+        from millstream.cluster.cluster_node import ClusterNode, Surroundings
+        from millstream.cluster.etcd_address import EtcdAddress
+        from millstream.cluster.etcd_store import EtcdStore
+        from millstream.cluster.last_run import boot_id_of_machine
+        from millstream.cluster.replica_link import WireLinks
+
+        config = self._config
+        if not config.catalog:
+            raise InvalidSetting("with --etcd, all nodes share one catalog: give --catalog postgresql://…")
+        try:
+            address = EtcdAddress.parse(config.etcd)
+        except ValueError as error:
+            raise InvalidSetting(str(error)) from error
+        coordination = EtcdStore(address, config.cluster, self._clock)
+        self._undo.push_async_callback(coordination.close)
+        catalog = Catalog(config.catalog)
+        self._undo.callback(catalog.close)
+        node = ClusterNode(
+            Surroundings(
+                config=config,
+                clock=self._clock,
+                random=SystemRandom(),
+                files=self._files,
+                data=self._data,
+                log_store=store,
+                coordination=coordination,
+                declarations=CatalogDeclarations(catalog, is_prepared=False),
+                links=lambda find: WireLinks(find, me=NodeId(config.node_id)),
+                boot_id=boot_id_of_machine(),
+                supervise=self._supervise,
+            )
+        )
+        self._undo.callback(node.topics.close)
+        self._undo.push_async_callback(node.close)
+        await node.open()
+        membership = await node.membership(self._advertised())
+        return _Core(
+            topics=node.topics,
+            membership=membership,
+            declarations=node.declarations,
+            quotas=node.quotas,
+            node=node,
+        )
+
     async def _serve(
-        self,
-        dispatch: Dispatch,
-        catalog: Catalog,
-        topics: Topics,
-        listener: Listener,
-        budget: Budget,
-        store: LogStore,
+        self, dispatch: Dispatch, core: _Core, listener: Listener, budget: Budget, store: LogStore
     ) -> None:
         """Import the APIs beside the loop, since their message classes take a while, then answer with them."""
         config, clock = self._config, self._clock
         # Told before anything is awaited: a node that is stopped meanwhile has no sockets any more.
-        kafka, http, advertised = self.kafka_address, self.http_address, self._advertised()
+        kafka, http = self.kafka_address, self.http_address
         module = await asyncio.to_thread(_import_served)
         node = module.NodeState(
             node_id=config.node_id,
-            cluster_id=catalog.cluster_id,
+            cluster_id=core.membership.cluster_id,
             started_ms=clock.now_ms(),
             kafka=kafka,
             http=http,
@@ -158,14 +229,14 @@ class Broker:
         parts = module.Parts(
             config=config,
             clock=clock,
-            topics=topics,
-            membership=Membership(catalog.cluster_id, advertised),
-            producer_ids=ProducerIds(CatalogDeclarations(catalog)),
-            quotas=ClientQuotas(CatalogDeclarations(catalog)),
+            topics=core.topics,
+            membership=core.membership,
+            producer_ids=ProducerIds(core.declarations),
+            quotas=core.quotas,
             budget=budget,
             connections=listener.connections,
-            sources=[listener, dispatch, topics, store],
-            troubles=lambda: _troubles(store),
+            sources=[listener, dispatch, core.topics, store, *([core.node] if core.node is not None else [])],
+            troubles=lambda: _troubles(store, core.node),
             damage=store.damage,
             node=node,
         )
@@ -189,7 +260,9 @@ class Broker:
     def _advertised(self) -> Node:
         address = self._config.advertise or self.kafka_address
         host, port = parse_address(address, name="advertise")
-        return Node(node_id=NodeId(self._config.node_id), host=host, port=port)
+        # Nodes on one machine fail together, unless somebody says otherwise.
+        rack = self._config.rack or (socket.gethostname() if self._config.in_cluster else None)
+        return Node(node_id=NodeId(self._config.node_id), host=host, port=port, rack=rack)
 
     # -- supervision ----------------------------------------------------------------------------------------
 
@@ -232,8 +305,10 @@ def _import_served() -> Any:
     return served
 
 
-def _troubles(store: LogStore) -> Iterable[str]:
+def _troubles(store: LogStore, node: ClusterNode | None) -> Iterable[str]:
     """Why the node should get no traffic although it runs."""
+    if node is not None:
+        yield from node.troubles()
     for partition, reason in islice(store.failures.items(), _TROUBLES_MAX):
         yield f"{partition}: {reason}"
 

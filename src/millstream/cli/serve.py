@@ -105,7 +105,8 @@ async def _serve(config: Config, *, as_json: bool) -> None:
 
     told = _Told()
     broker = Broker(config)
-    await broker.start()
+    if not await _started(broker, told):
+        return
     try:
         _announce(broker, config, as_json=as_json)
         await _first_of(told.stop, broker.failed)
@@ -113,6 +114,19 @@ async def _serve(config: Config, *, as_json: bool) -> None:
         await broker.stop()
     if broker.stop_failure is not None:
         raise CommandFailed(f"the node has stopped, but not cleanly: {broker.stop_failure}")
+
+
+async def _started(broker: Broker, told: _Told) -> bool:
+    """Start, which in a cluster may wait for others; False when the node was told to stop meanwhile."""
+    starting = asyncio.ensure_future(broker.start())
+    await asyncio.wait([starting, told.stop], return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait([starting])
+    if starting.cancelled():
+        return False
+    await starting
+    return True
 
 
 async def _first_of(stop: asyncio.Future[None], failed: asyncio.Future[None]) -> None:

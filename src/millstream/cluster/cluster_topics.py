@@ -54,7 +54,8 @@ class ClusterTopics(Topics):
         self._active = False
         self._removed: set[UUID] = set()
         self._removed_some = asyncio.Event()
-        self._role_listeners: list[Callable[[Partition], None]] = []
+        self._role_listeners: list[Callable[[Sequence[Partition]], None]] = []
+        self._drop_listeners: list[Callable[[Sequence[Partition]], None]] = []
 
     async def load(self) -> None:
         """Open what this node carries as the first picture of the cluster shows it, and follow from there."""
@@ -68,27 +69,32 @@ class ClusterTopics(Topics):
     def activate(self) -> None:
         """Take up the roles that the cluster has given this node: it was let in."""
         self._active = True
-        for partition in tuple(self.carried()):
-            self._take_state(partition.topic, partition.index)
+        self._tell_roles([self._take_state(one.topic, one.index) for one in tuple(self.carried())])
 
-    def when_role_changes(self, listener: Callable[[Partition], None]) -> None:
-        """Have `listener` called for each partition here, whenever the cluster has agreed on another state of it."""
+    def when_roles_change(self, listener: Callable[[Sequence[Partition]], None]) -> None:
+        """Have `listener` called with the partitions here of which the cluster has agreed on another state."""
         self._role_listeners.append(listener)
+
+    def when_dropped(self, listener: Callable[[Sequence[Partition]], None]) -> None:
+        """Have `listener` called with partitions that are carried here no more."""
+        self._drop_listeners.append(listener)
 
     def apply(self, change: ViewChange) -> None:
         """Take over what has changed in the picture of the cluster."""
         shown: set[UUID] = set()
+        told: list[Partition | None] = []
         for topic_id in change.topics:
             before = self._by_id.get(topic_id)
             if before is not None and topic_id not in self._view.topics:
                 self._lose(before)
         for topic_id in change.topics & self._view.topics.keys():
             shown.add(topic_id)
-            self._take_topic(self._view.topics[topic_id])
+            told += self._take_topic(self._view.topics[topic_id])
         for topic_id, index in change.partitions:
             topic = self._by_id.get(topic_id)
             if topic is not None and topic_id not in shown and index < topic.partitions:
-                self._take_state(topic, index)
+                told.append(self._take_state(topic, index))
+        self._tell_roles(told)
         for topic_id in change.deleted:
             self._remove_files(topic_id)
 
@@ -139,15 +145,20 @@ class ClusterTopics(Topics):
         led = list(self.led())
         states = [partition.state for partition in led if partition.state is not None]
         under_replicated = sum(len(state.in_sync) < len(state.replicas) for state in states)
-        under_min = sum(partition.is_under_min_in_sync for partition in led)
         yield gauge("millstream_partitions_led", "Partitions that this node leads.", len(led))
         yield gauge("millstream_partitions_under_replicated", "Led, with a replica out of sync.", under_replicated)
-        yield gauge("millstream_partitions_under_min_in_sync", "Led, and acks=all is refused.", under_min)
+        yield gauge(
+            "millstream_partitions_under_min_in_sync", "Led, and acks=all is refused.", self.under_min_in_sync()
+        )
         yield gauge("millstream_partitions_without_leader", "Of the cluster, led by nobody.", self.without_leader())
 
     def without_leader(self) -> int:
         """How many partitions of the cluster nobody leads."""
         return sum(not versioned.state.has_leader for versioned in self._view.states.values())
+
+    def under_min_in_sync(self) -> int:
+        """How many partitions that this node leads refuse `acks=all`."""
+        return sum(partition.is_under_min_in_sync for partition in self.led())
 
     # -- how a declaration comes true: when everybody has agreed --------------------------------------------
 
@@ -185,40 +196,45 @@ class ClusterTopics(Topics):
 
     # -- the picture ----------------------------------------------------------------------------------------
 
-    def _take_topic(self, topic: Topic) -> None:
+    def _take_topic(self, topic: Topic) -> list[Partition | None]:
         try:
             self._show(topic)
         except MillstreamError as error:
             # A disk that fails, or settings of a newer version: other topics go on.
             _logger.error("a topic cannot be carried", extra={"topic": topic.name, "error": str(error)})
-            return
-        for number in range(topic.partitions):
-            self._take_state(topic, PartitionIndex(number))
+            return []
+        return [self._take_state(topic, PartitionIndex(number)) for number in range(topic.partitions)]
 
     def _begin(self, topic: Topic, index: PartitionIndex, settings: TopicSettings) -> None:
         """A partition begins with the first state that names this node."""
 
-    def _take_state(self, topic: Topic, index: PartitionIndex) -> None:
+    def _take_state(self, topic: Topic, index: PartitionIndex) -> Partition | None:
+        """Take over what was agreed on for a partition; returns it if it is carried here and has a role."""
         versioned = self._view.states.get((topic.topic_id, index))
         if versioned is None:
-            return
+            return None
         partition = self._partitions[topic.name][index]
         if partition is None:
             if self._me not in versioned.state.replicas:
-                return
+                return None
             try:
                 partition = self._open(topic, index)
             except MillstreamError as error:
-                _logger.error("a partition cannot be opened", extra={"partition": str(error)})
-                return
+                _logger.error("a partition cannot be opened", extra={"topic": topic.name, "error": str(error)})
+                return None
         if not self._active:
-            return
+            return None
         before = partition.is_leader, partition.leader_epoch
         partition.apply(versioned, me=self._me)
         if before != (partition.is_leader, partition.leader_epoch):
             self._tell_leadership(partition)
-        for listener in self._role_listeners:
-            listener(partition)
+        return partition
+
+    def _tell_roles(self, partitions: Iterable[Partition | None]) -> None:
+        changed = [partition for partition in partitions if partition is not None]
+        if changed:
+            for listener in self._role_listeners:
+                listener(changed)
 
     def _open(self, topic: Topic, index: PartitionIndex) -> Partition:
         where = TopicPartition(topic.name, index)
@@ -226,6 +242,12 @@ class ClusterTopics(Topics):
         partition = Partition(topic, index, log, self._store, alone=False, clock=self._clock)
         self._partitions[topic.name][index] = partition
         return partition
+
+    def _close(self, topic: Topic) -> list[Partition]:
+        carried = super()._close(topic)
+        for listener in self._drop_listeners:
+            listener(carried)
+        return carried
 
     def _lose(self, topic: Topic) -> None:
         """A topic is not agreed on any more. Its files go only with the record of its deletion."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 from uuid import UUID
 
 from millstream.catalog.catalog import Catalog
@@ -18,11 +18,16 @@ from millstream.model.topic import Topic
 
 _logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 Quotas = Mapping[QuotaEntity, Mapping[str, float]]
 
 
 class Declarations(Protocol):
     """The catalog; see `catalog/catalog.py` for what each call does."""
+
+    async def cluster_id(self) -> str:
+        """The id that clients are told."""
 
     async def topics(self) -> list[Topic]:
         """Every topic, by name."""
@@ -55,44 +60,59 @@ class Declarations(Protocol):
 class CatalogDeclarations:
     """The catalog, each call in a thread."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, *, is_prepared: bool = True) -> None:
         self._catalog = catalog
+        self._is_prepared = is_prepared
+        self._preparing = asyncio.Lock()
+
+    async def cluster_id(self) -> str:
+        """The id that clients are told."""
+        return await self._call(lambda catalog: catalog.cluster_id)
 
     async def topics(self) -> list[Topic]:
         """Every topic, by name."""
-        return await asyncio.to_thread(self._catalog.topics)
+        return await self._call(Catalog.topics)
 
     async def add_topic(self, topic: Topic) -> None:
         """Declare a topic, durably."""
-        await asyncio.to_thread(self._catalog.add_topic, topic)
+        await self._call(lambda catalog: catalog.add_topic(topic))
 
     async def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
         """Change a topic as it is declared now."""
-        return await asyncio.to_thread(self._catalog.alter_topic, topic_id, change)
+        return await self._call(lambda catalog: catalog.alter_topic(topic_id, change))
 
     async def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
         """Take a topic out and leave the record that allows its files to go."""
-        await asyncio.to_thread(self._catalog.delete_topic, topic, now_ms=now_ms)
+        await self._call(lambda catalog: catalog.delete_topic(topic, now_ms=now_ms))
 
     async def deleted_topic_ids(self) -> set[UUID]:
         """Topics whose files may go."""
-        return await asyncio.to_thread(self._catalog.deleted_topic_ids)
+        return await self._call(Catalog.deleted_topic_ids)
 
     async def forget_deleted(self, topic_id: UUID) -> None:
         """Drop the deletion record once the files are gone."""
-        await asyncio.to_thread(self._catalog.forget_deleted, topic_id)
+        await self._call(lambda catalog: catalog.forget_deleted(topic_id))
 
     async def take_block(self, counter: str, size: int) -> int:
         """Take `size` numbers of a counter for good."""
-        return await asyncio.to_thread(self._catalog.take_block, counter, size)
+        return await self._call(lambda catalog: catalog.take_block(counter, size))
 
     async def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
         """The limits of every entity that has some."""
-        return await asyncio.to_thread(self._catalog.client_quotas)
+        return await self._call(Catalog.client_quotas)
 
     async def change_client_quotas(self, changes: Quotas) -> None:
         """Store the limits of some entities."""
-        await asyncio.to_thread(self._catalog.change_client_quotas, changes)
+        await self._call(lambda catalog: catalog.change_client_quotas(changes))
+
+    async def _call(self, ask: Callable[[Catalog], T]) -> T:
+        if not self._is_prepared:
+            # The catalog of a cluster may be away when a node starts; its tables are seen to when it is first there.
+            async with self._preparing:
+                if not self._is_prepared:
+                    await asyncio.to_thread(self._catalog.prepare)
+                    self._is_prepared = True
+        return await asyncio.to_thread(ask, self._catalog)
 
 
 class Announcer:
@@ -128,6 +148,7 @@ class AnnouncedDeclarations:
     def __init__(self, inner: Declarations, announcer: Announcer) -> None:
         self._inner = inner
         self._announcer = announcer
+        self.cluster_id = inner.cluster_id
         self.topics = inner.topics
         self.deleted_topic_ids = inner.deleted_topic_ids
         self.forget_deleted = inner.forget_deleted

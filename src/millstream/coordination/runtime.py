@@ -18,7 +18,8 @@ from millstream.coordination.state import Operation, StateMachine
 from millstream.coordination.timers import Timers
 from millstream.model.clock import Clock
 from millstream.model.errors import CoordinatorUnavailable, NotCoordinator, TopicExists
-from millstream.model.ids import PartitionIndex
+from millstream.model.ids import NodeId, PartitionIndex
+from millstream.model.partition_state import PartitionState
 from millstream.model.topic import Topic
 
 S = TypeVar("S", bound=StateMachine)
@@ -42,6 +43,9 @@ class StateTopics(Protocol):
 
     def when_leadership_changes(self, name: str, listener: Callable[[PartitionIndex, StateLog | None], None]) -> None:
         """Tell `listener` about each partition of a topic that this node leads, now and whenever that changes."""
+
+    def state_of(self, topic: Topic, index: int) -> PartitionState | None:
+        """Who carries and leads one partition; None when that is not agreed on yet."""
 
     async def create(
         self,
@@ -118,6 +122,13 @@ class Runtime(Generic[S]):
         if topic is None:
             raise CoordinatorUnavailable(f"the topic {self._topic.name} does not exist yet")
         return partition_for(name, topic.partitions)
+
+    def leader_of(self, name: str) -> NodeId | None:
+        """The node that holds the state of this name; None while nobody leads its partition."""
+        index = self.partition_of(name)
+        topic = self._topics.get(self._topic.name)
+        state = None if topic is None else self._topics.state_of(topic, index)
+        return state.leader if state is not None and state.has_leader else None
 
     async def run(self, name: str, operation: Operation[S, T], *, pure: bool = False) -> T:
         """Carry out an operation on the shard of this name."""

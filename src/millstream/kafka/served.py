@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from millstream.cluster.behind import replicas_behind
 from millstream.cluster.membership import Membership
 from millstream.cluster.producer_ids import ProducerIds
 from millstream.cluster.quotas import ClientQuotas
@@ -104,7 +105,6 @@ class Served:
 
     async def start(self) -> None:
         """Begin to load what the coordinators keep in the log."""
-        await self._parts.quotas.load()
         await self._groups.start()
         self._parts.topics.when_deleted(lambda _topic: self._groups.topic_deleted())
         self._parts.node.state = READY
@@ -158,7 +158,14 @@ class Served:
         process = ProcessMetrics(started_ms=parts.node.started_ms)
         lag = GroupMetrics(self._groups, parts.topics)
         sources = (*parts.sources, self._produce, self._fetch, self._meters, lag, process)
-        yield NodeStatus(parts.node, sources, parts.clock, troubles=parts.troubles, damage=parts.damage)
+        yield NodeStatus(
+            parts.node,
+            sources,
+            parts.clock,
+            troubles=parts.troubles,
+            damage=parts.damage,
+            behind=lambda: replicas_behind(parts.topics.carried()),
+        )
 
     def _client_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         yield ClientList(self._parts.connections)

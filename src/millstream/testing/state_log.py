@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from millstream.log.log import AppendedRange
 from millstream.model.errors import MillstreamError, OffsetOutOfRange, TopicExists
-from millstream.model.ids import Offset, PartitionIndex
+from millstream.model.ids import NodeId, Offset, PartitionIndex
+from millstream.model.partition_state import PartitionState, sole
 from millstream.model.topic import Topic
 from millstream.records.batch import Buffer, place_batch, read_header
 
@@ -124,6 +125,8 @@ class MemoryTopics:
     def __init__(self, *, acknowledges: bool = True) -> None:
         self.acknowledges = acknowledges
         self.version = 0
+        self.leader = NodeId(1)
+        """The node that leads every partition, as others are told."""
         self._topics: dict[str, Topic] = {}
         self._partitions: dict[str, list[MemoryPartition]] = {}
         self._listeners: dict[str, LeadershipListener] = {}
@@ -143,6 +146,10 @@ class MemoryTopics:
     def partitions_of(self, topic: Topic) -> list[MemoryPartition]:
         """The partitions of a topic, in order."""
         return self._partitions[topic.name]
+
+    def state_of(self, topic: Topic, index: int) -> PartitionState | None:
+        """Every partition is led by the one node that there is."""
+        return sole(self.leader)
 
     def when_leadership_changes(self, name: str, listener: LeadershipListener) -> None:
         """Tell about each partition of a topic, now or when it is made: they are all led here."""

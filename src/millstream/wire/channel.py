@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 from millstream.model.errors import (
     BrokerUnreachable,
@@ -168,10 +168,8 @@ class Channel(asyncio.BufferedProtocol):
     # -- what asyncio calls ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember the transport."""
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError(f"a stream transport was expected, not {type(transport).__name__}")
-        self._transport = transport
+        """Remember the transport, which other event loops do not derive from asyncio's class."""
+        self._transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail everyone who waits for an answer."""

@@ -95,6 +95,7 @@ class Broker:
 
     def __init__(self) -> None:
         self.topics = MemoryTopics()
+        self.topics.leader = NodeId(7)
         self.orders = self.topics.add("orders", partitions=2).topic_id
         config = Config(group_initial_delay_ms=0, group_session_min_ms=10)
         self.groups = GroupCoordinator(self.topics, config, SystemClock())

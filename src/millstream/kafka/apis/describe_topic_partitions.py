@@ -2,7 +2,8 @@
 
 Topics come in the order of their names; no topics means all of them. An answer holds at most `response_partition_limit`
 partitions, but at least one and never more than 2,000; if there are more, `next_cursor` says where to go on, and the
-next request hands it back. A cursor whose topic is gone goes on with the topic after it.
+next request hands it back. A cursor whose topic is gone goes on with the topic after it. A partition that nobody leads
+has LEADER_NOT_AVAILABLE; replicas that may lead it although they are not in sync are told as eligible.
 
 Version notes: version 0 is the only one. It has no error for the whole request, so an invalid one gives its error to
 each topic that it names, as in Kafka.
@@ -10,6 +11,7 @@ each topic that it names, as in Kafka.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, cast
 
 from kio.schema.describe_topic_partitions.v0.request import DescribeTopicPartitionsRequest
@@ -31,9 +33,12 @@ from millstream.kafka.permission import NOT_ASKED, TOPIC_OPERATIONS
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.kafka.topic_lookup import topic_named
 from millstream.model.errors import InvalidRequest, MillstreamError
+from millstream.model.ids import NodeId
+from millstream.model.partition_state import PartitionState
 from millstream.model.topic import INTERNAL_TOPICS, Topic, check_topic_name
 
 PARTITIONS_MAX: Final = 2000
+_NOBODY: Final = BrokerId(-1)
 
 
 class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicPartitionsResponse]):
@@ -90,30 +95,38 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
         return names if cursor is None else [name for name in names if name >= cursor.topic_name]
 
     def _describe(self, topic: Topic, first: int, number: int) -> DescribeTopicPartitionsResponseTopic:
-        # Plain casts, as in Metadata: the checked conversions of kio's types would double the cost.
-        leader = cast("BrokerId", self._membership.me.node_id)
-        nodes = (leader,)
-        partitions = tuple(
-            DescribeTopicPartitionsResponsePartition(
-                error_code=ErrorCode.none,
-                partition_index=cast("i32", partition.index),
-                leader_id=leader,
-                leader_epoch=cast("i32", partition.leader_epoch),
-                replica_nodes=nodes,
-                isr_nodes=nodes,
-                eligible_leader_replicas=(),
-                last_known_elr=(),
-            )
-            for partition in self._topics.partitions_of(topic)[first : first + number]
-        )
+        alive = frozenset(node.node_id for node in self._membership.nodes())
+        states = self._topics.states_of(topic)[first : first + number]
         return DescribeTopicPartitionsResponseTopic(
             error_code=ErrorCode.none,
             name=TopicName(topic.name),
             topic_id=topic.topic_id,
             is_internal=topic.is_internal,
-            partitions=partitions,
+            partitions=tuple(_partition(index, state, alive) for index, state in enumerate(states, first)),
             topic_authorized_operations=TOPIC_OPERATIONS,
         )
+
+
+def _partition(
+    index: int, state: PartitionState | None, alive: frozenset[int]
+) -> DescribeTopicPartitionsResponsePartition:
+    # Plain casts, as in Metadata: the checked conversions of kio's types would double the cost.
+    led = state is not None and state.leader in alive
+    return DescribeTopicPartitionsResponsePartition(
+        error_code=ErrorCode.none if led else ErrorCode.leader_not_available,
+        partition_index=cast("i32", index),
+        leader_id=BrokerId(state.leader) if state is not None and led else _NOBODY,
+        leader_epoch=cast("i32", state.leader_epoch if state is not None else -1),
+        replica_nodes=_brokers(state.replicas if state is not None else ()),
+        isr_nodes=_brokers(state.in_sync if state is not None else ()),
+        eligible_leader_replicas=_brokers(state.eligible if state is not None else ()),
+        last_known_elr=(),
+        offline_replicas=_brokers(node for node in (state.replicas if state is not None else ()) if node not in alive),
+    )
+
+
+def _brokers(nodes: Iterable[NodeId]) -> tuple[BrokerId, ...]:
+    return tuple(cast("Iterable[BrokerId]", nodes))
 
 
 def _refused(name: str, error: MillstreamError, operations: i32) -> DescribeTopicPartitionsResponseTopic:

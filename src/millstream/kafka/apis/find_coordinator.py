@@ -1,9 +1,12 @@
 """FindCoordinator (key 10), versions 0 to 6: which node coordinates a group.
 
-The first question makes the offsets topic, so that its answer can be relied on. Versions up to 3 ask for one key,
-from 4 on for several. Version 1 adds the type of the key; 6 allows share groups (type 2), which are not served yet
-and get INVALID_REQUEST. For transactional ids (type 1) see InitProducerId: TRANSACTIONAL_ID_AUTHORIZATION_FAILED is
-what makes clients give up instead of asking for ever; the message says what it means.
+The first question makes the offsets topic, so that its answer can be relied on. A group is coordinated by the leader of
+its partition of that topic; while that has none, COORDINATOR_NOT_AVAILABLE has clients ask again.
+
+Version notes: up to 3 a request has one key, from 4 on several. 1 adds the type of the key; 6 allows share groups
+(type 2), which are not served yet and get INVALID_REQUEST. For transactional ids (type 1) see InitProducerId:
+TRANSACTIONAL_ID_AUTHORIZATION_FAILED is what makes clients give up instead of asking for ever; the message says what
+it means.
 """
 
 from __future__ import annotations
@@ -48,19 +51,25 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
         if request.key_type != _GROUP:
             return _refused(request, ErrorCode.invalid_request, f"no coordinator for keys of type {request.key_type}")
         await self._groups.ensure()
-        me = self._membership.me
-        found = (
-            Coordinator(
-                key=key,
-                node_id=BrokerId(me.node_id),
-                host=me.host,
-                port=i32(me.port),
-                error_code=ErrorCode.none,
-                error_message="",
-            )
-            for key in request.coordinator_keys
+        found = tuple(self._find(key) for key in request.coordinator_keys)
+        return FindCoordinatorResponse(throttle_time=NO_THROTTLE, coordinators=found)
+
+    def _find(self, key: str) -> Coordinator:
+        try:
+            leader = self._groups.leader_of(key)
+        except MillstreamError as error:
+            return _not_found(key, error_code(error), error_message(error))
+        node = None if leader is None else self._membership.node(leader)
+        if node is None:
+            return _not_found(key, ErrorCode.coordinator_not_available, f"nobody leads the partition of group {key!r}")
+        return Coordinator(
+            key=key,
+            node_id=BrokerId(node.node_id),
+            host=node.host,
+            port=i32(node.port),
+            error_code=ErrorCode.none,
+            error_message="",
         )
-        return FindCoordinatorResponse(throttle_time=NO_THROTTLE, coordinators=tuple(found))
 
     def upgrade(self, version: int, request: Any) -> FindCoordinatorRequest:
         """Make a list of the one key of older versions."""
@@ -90,8 +99,9 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
 
 
 def _refused(request: FindCoordinatorRequest, code: ErrorCode, message: str) -> FindCoordinatorResponse:
-    refused = (
-        Coordinator(key=key, node_id=BrokerId(-1), host="", port=i32(-1), error_code=code, error_message=message)
-        for key in request.coordinator_keys
-    )
-    return FindCoordinatorResponse(throttle_time=NO_THROTTLE, coordinators=tuple(refused))
+    refused = tuple(_not_found(key, code, message) for key in request.coordinator_keys)
+    return FindCoordinatorResponse(throttle_time=NO_THROTTLE, coordinators=refused)
+
+
+def _not_found(key: str, code: ErrorCode, message: str) -> Coordinator:
+    return Coordinator(key=key, node_id=BrokerId(-1), host="", port=i32(-1), error_code=code, error_message=message)

@@ -3,7 +3,8 @@
 No list of topics means all of them; an empty list means none, but all in version 0, which has no other way to say it.
 A topic that is named neither by name nor by id is passed over.
 A topic that is missing is created when both the request and the node's `auto-create-topics` allow it, and is then
-answered like any other, since on one node it is ready at once.
+answered like any other; if the cluster does not agree on it in time, with LEADER_NOT_AVAILABLE, so that clients ask
+again. A partition that nobody leads has that error too, and replicas on nodes that are down are told as offline.
 
 Version notes: 4 adds `allow_auto_topic_creation` (older clients always allow it), 8 to 10 can ask for what the client
 may do with the cluster, 10 adds topic ids, and from 12 on a topic can be asked for by its id. 10 and 11 have the
@@ -33,11 +34,20 @@ from millstream.kafka.errors import error_code
 from millstream.kafka.permission import CLUSTER_OPERATIONS, NOT_ASKED, TOPIC_OPERATIONS
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.kafka.topic_lookup import topic_named, topic_with_id
-from millstream.model.errors import InvalidRequest, MillstreamError
+from millstream.model.errors import (
+    CatalogUnavailable,
+    InvalidRequest,
+    MillstreamError,
+    RequestTimedOut,
+    StoreUnavailable,
+)
+from millstream.model.partition_state import PartitionState
 from millstream.model.topic import INTERNAL_TOPICS, Topic, check_topic_name
 
 _FIRST_BY_ID: Final = 12
 _CLUSTER_OPERATIONS_IN: Final = (8, 10)
+_NOBODY: Final = BrokerId(-1)
+_LATER: Final = (RequestTimedOut, StoreUnavailable, CatalogUnavailable)
 
 
 class Metadata(Api[MetadataRequest, MetadataResponse]):
@@ -54,7 +64,8 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
         """Describe the cluster and the topics asked for."""
         operations = TOPIC_OPERATIONS if request.include_topic_authorized_operations else NOT_ASKED
         if request.topics is None:
-            described = [self._describe(topic, operations) for topic in self._topics.all()]
+            alive = self._alive()
+            described = [self._describe(topic, operations, alive) for topic in self._topics.all()]
         else:
             described = [
                 await self._look_up(wanted, create=request.allow_auto_topic_creation, operations=operations)
@@ -108,8 +119,12 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
         try:
             topic = await self._find(wanted, create=create)
         except MillstreamError as error:
-            return _refused(error_code(error), wanted, operations)
-        return self._describe(topic, operations)
+            code = ErrorCode.leader_not_available if isinstance(error, _LATER) else error_code(error)
+            return _refused(code, wanted, operations)
+        return self._describe(topic, operations, self._alive())
+
+    def _alive(self) -> frozenset[int]:
+        return frozenset(node.node_id for node in self._membership.nodes())
 
     async def _find(self, wanted: MetadataRequestTopic, *, create: bool) -> Topic:
         if wanted.topic_id is not None:
@@ -120,30 +135,43 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
         check_topic_name(name)
         return topic_named(self._topics, name)
 
-    def _describe(self, topic: Topic, operations: i32) -> MetadataResponseTopic:
-        # Plain casts: the checked conversions of kio's types would double the cost of a long list.
-        leader = cast("BrokerId", self._membership.me.node_id)
-        replicas = (leader,)
+    def _describe(self, topic: Topic, operations: i32, alive: frozenset[int]) -> MetadataResponseTopic:
         return MetadataResponseTopic(
             error_code=ErrorCode.none,
             name=cast("TopicName", topic.name),
             topic_id=topic.topic_id,
             is_internal=topic.is_internal,
             partitions=tuple(
-                [
-                    MetadataResponsePartition(
-                        error_code=ErrorCode.none,
-                        partition_index=cast("i32", partition.index),
-                        leader_id=leader,
-                        leader_epoch=cast("i32", partition.leader_epoch),
-                        replica_nodes=replicas,
-                        isr_nodes=replicas,
-                    )
-                    for partition in self._topics.partitions_of(topic)
-                ]
+                [_partition(index, state, alive) for index, state in enumerate(self._topics.states_of(topic))]
             ),
             topic_authorized_operations=operations,
         )
+
+
+def _partition(index: int, state: PartitionState | None, alive: frozenset[int]) -> MetadataResponsePartition:
+    # Plain casts: the checked conversions of kio's types would double the cost of a long list.
+    if state is None:
+        return MetadataResponsePartition(
+            error_code=ErrorCode.leader_not_available,
+            partition_index=cast("i32", index),
+            leader_id=_NOBODY,
+            replica_nodes=(),
+            isr_nodes=(),
+        )
+    led = state.leader in alive
+    return MetadataResponsePartition(
+        error_code=ErrorCode.none if led else ErrorCode.leader_not_available,
+        partition_index=cast("i32", index),
+        leader_id=cast("BrokerId", state.leader) if led else _NOBODY,
+        leader_epoch=cast("i32", state.leader_epoch),
+        replica_nodes=cast("tuple[BrokerId, ...]", state.replicas),
+        isr_nodes=cast("tuple[BrokerId, ...]", state.in_sync),
+        offline_replicas=() if alive.issuperset(state.replicas) else _offline(state, alive),
+    )
+
+
+def _offline(state: PartitionState, alive: frozenset[int]) -> tuple[BrokerId, ...]:
+    return tuple(BrokerId(node) for node in state.replicas if node not in alive)
 
 
 def _names_ids(request: Any) -> bool:

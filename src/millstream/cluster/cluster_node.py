@@ -1,0 +1,245 @@
+"""The parts that make a node one of several: its picture of the cluster, its place in it, its replicas, its candidate.
+
+They start and stop in the order of the methods here: `open` (follow what was agreed on, carry what is carried here),
+`join` (when the APIs answer), `leave` (have others take over what this node leads), `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from random import Random
+from typing import Any
+from uuid import UUID
+
+from millstream import __version__
+from millstream.cluster import keys
+from millstream.cluster.backoff import Backoff
+from millstream.cluster.cluster_topics import ClusterTopics
+from millstream.cluster.controller import Controller
+from millstream.cluster.declarations import AnnouncedDeclarations, Announcer, Declarations
+from millstream.cluster.last_run import LastRun
+from millstream.cluster.membership import Membership, Node
+from millstream.cluster.quotas import ClientQuotas
+from millstream.cluster.registration import Introduction, Registration
+from millstream.cluster.replica_link import ReplicaLinks
+from millstream.cluster.replicas import Replicas
+from millstream.cluster.store import ABSENT, CoordinationStore, Expect, Put
+from millstream.cluster.view import ClusterView, ViewChange
+from millstream.config import Config
+from millstream.log.files import Files
+from millstream.log.store import LogStore
+from millstream.model.clock import Clock
+from millstream.model.errors import MillstreamError
+from millstream.model.ids import NodeId
+from millstream.model.metric import Metric, gauge
+from millstream.replication.in_sync import NOT_REGISTERED
+
+_logger = logging.getLogger(__name__)
+
+Supervise = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
+Links = Callable[[Callable[[NodeId], Node | None]], ReplicaLinks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a node in a cluster stands on; a simulation gives its own."""
+
+    config: Config
+    clock: Clock
+    random: Random
+    files: Files
+    data: str
+    log_store: LogStore
+    coordination: CoordinationStore
+    declarations: Declarations
+    links: Links
+    """Makes the links to other nodes, given where these are found."""
+    boot_id: str
+    supervise: Supervise
+
+
+class ClusterNode:
+    """One node of a cluster, below its APIs."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self._config = around.config
+        self._store = around.coordination
+        self._id = NodeId(around.config.node_id)
+        self.view = ClusterView(around.coordination, self._backoff())
+        announcer = Announcer(around.coordination, self._backoff(), new_text=self._new_text)
+        self._announcer = announcer
+        self.declarations = AnnouncedDeclarations(around.declarations, announcer)
+        self.topics = ClusterTopics(
+            self.declarations,
+            around.log_store,
+            around.config,
+            around.clock,
+            view=self.view,
+            coordination=around.coordination,
+            backoff=self._backoff(),
+            new_id=self._new_id,
+        )
+        self.replicas = Replicas(
+            self._id,
+            around.links(self._find),
+            around.coordination,
+            random=around.random,
+            registration=self._registration_revision,
+            may_join=self.view.is_live,
+        )
+        self._controller: Controller | None = None
+        self._registration: Registration | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._catalog_changed = asyncio.Event()
+        self.quotas = ClientQuotas(self.declarations)
+
+    async def open(self) -> None:
+        """Follow the coordination store, and open what this node carries. Nothing is led or followed yet."""
+        self._start("picture of the cluster", self.view.run())
+        self._start("changes of the catalog", self._announcer.run())
+        self._start("removed files", self.topics.run())
+        self._start("quotas", self._follow_quotas())
+        await self.view.ready()
+        self.topics.when_roles_change(self.replicas.apply)
+        self.topics.when_dropped(self.replicas.forget)
+        await self.topics.load()
+        self.view.listen(self._look)
+        await self.replicas.start()
+
+    async def membership(self, me: Node) -> Membership:
+        """Who belongs to the cluster; its id comes from the catalog, and stays where all nodes see it."""
+        found = self.view.cluster_id
+        if found is None:
+            declared = await self._around.declarations.cluster_id()
+            await self._store.change([Put(keys.CLUSTER_ID, declared)], [Expect(keys.CLUSTER_ID, ABSENT)])
+            entries = (await self._store.read(keys.CLUSTER_ID)).entries
+            found = entries[keys.CLUSTER_ID].value
+        return Membership(found, me, self.view)
+
+    async def join(self, me: Node, http: str) -> None:
+        """Register, and wait until the cluster has let this node in."""
+        around = self._around
+        self._registration = registration = Registration(
+            self._store,
+            self.view,
+            Introduction(node=me, http=http, version=__version__),
+            LastRun(around.files, around.data, boot_id=around.boot_id),
+            stopped_clean=around.log_store.clean_start,
+            ttl_s=self._config.lease_ms / 1000,
+            new_incarnation=self._new_text,
+            backoff=self._backoff(),
+        )
+        registration.when_admitted(self.topics.activate)
+        self._controller = Controller(
+            self._id,
+            self._store,
+            self.view,
+            around.declarations,
+            settings_of=self.topics.settings_of,
+            balance_s=self._config.leader_balance_ms / 1000,
+            random=around.random,
+        )
+        registering = self._start("registration", registration.run())
+        self._start("controller", self._controller.run())
+        admitted = asyncio.ensure_future(registration.admitted())
+        try:
+            await asyncio.wait([registering, admitted], return_when=asyncio.FIRST_COMPLETED)
+            if registering.done():
+                await registering
+        finally:
+            admitted.cancel()
+
+    async def leave(self) -> None:
+        """Have others take over what this node leads, as far as they can, for a bounded time."""
+        registration = self._registration
+        if registration is not None and not registration.is_fenced and len(self.view.live) > 1:
+            await registration.leave(
+                lambda: not self.topics.leads_what_others_could(), timeout_s=self._config.leave_ms / 1000
+            )
+
+    async def close(self) -> None:
+        """Go out of the cluster, and stop following."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._registration is not None:
+            await self._registration.withdraw()
+        await self.replicas.close()
+
+    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._around.supervise(name, work)
+        self._tasks.append(task)
+        return task
+
+    async def _follow_quotas(self) -> None:
+        """Read the quotas, and again whenever somebody has changed the catalog; for ever."""
+        backoff = self._backoff()
+        while True:
+            try:
+                await self.quotas.load()
+                backoff.succeeded()
+            except MillstreamError as error:
+                _logger.warning("quotas could not be read; trying again", extra={"error": str(error)})
+                await backoff.pause()
+                continue
+            await self._catalog_changed.wait()
+            self._catalog_changed.clear()
+
+    def troubles(self) -> Iterable[str]:
+        """Why this node should get no traffic."""
+        if self._registration is None or self._registration.is_fenced:
+            yield "the cluster does not count on this node now"
+
+    def warnings(self) -> Iterable[str]:
+        """What is not well in the cluster, although this node goes on."""
+        away = self._store.away_since_ms
+        if away is not None:
+            since = datetime.fromtimestamp(away / 1000, tz=UTC).isoformat(timespec="seconds")
+            yield f"the coordination store is away since {since}; data flows, elections and new topics wait"
+        if self.view.controller is None:
+            yield "no node is the controller"
+        without_leader = self.topics.without_leader()
+        if without_leader:
+            yield f"{without_leader} partitions have no leader"
+        under_min = self.topics.under_min_in_sync()
+        if under_min:
+            yield f"{under_min} partitions that this node leads have too few replicas in sync for acks=all"
+
+    def metrics(self) -> Iterable[Metric]:
+        """The node's place in the cluster."""
+        registration = self._registration
+        fenced = registration is None or registration.is_fenced
+        yield gauge("millstream_nodes", "Nodes that are alive, as this one sees it.", len(self.view.live))
+        yield gauge("millstream_node_fenced", "1 while the cluster does not count on this node.", int(fenced))
+        yield gauge("millstream_coordination_available", "1 while the store answers.", int(self._store.available))
+        yield from self.replicas.metrics()
+        if self._controller is not None:
+            yield from self._controller.metrics()
+
+    def _find(self, node: NodeId) -> Node | None:
+        registered = self.view.nodes.get(node)
+        return None if registered is None else registered.node
+
+    def _look(self, change: ViewChange) -> None:
+        if change.nodes:
+            self.replicas.nodes_changed()
+        if change.catalog:
+            self._catalog_changed.set()
+
+    def _registration_revision(self) -> int:
+        registered = self.view.nodes.get(self._id)
+        return NOT_REGISTERED if registered is None else registered.revision
+
+    def _backoff(self) -> Backoff:
+        return Backoff(self._around.random)
+
+    def _new_id(self) -> UUID:
+        return UUID(int=self._around.random.getrandbits(128), version=4)
+
+    def _new_text(self) -> str:
+        return str(self._new_id())
