@@ -1,0 +1,241 @@
+"""Three nodes that replicate in one process: copying, failing over, parting and agreeing again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+
+from millstream.model.errors import NotEnoughReplicas, NotLeader
+from millstream.model.ids import Epoch, NodeId, Offset
+from millstream.model.partition_state import PartitionState
+from millstream.model.topic import TopicSettings
+from millstream.records.record import NewRecord, decode_records, encode_batch
+from millstream.replication.partition import ACKS_ALL, ACKS_LEADER, Partition
+from millstream.testing.replica_group import ReplicaGroup, content
+
+ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
+FIRST = PartitionState(replicas=(ONE, TWO, THREE), leader=ONE, leader_epoch=Epoch(0), in_sync=(ONE, TWO, THREE))
+
+
+def a_batch(*values: bytes, producer_id: int = -1, sequence: int = -1) -> bytearray:
+    records = [NewRecord(None, value, (), 1000) for value in values]
+    epoch = -1 if producer_id < 0 else 0
+    return encode_batch(records, producer_id=producer_id, producer_epoch=epoch, base_sequence=sequence)
+
+
+def values(partition: Partition) -> list[bytes | None]:
+    return [record.value for record in decode_records(content(partition))]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def leads(group: ReplicaGroup, node: int) -> Partition:
+    partition = group.partition(node)
+    await until(lambda: partition.is_leader)
+    return partition
+
+
+@pytest.fixture(params=["os", "always"])
+async def group(request: pytest.FixtureRequest) -> AsyncIterator[ReplicaGroup]:
+    async with ReplicaGroup(settings=TopicSettings(flush=request.param, min_insync_replicas=2)) as started:
+        started.agree(FIRST)
+        yield started
+
+
+class TestCopying:
+    async def test_what_is_acknowledged_is_everywhere_byte_for_byte(self, group: ReplicaGroup) -> None:
+        leader = await leads(group, 1)
+        for number in range(50):
+            await leader.append(a_batch(b"m%d" % number))
+        for node in (2, 3):
+            assert content(group.partition(node)) == content(leader)
+            await until(lambda node=node: group.partition(node).high_watermark == 50)  # type: ignore[misc]
+
+    async def test_acks_1_waits_for_the_leader_alone(self, group: ReplicaGroup) -> None:
+        leader = await leads(group, 1)
+        group.cut |= {(TWO, ONE), (THREE, ONE)}
+        appended = await leader.append(a_batch(b"alone"), acks=ACKS_LEADER)
+        assert appended.next_offset == 1
+        assert leader.high_watermark == 0
+        waiting = leader.acknowledged(appended)
+        assert waiting is not None
+        group.heal()
+        await waiting
+        assert leader.high_watermark == 1
+
+    async def test_only_replicas_may_follow(self, group: ReplicaGroup) -> None:
+        leader = await leads(group, 1)
+        with pytest.raises(NotLeader):
+            leader.read_for_follower(NodeId(9), offset=Offset(0), last_epoch=-1, leader_epoch=0, max_bytes=100)
+
+    async def test_followers_take_over_where_the_log_begins(self, group: ReplicaGroup) -> None:
+        leader = await leads(group, 1)
+        await leader.append(a_batch(*(b"x" for _ in range(10))))
+        leader.log.delete_before(6)
+        await leader.append(a_batch(b"y"))
+        await until(lambda: group.partition(2).log_start == 6)
+
+    async def test_a_follower_that_fell_too_far_behind_starts_anew(self, group: ReplicaGroup) -> None:
+        leader = await leads(group, 1)
+        group.cut |= {(THREE, ONE)}
+        await until(lambda: leader.state is not None and leader.log.end_offset == 0 and leader.is_leader)
+        await leader.append(a_batch(b"a", b"b"), acks=ACKS_LEADER)
+        await until(lambda: group.partition(2).log.end_offset == 2)
+        leader.log.delete_before(2)
+        await leader.append(a_batch(b"c"), acks=ACKS_LEADER)
+        group.heal()
+        await until(lambda: group.partition(3).log.end_offset == 3)
+        assert group.partition(3).log_start == 2
+        assert values(group.partition(3)) == [b"c"]
+
+
+class TestInSync:
+    async def test_who_cannot_be_reached_is_not_waited_for_and_joins_again(self, group: ReplicaGroup) -> None:
+        leader = await leads(group, 1)
+        group.cut |= {(THREE, ONE)}
+        await leader.append(a_batch(b"a"))
+        agreed = group.agreed()
+        assert agreed is not None
+        assert agreed.state.in_sync == (ONE, TWO)
+        group.heal()
+        await until(lambda: leader.state is not None and leader.state.in_sync == (ONE, TWO, THREE))
+
+    async def test_too_few_in_sync_refuse_before_the_append_and_freeze_what_is_acknowledged(
+        self, group: ReplicaGroup
+    ) -> None:
+        leader = await leads(group, 1)
+        await leader.append(a_batch(b"a"))
+        group.cut |= {(TWO, ONE), (THREE, ONE)}
+        pending = asyncio.ensure_future(leader.append(a_batch(b"b")))
+        await until(lambda: leader.is_under_min_in_sync)
+        assert leader.state is not None
+        assert leader.state.eligible == (TWO, THREE)
+        with pytest.raises(NotEnoughReplicas):
+            leader.write(a_batch(b"c"), acks=ACKS_ALL)
+        await leader.append(a_batch(b"d"), acks=ACKS_LEADER)
+        assert leader.high_watermark == 1
+        assert not pending.done()
+        group.heal()
+        await pending
+        assert not leader.state.eligible
+
+    async def test_an_idle_log_keeps_everybody_in_sync(self, group: ReplicaGroup) -> None:
+        leader = await leads(group, 1)
+        await leader.append(a_batch(b"a"))
+        await until(lambda: not leader.has_lagging)
+        await asyncio.sleep(1.0)
+        assert leader.state is not None
+        assert leader.state.in_sync == (ONE, TWO, THREE)
+
+
+class TestFailingOver:
+    async def test_a_new_leader_goes_on_with_everything_acknowledged(self, group: ReplicaGroup) -> None:
+        old = await leads(group, 1)
+        await old.append(a_batch(b"a", producer_id=4, sequence=0))
+        await old.append(a_batch(b"b", producer_id=4, sequence=1))
+        group.isolate(1)
+        group.agree(replace(FIRST, leader=TWO, leader_epoch=Epoch(1), in_sync=(TWO, THREE)))
+        new = await leads(group, 2)
+        await new.settled()
+        again = await new.append(a_batch(b"b", producer_id=4, sequence=1))
+        assert again.duplicate
+        assert again.base_offset == 1
+        appended = await new.append(a_batch(b"c", producer_id=4, sequence=2))
+        assert appended.base_offset == 2
+        assert values(new) == [b"a", b"b", b"c"]
+
+    async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_is_brought_round(
+        self, group: ReplicaGroup
+    ) -> None:
+        old = await leads(group, 1)
+        await old.append(a_batch(b"a"))
+        group.isolate(1)
+        lost = asyncio.ensure_future(old.append(a_batch(b"lost")))
+        await asyncio.sleep(0)
+        only_here = await old.append(a_batch(b"also lost"), acks=ACKS_LEADER)
+        assert only_here.base_offset == 2
+        group.agree(replace(FIRST, leader=TWO, leader_epoch=Epoch(1), in_sync=(TWO, THREE)))
+        new = await leads(group, 2)
+        await new.append(a_batch(b"b"))
+        await new.append(a_batch(b"c"))
+        assert not lost.done()
+        assert old.high_watermark == 1
+        group.heal()
+        with pytest.raises(NotLeader):
+            await lost
+        await until(lambda: old.log.end_offset == 3 and content(old) == content(new))
+        assert values(old) == [b"a", b"b", b"c"]
+        await until(lambda: new.state is not None and new.state.in_sync == (ONE, TWO, THREE))
+        with pytest.raises(NotLeader):
+            old.write(a_batch(b"no"), acks=ACKS_ALL)
+        with pytest.raises(NotLeader):
+            old.read(Offset(0), max_bytes=100)
+
+    async def test_a_killed_leader_comes_back_as_a_follower(self, group: ReplicaGroup) -> None:
+        old = await leads(group, 1)
+        await old.append(a_batch(b"a"))
+        await group.nodes[ONE].kill()
+        group.agree(replace(FIRST, leader=THREE, leader_epoch=Epoch(1), in_sync=(TWO, THREE)))
+        new = await leads(group, 3)
+        await new.append(a_batch(b"b"))
+        await group.nodes[ONE].start()
+        await until(lambda: values(group.partition(1)) == [b"a", b"b"])
+
+    async def test_an_inherited_leadership_is_not_taken_up(self, group: ReplicaGroup) -> None:
+        await leads(group, 1)
+        agreed = group.agreed()
+        assert agreed is not None
+        late = group.nodes[ONE]
+        await late.kill()
+        await late.start()
+        fresh = group.partition(1)
+        fresh.apply(agreed, me=ONE, inherited=True)
+        assert not fresh.is_leader
+        assert fresh.follows is None
+        fresh.apply(agreed._replace(revision=agreed.revision + 1), me=ONE)
+        assert not fresh.is_leader
+        fresh.apply(agreed._replace(state=agreed.state.elected(ONE), revision=agreed.revision + 2), me=ONE)
+        assert fresh.is_leader
+
+
+async def test_a_lost_answer_about_the_in_sync_set_counts_both_sets_until_it_is_read_back() -> None:
+    async with ReplicaGroup() as group:
+        group.agree(replace(FIRST, in_sync=(ONE, TWO)))
+        leader = await leads(group, 1)
+        store = group.nodes[ONE].store
+        group.cut |= {(THREE, ONE)}
+        await leader.append(a_batch(b"a"))
+        # The leader hears nothing of the store any more: neither the answer to its change nor the change itself.
+        store.shut(requests_pass=True)
+        group.cut.clear()
+        await until(lambda: group.agreed().state.in_sync == (ONE, TWO, THREE))  # type: ignore[union-attr]
+        group.cut |= {(THREE, ONE)}
+        pending = asyncio.ensure_future(leader.append(a_batch(b"b")))
+        await until(lambda: group.partition(2).log.end_offset == 2)
+        await asyncio.sleep(0.1)
+        assert leader.high_watermark == 1
+        assert not pending.done()
+        store.open()
+        group.cut.clear()
+        await pending
+        assert group.partition(3).log.end_offset == 2
+        await until(lambda: leader.state is not None and leader.state.in_sync == (ONE, TWO, THREE))
+
+
+async def test_many_partitions_share_one_fetch_and_one_change() -> None:
+    count = 300
+    topic = replace(ReplicaGroup().topic, partitions=count)
+    async with ReplicaGroup(topic=topic) as group:
+        for index in range(count):
+            group.agree(replace(FIRST, in_sync=(ONE,), leader_epoch=Epoch(3)), index)
+        await until(lambda: all(len(group.agreed(index).state.in_sync) == 3 for index in range(count)))  # type: ignore[union-attr]
+        await asyncio.gather(*(group.partition(1, index).append(a_batch(b"x")) for index in range(count)))
+        assert len(group.nodes[ONE].follower_fetch) == 2
+        assert all(group.partition(2, index).log.end_offset == 1 for index in range(count))
