@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.cases import FLUSHES, Case
 from benchmarks.latency import ACKNOWLEDGED, END_TO_END, PERCENTS
 from benchmarks.requests import IN_FLIGHT, ONE_BY_ONE
 from benchmarks.results import Line, Results
@@ -46,6 +47,7 @@ class Table:
 
 def tables(results: Results) -> Iterator[Table]:
     """Everything that was measured, then what it means."""
+    yield _durability(results)
     for direction in (PRODUCED, CONSUMED):
         subjects = results.subjects(direction)
         title = f"{direction.capitalize()} at most: MB/s (million messages/s)"
@@ -67,18 +69,51 @@ def tables(results: Results) -> Iterator[Table]:
     yield _verdict(results)
 
 
+MAIN = {
+    PRODUCED: "MB/s",
+    CONSUMED: "MB/s",
+    ACKNOWLEDGED: "p99 ms",
+    END_TO_END: "p99 ms",
+    ONE_BY_ONE: "p50 ms",
+    IN_FLIGHT: "requests/s",
+    STARTED: "first answer s",
+}
+"""The number that says most about a direction."""
+
+
+def summary(results: Results, case: Case) -> str:
+    """One line in a few words, told when it was measured."""
+    parts = []
+    for line in results.lines():
+        if line.case == case:
+            main = MAIN[line.direction]
+            digits = 0 if main in ("MB/s", "requests/s") else 2
+            each = [f"{name} {number(line.value(name, main), digits)}" for name in line.rounds]
+            parts.append(f"{line.direction} {main}: {', '.join(each)}")
+    return f"{case.name}: {'; '.join(parts) or 'nobody measures this'}"
+
+
 def _by_line(
     results: Results, title: str, subjects: list[str], cell: Cell, compared: str | None, direction: str
 ) -> Table:
     """A row for each line, a column for each server."""
-    table = Table(title, ["line", "acknowledged means", *subjects], words=2)
+    table = Table(title, ["line", *subjects])
     if compared is not None:
         table.header += ["of the limit", "of Kafka"]
     for line in results.lines(direction):
         cells = [cell(line, name) if name in line.rounds else NOTHING for name in subjects]
         if compared is not None:
             cells += [_share(line.ratio(compared, MILLSTREAM, other)) for other in (LIMIT, KAFKA)]
-        table.rows.append([line.case.name, line.case.durability, *cells])
+        table.rows.append([line.case.name, *cells])
+    return table
+
+
+def _durability(results: Results) -> Table:
+    """What an acknowledgement means, for each server in the lines of each flush setting."""
+    table = Table("Durability: what an acknowledgement means", ["server", *FLUSHES], words=4)
+    for name in results.subjects():
+        told = {line.case.flush: line.durability.get(name, NOTHING) for line in results.lines() if name in line.rounds}
+        table.rows.append([name, *(told.get(flush, "not measured") for flush in FLUSHES)])
     return table
 
 

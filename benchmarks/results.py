@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -45,6 +46,11 @@ class Line:
         return median(one / two for one, two in pairs)
 
 
+def _finite(numbers: Mapping[str, float | None]) -> dict[str, float | None]:
+    """JSON has no word for what never came to an end; there it is null."""
+    return {number: None if value in (None, math.inf) else value for number, value in numbers.items()}
+
+
 class Results:
     """Every line of a run."""
 
@@ -83,8 +89,8 @@ class Results:
                 "subjects": {
                     name: {
                         "durability": line.durability[name],
-                        "median": {number: line.value(name, number) for number in rounds[0]},
-                        "rounds": rounds,
+                        "median": _finite({number: line.value(name, number) for number in rounds[0]}),
+                        "rounds": [_finite(numbers) for numbers in rounds],
                     }
                     for name, rounds in line.rounds.items()
                 },
@@ -98,6 +104,7 @@ class Results:
         results = cls()
         for line in lines:
             for name, found in line["subjects"].items():
-                for numbers in found["rounds"]:
+                for written in found["rounds"]:
+                    numbers = {number: math.inf if value is None else value for number, value in written.items()}
                     results.add(Case(**line["case"]), name, found["durability"], {line["direction"]: numbers})
         return results

@@ -1,7 +1,7 @@
 """`make bench`: Millstream beside the limit server, Apache Kafka and other peers, interleaved in the same run.
 
     python -m benchmarks.run [--quick | --full] [--only WORDS] [--subjects NAMES] [--rounds N] [--seconds S]
-                             [--out FOLDER]
+                             [--out FOLDER] [--show FILE]
 
 The limit server moves the same bytes over the same event loop with the same flush policy and does nothing else, so
 the ratio says how much of what this machine can do is left after everything a broker has to do. In each round of a
@@ -54,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
+    if given.show is not None:
+        return show_again(console, given.show, given.out)
     began = time.monotonic()
     facts = machine.facts()
     with console.status("touching memory"):
@@ -80,6 +82,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help=f"how often each server is measured (default: {ROUNDS})")
     parser.add_argument("--seconds", type=float, help=f"how long each time, about (default: {SECONDS:g})")
     parser.add_argument("--out", type=Path, default=OUT, help=f"where the results go (default: {OUT})")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="measure nothing, but show what a run wrote")
     given = parser.parse_args(arguments)
     given.rounds = given.rounds or (QUICK_ROUNDS if given.quick else ROUNDS)
     given.seconds = given.seconds or (QUICK_SECONDS if given.quick else SECONDS)
@@ -121,6 +124,7 @@ def measure(
             for turn, subject in turns(case, subjects, rounds):
                 status.update(f"line {number} of {len(chosen)}, {case.name}: round {turn} of {rounds}, {subject.name}")
                 _measure_once(console, results, case, subject, seconds)
+            console.print(f"[{number}/{len(chosen)}] {report.summary(results, case)}", markup=False, highlight=False)
     return results
 
 
@@ -152,6 +156,16 @@ def write(folder: Path, results: Results, facts: dict[str, Any]) -> None:
     pages = [report.facts_table(facts), *report.tables(results)]
     (folder / "bench.md").write_text("\n".join(page.markdown() for page in pages if page.rows), encoding="utf-8")
     plots.draw(results, folder)
+
+
+def show_again(console: Console, file: Path, folder: Path) -> int:
+    """Make the tables and plots of an earlier run anew."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    results = Results.from_json(found["lines"])
+    results.failures = found["failures"]
+    write(folder, results, found["machine"])
+    show(console, results, found["machine"])
+    return 0
 
 
 def show(console: Console, results: Results, facts: dict[str, Any]) -> None:

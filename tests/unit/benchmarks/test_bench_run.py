@@ -27,6 +27,8 @@ def test_a_run_writes_down_what_it_measured(
     assert "Produce at most" in (tmp_path / "bench.md").read_text()
     assert (tmp_path / "produce.png").exists()
     assert "Targets" in capsys.readouterr().out
+    assert run.main(["--show", str(tmp_path / "bench.json"), "--out", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "bench.json").read_bytes() == (tmp_path / "bench.json").read_bytes()
 
 
 def test_fixed_rates_and_single_requests_are_measured() -> None:
