@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from millstream import __version__
 from millstream.cli import (
     client,
+    cluster,
     config_reference,
     demo,
     doctor,
@@ -37,6 +38,7 @@ ORDER = (
     "message",
     "group",
     "client",
+    "cluster",
     "doctor",
     "demo",
     "config-reference",
@@ -69,6 +71,7 @@ app.command("tail")(tail.tail)
 app.add_typer(message.app, name="message")
 app.add_typer(group.app, name="group")
 app.add_typer(client.app, name="client")
+app.add_typer(cluster.app, name="cluster")
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 app.command("config-reference", hidden=True)(config_reference.config_reference)

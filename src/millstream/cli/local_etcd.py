@@ -6,6 +6,7 @@ import shutil
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
@@ -33,10 +34,11 @@ def find_etcd() -> Path:
 class LocalEtcd:
     """One etcd process with its data in a folder; started again on the same folder it has what it had."""
 
-    def __init__(self, folder: Path, *, port: int = 0, durable: bool = True) -> None:
+    def __init__(self, folder: Path, *, port: int = 0, durable: bool = True, keep: Sequence[int] = ()) -> None:
         self.folder = folder
         self.port = port
         self._durable = durable
+        self._keep = keep
         self.process: LocalProcess | None = None
 
     @property
@@ -48,7 +50,7 @@ class LocalEtcd:
         """Start it and wait until it answers. The port stays the same from one start to the next."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.port = self.port or free_port()
-        self.process = LocalProcess("etcd", self._command(), log=self.folder / "etcd.log").start()
+        self.process = LocalProcess("etcd", self._command(), log=self.folder / "etcd.log", keep=self._keep).start()
         try:
             self._wait_until_healthy(self.process)
         except BaseException:

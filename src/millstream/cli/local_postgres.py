@@ -8,6 +8,7 @@ import secrets
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
@@ -40,10 +41,11 @@ def find_postgres() -> Path:
 class LocalPostgres:
     """One PostgreSQL process with its data in a folder; started again on the same folder it has what it had."""
 
-    def __init__(self, folder: Path, *, port: int = 0, durable: bool = True) -> None:
+    def __init__(self, folder: Path, *, port: int = 0, durable: bool = True, keep: Sequence[int] = ()) -> None:
         self.folder = folder.absolute()
         self.port = port
         self._durable = durable
+        self._keep = keep
         self._programs = find_postgres()
         self.process: LocalProcess | None = None
 
@@ -111,7 +113,7 @@ class LocalPostgres:
         account = _UNPRIVILEGED if os.geteuid() == 0 else "-"
         # SIGINT makes PostgreSQL stop at once and cleanly, where SIGTERM waits for its clients to leave.
         log = self.folder / "postgres.log"
-        return LocalProcess(name, command, log=log, ends_by=signal.SIGINT, account=account)
+        return LocalProcess(name, command, log=log, ends_by=signal.SIGINT, account=account, keep=self._keep)
 
     def _wait_until_ready(self, process: LocalProcess) -> None:
         deadline = time.monotonic() + READY_S_MAX

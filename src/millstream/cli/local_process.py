@@ -37,6 +37,7 @@ class LocalProcess:
         account: str = "-",
         environment: Mapping[str, str] | None = None,
         piped: bool = False,
+        keep: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.log = log
@@ -45,7 +46,9 @@ class LocalProcess:
         self._account = account
         self._environment = environment
         self._piped = piped
+        self._keep = keep
         self._process: subprocess.Popen[bytes] | None = None
+        self._asked = False
 
     @property
     def pid(self) -> int:
@@ -67,6 +70,7 @@ class LocalProcess:
                 stdout=subprocess.PIPE if self._piped else log,
                 stderr=log,
                 env=self._environment,
+                pass_fds=self._keep,
                 # A Ctrl-C in the terminal is for the foreground process alone; it ends the others in their order.
                 process_group=0,
             )
@@ -101,8 +105,9 @@ class LocalProcess:
         return LocalServerFailed(f"{self.name} {what}; its log {self.log} ends with:\n{tail}")
 
     def ask_to_end(self) -> None:
-        """Send the signal that makes it stop cleanly."""
-        if self._process is not None and self._process.poll() is None:
+        """Send the signal that makes it stop cleanly, once: a second one would make it hurry."""
+        if self._process is not None and self._process.poll() is None and not self._asked:
+            self._asked = True
             self._process.send_signal(self._ends_by)
 
     def stop(self, *, within_s: float) -> int | None:

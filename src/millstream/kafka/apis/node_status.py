@@ -5,11 +5,13 @@ The HTTP gateway and `millstream doctor` ask it. The request has no body. The an
     {"node_id": 1, "cluster_id": "…", "version": "0.1.0", "state": "starting" | "ready" | "stopping",
      "reasons": ["…"], "started_ms": …, "now_ms": …, "kafka": "host:port", "http": "host:port", "data": "/folder",
      "damage": [{"topic": …, "partition": …, "first": …, "next": …}, …],
+     "behind": [{"topic": …, "partition": …, "replica": …, "records": …}, …],
      "metrics": [{"name": …, "kind": …, "help": …, "samples": [[value, {label: text}], …], "left_out": false}, …]}
 
 `reasons` says why the node should get no traffic now; it is empty exactly when the node is ready and unharmed.
 `damage` names the ranges of offsets that the disk lost, each from `first` up to but without `next`, at most
-`DAMAGE_MAX` of them. The value of a histogram's sample is
+`DAMAGE_MAX` of them. `behind` names replicas on other nodes that lack records of what this node leads, at most
+`BEHIND_MAX` of them. The value of a histogram's sample is
 `{"bounds": […], "cumulative": […], "observations": …, "total": …}`. A metric has at most `SAMPLES_MAX` samples, so that
 a node with very many partitions answers as quickly as any; `left_out` tells whether there are more.
 
@@ -26,6 +28,7 @@ from typing import Any
 import msgspec
 
 from millstream import __version__
+from millstream.cluster.behind import Behind
 from millstream.kafka.api import ClientInfo
 from millstream.model.clock import Clock
 from millstream.model.metric import Distribution, Metric, MetricSource
@@ -38,6 +41,8 @@ SAMPLES_MAX = 2000
 
 DAMAGE_MAX = 1000
 """Damaged ranges that are named; the metrics count all."""
+
+BEHIND_MAX = 1000
 
 Damaged = Iterable[tuple[TopicPartition, Iterable[tuple[int, int]]]]
 """Partitions with the ranges of offsets that were lost."""
@@ -72,6 +77,7 @@ class NodeStatus:
         *,
         troubles: Callable[[], Iterable[str]] = tuple,
         damage: Callable[[], Damaged] = tuple,
+        behind: Callable[[], Iterable[Behind]] = tuple,
         samples_max: int = SAMPLES_MAX,
     ) -> None:
         self._node = node
@@ -79,6 +85,7 @@ class NodeStatus:
         self._clock = clock
         self._troubles = troubles
         self._damage = damage
+        self._behind = behind
         self._samples_max = samples_max
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
@@ -101,6 +108,7 @@ class NodeStatus:
             "http": node.http,
             "data": node.data,
             "damage": list(islice(self._damaged_ranges(), DAMAGE_MAX)),
+            "behind": [_lacking(one) for one in islice(self._behind(), BEHIND_MAX)],
             "metrics": [self._described(metric) for source in self._sources for metric in source.metrics()],
         }
 
@@ -118,6 +126,11 @@ class NodeStatus:
         taken = [(_value(sample.value), dict(sample.labels)) for sample in islice(samples, self._samples_max)]
         left_out = next(samples, None) is not None
         return {"name": metric.name, "kind": metric.kind, "help": metric.help, "samples": taken, "left_out": left_out}
+
+
+def _lacking(one: Behind) -> dict[str, Any]:
+    where = one.partition
+    return {"topic": where.topic, "partition": where.partition, "replica": one.replica, "records": one.records}
 
 
 def _value(value: float | Distribution) -> Any:

@@ -1,0 +1,161 @@
+"""`millstream cluster`: start a whole cluster on this machine, and see how a cluster is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.options import (
+    DEFAULT_BROKERS,
+    DEFAULT_TIMEOUT_S,
+    AsJson,
+    Brokers,
+    TimeoutSeconds,
+    parse_assignments,
+)
+from millstream.cli.output import counted, print_json, print_line, print_note, print_table
+
+if TYPE_CHECKING:
+    from millstream.cli.cluster_status import ClusterStatus
+    from millstream.cli.cluster_up import LocalCluster
+
+NODES_MAX = 32
+ROWS_MAX = 50
+
+app = typer.Typer(help="Start a cluster on this machine, and see how a cluster is.", no_args_is_help=True)
+
+
+@app.command("up")
+def up(
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, max=NODES_MAX, help="How many nodes.")] = 3,
+    data: Annotated[
+        Path, typer.Option("--data", metavar="DIR", help="Folder that holds everything; created if it is missing.")
+    ] = Path("millstream-cluster"),
+    etcd: Annotated[
+        str,
+        typer.Option(
+            "--etcd", metavar="URL[,...]", help="An etcd that is there. Default: start one.", show_default=False
+        ),
+    ] = "",
+    catalog: Annotated[
+        str,
+        typer.Option(
+            "--catalog", metavar="URL", help="A PostgreSQL that is there. Default: start one.", show_default=False
+        ),
+    ] = "",
+    cluster: Annotated[str, typer.Option("--cluster", metavar="NAME", help="The name of the cluster.")] = "millstream",
+    kafka_port: Annotated[
+        int,
+        typer.Option(
+            "--kafka-port-base",
+            metavar="PORT",
+            min=0,
+            max=65535 - NODES_MAX,
+            help="Kafka port of the first node, the next ones follow it; 0 picks free ports.",
+        ),
+    ] = 9092,
+    http_port: Annotated[
+        int,
+        typer.Option(
+            "--http-port-base",
+            metavar="PORT",
+            min=0,
+            max=65535 - NODES_MAX,
+            help="HTTP port of the first node, the next ones follow it; 0 picks free ports.",
+        ),
+    ] = 8080,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="A flag of `serve` for every node; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Start a cluster on this machine, for trying out: etcd, PostgreSQL and nodes, until SIGTERM or Ctrl-C.
+
+    It stays in the foreground. All of it ends with this command, the nodes first; started again on the same folder it
+    has what it had. A node that ends is told of and not started again. With --json, one line with all addresses goes to
+    stdout once every node is ready. The nodes share this machine, so its loss is the loss of all: for data that
+    matters, run the nodes, an etcd of three or five members, and PostgreSQL on machines of their own.
+    """
+    from millstream.cli.cluster_up import LocalCluster, Plan, StopAsked, stop_by_signal
+
+    plan = Plan(
+        nodes=nodes,
+        data=data.absolute(),
+        name=cluster,
+        etcd=etcd,
+        catalog=catalog,
+        kafka_port=kafka_port,
+        http_port=http_port,
+        settings=parse_assignments(settings or [], flag="--set"),
+    )
+    if not as_json:
+        print_note(f"starting {counted(nodes, 'node')} in {plan.data} ...")
+    try:
+        with stop_by_signal(), LocalCluster(plan) as running:
+            if as_json:
+                print_json(running.described())
+            else:
+                _print_running(running)
+            running.watch()
+    except StopAsked:
+        return
+
+
+def _print_running(running: LocalCluster) -> None:
+    rows = [[node.node_id, node.process.pid, node.kafka, node.http] for node in running.nodes]
+    print_table(("node", "pid", "kafka", "http"), rows)
+    print_line()
+    print_line(f"Ready. See how it is with: millstream cluster status --brokers {running.nodes[0].kafka}")
+    print_line("Ctrl-C stops it.")
+
+
+@app.command("status")
+def status(
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Show the nodes, the controller, and the partitions that lack a leader or replicas."""
+    from millstream.cli.cluster_status import cluster_status
+
+    found = ask(brokers, timeout, cluster_status)
+    if as_json:
+        print_json(found.described())
+    else:
+        _print_status(found)
+
+
+def _print_status(found: ClusterStatus) -> None:
+    controller = "none" if found.controller is None else f"node {found.controller}"
+    print_line(f"Cluster {found.cluster_id}, controller {controller}, {counted(found.partitions, 'partition')}")
+    print_line()
+    keys = ("id", "address", "rack", "version", "state", "leads", "replicas", "behind")
+    print_table(keys, [[getattr(node, key) for key in keys] for node in found.nodes])
+    for node in found.nodes:
+        for reason in node.reasons:
+            print_line(f"node {node.id}: {reason}")
+    if not found.troubled:
+        print_line()
+        print_line("Every partition has a leader and all its replicas in sync.")
+        return
+    print_line()
+    rows = [
+        [one.topic, one.partition, one.leader, _numbers(one.replicas), _numbers(one.in_sync)]
+        for one in found.troubled[:ROWS_MAX]
+    ]
+    print_table(("topic", "partition", "leader", "replicas", "in sync"), rows)
+    if len(found.troubled) > ROWS_MAX:
+        print_line(f"... and {counted(len(found.troubled) - ROWS_MAX, 'partition')} more; --json names all.")
+
+
+def _numbers(nodes: tuple[int, ...]) -> str:
+    return ",".join(map(str, nodes)) or "-"

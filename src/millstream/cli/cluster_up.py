@@ -1,0 +1,206 @@
+"""A whole cluster on this machine: etcd, PostgreSQL and nodes as children of one process in the foreground."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from millstream.cli.exit_code import CommandFailed
+from millstream.cli.local_etcd import LocalEtcd
+from millstream.cli.local_postgres import LocalPostgres
+from millstream.cli.local_process import LocalProcess
+from millstream.cli.output import print_note
+from millstream.config import ENVIRONMENT_PREFIX
+from millstream.model.errors import DataFolderInUse
+
+READY_S_MAX = 90.0
+STOP_S_MAX = 60.0
+LOCK_S_MAX = 20.0
+"""How long the children of a cluster that was killed may take to end before a new one gives up on the folder."""
+
+_HOST = "127.0.0.1"
+_PROBE_S = 0.1
+
+
+class StopAsked(BaseException):
+    """SIGTERM or Ctrl-C came. No error: it passes every handler on its way to the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be started."""
+
+    nodes: int
+    data: Path
+    name: str
+    etcd: str = ""
+    catalog: str = ""
+    """Addresses of servers that are there already; empty means one of our own."""
+    kafka_port: int = 0
+    http_port: int = 0
+    """Of the first node, the others count up from it; 0 picks free ports."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Further flags of `serve`, for every node."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningNode:
+    """One node and where it is found."""
+
+    node_id: int
+    process: LocalProcess
+    kafka: str
+    http: str
+
+    def described(self) -> dict[str, Any]:
+        """For the line that tells programs."""
+        return {"id": self.node_id, "pid": self.process.pid, "kafka": self.kafka, "http": self.http}
+
+
+class LocalCluster:
+    """Everything that runs. Leaving it stops the nodes first, then what they stand on."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._stack = ExitStack()
+        self._lock = -1
+        self.etcd = plan.etcd
+        self.catalog = plan.catalog
+        self.nodes: list[RunningNode] = []
+        self._watched: list[LocalProcess] = []
+
+    def __enter__(self) -> LocalCluster:
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def described(self) -> dict[str, Any]:
+        """What programs are told once all are ready."""
+        nodes = [node.described() for node in self.nodes]
+        return {"nodes": nodes, "etcd": self.etcd, "catalog": self.catalog}
+
+    def watch(self) -> None:
+        """Wait and tell of every child that ends, until no node is left."""
+        while any(node.process.exit_code is None for node in self.nodes):
+            # Leaves the child for its own object to collect.
+            with suppress(ChildProcessError):
+                os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            for process in [process for process in self._watched if process.exit_code is not None]:
+                self._watched.remove(process)
+                print_note(f"{process.name} has ended with exit code {process.exit_code}; its log is {process.log}")
+        raise CommandFailed("every node has ended")
+
+    def _start(self) -> None:
+        self._plan.data.mkdir(parents=True, exist_ok=True)
+        self._lock = self._stack.enter_context(_locked(self._plan.data))
+        if not self.etcd:
+            etcd = self._stack.enter_context(LocalEtcd(self._plan.data / "etcd", keep=(self._lock,)))
+            self.etcd = etcd.url
+            self._note(etcd.process)
+        if not self.catalog:
+            postgres = self._stack.enter_context(LocalPostgres(self._plan.data / "postgres", keep=(self._lock,)))
+            self.catalog = postgres.url
+            self._note(postgres.process)
+        processes = {number: self._node(number) for number in range(1, self._plan.nodes + 1)}
+        self._stack.callback(_stop_together, list(processes.values()))
+        for process in processes.values():
+            process.start()
+            self._note(process)
+        for number, process in processes.items():
+            ready = json.loads(process.first_line(within_s=READY_S_MAX))
+            self.nodes.append(RunningNode(number, process, ready["kafka"], ready["http"]))
+
+    def _note(self, process: LocalProcess | None) -> None:
+        if process is not None:
+            self._watched.append(process)
+
+    def _node(self, number: int) -> LocalProcess:
+        folder = self._plan.data / f"node-{number}"
+        flags = {
+            "data": folder,
+            "node-id": number,
+            "kafka": f"{_HOST}:{_port(self._plan.kafka_port, number)}",
+            "http": f"{_HOST}:{_port(self._plan.http_port, number)}",
+            "advertise": "",
+            "cluster": self._plan.name,
+            **self._plan.settings,
+        }
+        serve = [sys.executable, "-m", "millstream.cli.main", "serve", "--json"]
+        command = [*serve, *(f"--{name}={value}" for name, value in flags.items())]
+        log = self._plan.data / f"node-{number}.log"
+        # Not as flags, which every user of the machine can see: there may be passwords in them.
+        addresses = {f"{ENVIRONMENT_PREFIX}ETCD": self.etcd, f"{ENVIRONMENT_PREFIX}CATALOG": self.catalog}
+        return LocalProcess(
+            f"node {number}", command, log=log, environment=os.environ | addresses, piped=True, keep=(self._lock,)
+        )
+
+
+@contextmanager
+def stop_by_signal() -> Iterator[None]:
+    """Turn SIGTERM and Ctrl-C into `StopAsked`, once; a second one does not cut the stopping short."""
+
+    def stop(_number: int, _frame: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        raise StopAsked
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """Hold a folder for this process and the children that get the handle, until the last of them has ended."""
+    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        deadline = time.monotonic() + LOCK_S_MAX
+        while not _lock(handle):
+            if time.monotonic() > deadline:
+                raise DataFolderInUse(f"a cluster runs on {folder} already; stop it first, or choose another --data")
+            time.sleep(_PROBE_S)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _stop_together(processes: list[LocalProcess]) -> None:
+    """Have all nodes stop at the same time, and wait for each."""
+    running = [process for process in processes if process.exit_code is None]
+    for process in running:
+        process.ask_to_end()
+    deadline = time.monotonic() + STOP_S_MAX
+    for process in running:
+        code = process.stop(within_s=max(0.0, deadline - time.monotonic()))
+        if code not in (0, None):
+            print_note(f"{process.name} stopped with exit code {code}; its log is {process.log}")
+
+
+def _port(base: int, number: int) -> int:
+    return base + number - 1 if base else 0
