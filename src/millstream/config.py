@@ -78,6 +78,27 @@ class Config:
         "In a cluster: how long a stopping node waits for others to take over what it leads.",
         minimum=0,
     )
+    replica_lag_ms: int = setting(
+        "replica-lag-ms",
+        10_000,
+        "In a cluster: a replica that has been behind its leader for this long is not waited for any more.",
+        minimum=100,
+        maximum=600_000,
+    )
+    replica_fetch_wait_ms: int = setting(
+        "replica-fetch-wait-ms",
+        500,
+        "In a cluster: how long a leader keeps the fetch of a follower when there is nothing to fetch.",
+        minimum=1,
+        maximum=60_000,
+    )
+    replica_fetch_bytes: int = setting(
+        "replica-fetch-bytes",
+        10 * 1024 * 1024,
+        "In a cluster: the most that one fetch of a follower asks for, of all partitions of a leader together.",
+        minimum=1024 * 1024,
+        maximum=128 * 1024 * 1024,
+    )
     auto_create_topics: bool = setting(
         "auto-create-topics", True, "Create a topic when a client first produces to it or asks for it."
     )

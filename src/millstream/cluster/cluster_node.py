@@ -26,7 +26,7 @@ from millstream.cluster.membership import Membership, Node
 from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.registration import Introduction, Registration
 from millstream.cluster.replica_link import ReplicaLinks
-from millstream.cluster.replicas import Replicas
+from millstream.cluster.replicas import Replicas, ReplicaSettings
 from millstream.cluster.store import ABSENT, CoordinationStore, Expect, Put
 from millstream.cluster.view import ClusterView, ViewChange
 from millstream.config import Config
@@ -89,6 +89,7 @@ class ClusterNode:
             around.links(self._find),
             around.coordination,
             random=around.random,
+            settings=ReplicaSettings.of(around.config),
             registration=self._registration_revision,
             may_join=self.view.is_live,
         )

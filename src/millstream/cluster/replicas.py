@@ -18,6 +18,7 @@ from millstream.cluster.in_sync_writer import InSyncWriter
 from millstream.cluster.replica_fetcher import FetchLimits, ReplicaFetcher
 from millstream.cluster.replica_link import ReplicaLinks
 from millstream.cluster.store import CoordinationStore
+from millstream.config import Config
 from millstream.model.ids import NodeId
 from millstream.model.metric import Metric, gauge
 from millstream.replication.in_sync import NOT_REGISTERED, InSyncChange, MayJoin, anybody
@@ -39,6 +40,12 @@ class ReplicaSettings:
     lag_s: float = 10.0
     """A follower that was behind for longer is not waited for."""
     fetch: FetchLimits = field(default_factory=FetchLimits)
+
+    @classmethod
+    def of(cls, config: Config) -> ReplicaSettings:
+        """What a node's config says."""
+        fetch = FetchLimits(wait_ms=config.replica_fetch_wait_ms, bytes_max=config.replica_fetch_bytes)
+        return cls(lag_s=config.replica_lag_ms / 1000, fetch=fetch)
 
 
 class Replicas:

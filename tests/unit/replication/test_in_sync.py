@@ -66,8 +66,9 @@ class TestHighWatermark:
         assert change is not None
         in_sync.began(change)
         in_sync.learned(Versioned(state(A, B, C), 1), now=20.0)
-        assert in_sync.pending is change.state
         assert wanted(in_sync, now=20.0) is None
+        in_sync.refused(change._replace(state=replace(change.state)))
+        assert in_sync.acknowledged(Offset(100)) == UNKNOWN_POSITION
         in_sync.learned(Versioned(change.state, 2), now=20.0)
         assert in_sync.pending is None
         assert in_sync.acknowledged(Offset(100)) == 100
