@@ -17,6 +17,7 @@ from millstream.cluster.backoff import Backoff
 from millstream.cluster.replica_link import ReplicaLink
 from millstream.model.errors import LogUnavailable, MillstreamError, NotLeader
 from millstream.model.ids import NO_EPOCH, Epoch, NodeId
+from millstream.replication.in_sync import NOT_REGISTERED
 from millstream.replication.partition import Partition
 from millstream.wire.refusal import OFFSET_OUT_OF_RANGE, refusal
 from millstream.wire.replica_fetching import (
@@ -65,6 +66,11 @@ class _Followed:
         """Whether an answer is for the leader epoch that still holds."""
         return self.asked_epoch == self.partition.leader_epoch and self.partition.follows is not None
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether all of the log is as durable as the topic asks for, so that it may be told to the leader."""
+        return self.partition.promised_offset >= self.partition.log.end_offset
+
 
 class ReplicaFetcher:
     """Fetches from one leader, until `run` is cancelled."""
@@ -92,6 +98,7 @@ class ReplicaFetcher:
         self._forgotten: dict[PartitionKey, None] = {}
         self._session_id = NO_SESSION
         self._session_epoch = FIRST_SESSION_EPOCH
+        self._session_registration = NOT_REGISTERED
         self._wake = asyncio.Event()
 
     def __len__(self) -> int:
@@ -162,6 +169,8 @@ class ReplicaFetcher:
 
     async def _fetch_once(self) -> None:
         try:
+            self._note_registration()
+            await self._stored()
             answers = await self._link.fetch(self._next_fetch())
             await self._take(answers)
             self._backoff.succeeded()
@@ -179,6 +188,26 @@ class ReplicaFetcher:
         self._forgotten.clear()
         self._changed = {key: None for key, followed in self._followed.items() if followed.held is None}
 
+    def _note_registration(self) -> None:
+        """The leader counts a follower by the registration under which it said where it is, so all is said anew."""
+        registration = self._registration()
+        if registration != self._session_registration:
+            self._session_registration = registration
+            self._begin_session()
+
+    async def _stored(self) -> None:
+        """Wait until all is stored that will be named as such: a fetcher before this one may not have waited for it."""
+        while unstored := [(key, self._followed[key]) for key in self._changed if not self._followed[key].is_stored]:
+            for key, followed in unstored:
+                await self._until_stored(key, followed, followed.partition.stored())
+
+    async def _until_stored(self, key: PartitionKey, followed: _Followed, stored: asyncio.Future[None] | None) -> None:
+        try:
+            if stored is not None:
+                await stored
+        except MillstreamError as error:
+            self._hold(key, followed, error)
+
     def _next_fetch(self) -> ReplicaFetch:
         changed, self._changed = self._changed, {}
         forgotten, self._forgotten = self._forgotten, {}
@@ -189,7 +218,7 @@ class ReplicaFetcher:
             followed.asked_epoch = followed.partition.leader_epoch
         return ReplicaFetch(
             node=self._me,
-            registration=self._registration(),
+            registration=self._session_registration,
             session_id=self._session_id,
             session_epoch=self._session_epoch,
             max_wait_ms=self._limits.wait_ms,
@@ -231,10 +260,7 @@ class ReplicaFetcher:
                 size = 0
                 await asyncio.sleep(0)
         for key, followed, stored in syncing:
-            try:
-                await stored
-            except MillstreamError as error:
-                self._hold(key, followed, error)
+            await self._until_stored(key, followed, stored)
 
     def _take_one(self, key: PartitionKey, followed: _Followed, answer: ReplicaAnswer) -> asyncio.Future[None] | None:
         try:

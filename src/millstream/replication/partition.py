@@ -485,11 +485,15 @@ class Partition:
         if log.start_offset < log_start <= log.end_offset:
             log.delete_before(log_start)
             self.high_watermark = max(self.high_watermark, log.start_offset)
-        if self.promised_offset >= log.end_offset:
+        return self.stored()
+
+    def stored(self) -> asyncio.Future[None] | None:
+        """None when all of the log is as durable as the topic asks for, else a future that is done when it is."""
+        if self.promised_offset >= self.log.end_offset:
             return None
         told = Told()
-        self._waiting_here.append((log.end_offset, told))
-        self._store.sync_soon(log)
+        self._waiting_here.append((self.log.end_offset, told))
+        self._store.sync_soon(self.log)
         return told.future
 
     def truncate(self, diverging: EpochEnd, *, leader_epoch: Epoch) -> None:
