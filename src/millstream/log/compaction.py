@@ -84,9 +84,12 @@ def roll_idle(log: Log, now_ms: int) -> None:
 def cleanable_segments(log: Log, now_ms: int) -> list[Segment]:
     """The segments from the start of the log that a pass may cover now."""
     found = []
+    # A record that is not acknowledged may still be cut off, and must not take away the one before it.
+    acknowledged = log.stored_offset if log.acknowledged_offset is None else log.acknowledged_offset()
     for segment in log.segments[:-1]:
         durable = segment.sealed and not segment.broken and segment.synced_bytes == segment.size
-        if not durable or segment.next_offset > log.stored_offset or _is_fresh(log, segment, now_ms):
+        kept = segment.next_offset > min(log.stored_offset, acknowledged)
+        if not durable or kept or _is_fresh(log, segment, now_ms):
             break
         found.append(segment)
     return found

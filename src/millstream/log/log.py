@@ -102,6 +102,8 @@ class Log:
         self.journal_mark = contents.journal_mark
         self.on_synced: Callable[[], None] | None = None
         self.on_sync_failed: Callable[[StorageFailure], None] | None = None
+        self.acknowledged_offset: Callable[[], int] | None = None
+        """Up to where nothing can be cut off again, so that it may be deleted and compacted; None for all of it."""
         self.failure: str | None = None
         """What the disk last failed at, until it does something right."""
         self.failed_at = 0.0

@@ -25,10 +25,12 @@ def delete_expired(log: Log, now_ms: int) -> int:
         return 0
     _roll_expired(log, now_ms)
     excess = log.size_bytes - log.settings.retention_bytes if log.settings.retention_bytes >= 0 else 0
+    # What is not acknowledged may still be cut off, and then a start beyond it would be beyond the end.
+    limit = log.synced_offset if log.acknowledged_offset is None else min(log.synced_offset, log.acknowledged_offset())
     freed = count = 0
     for segment in log.segments[:-1]:
         too_old = _expired(log, segment, now_ms)
-        if segment.next_offset > log.synced_offset or not (too_old or freed + segment.size <= excess):
+        if segment.next_offset > limit or not (too_old or freed + segment.size <= excess):
             break
         freed += segment.size
         count += 1

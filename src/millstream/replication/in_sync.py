@@ -106,6 +106,11 @@ class InSync:
         return len(self.state.in_sync) >= self.min_in_sync
 
     @property
+    def epoch_start(self) -> Offset:
+        """Where the leader's log ended when its epoch began."""
+        return self._epoch_start
+
+    @property
     def followers(self) -> Iterable[Follower]:
         """Every follower, in sync or not."""
         return self._followers.values()

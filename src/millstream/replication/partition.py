@@ -127,6 +127,8 @@ class Partition:
         self.high_watermark = log.end_offset if alone else log.start_offset
         log.on_synced = self._advance
         log.on_sync_failed = self._fail_waiting
+        if not alone:
+            log.acknowledged_offset = lambda: self.high_watermark
 
     @property
     def promised_offset(self) -> Offset:
@@ -315,6 +317,11 @@ class Partition:
             return PartitionClosed(f"partition {self.log.partition} was closed")
         leader = f"node {self.state.leader} does" if self.state is not None and self.state.has_leader else "nobody does"
         return NotLeader(f"this node does not lead {self.log.partition}; {leader}, in epoch {self.leader_epoch}")
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether this leader knows everything that leaders before it have acknowledged."""
+        return self._in_sync is None or self.high_watermark >= self._in_sync.epoch_start
 
     async def settled(self) -> None:
         """Wait until everything is acknowledged that the log holds now; `NotLeader` if that may never be.

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from millstream.log.compaction import cleanable_segments
 from millstream.log.log import Log
 from millstream.log.store import LogStore
 from millstream.model.errors import CorruptBatch, PartitionClosed
@@ -266,3 +267,26 @@ class ReplicaMachine(RuleBasedStateMachine):
 
 ReplicaMachine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
 TestReplicaHistories = ReplicaMachine.TestCase
+
+
+def test_what_is_not_acknowledged_is_neither_deleted_nor_compacted(clock: ManualClock) -> None:
+    store = open_store(MemoryFiles(), clock)
+    compacted = TopicSettings(
+        segment_bytes=300, retention_ms=1000, cleanup_policy="compact,delete", min_cleanable_dirty_ratio=0
+    )
+    log = store.open_log(TOPIC_ID, WHERE, compacted)
+    acknowledged = 4
+    log.acknowledged_offset = lambda: acknowledged
+    for number in range(12):
+        record = NewRecord(b"key", b"%d" % number * 100, (), clock.now_ms())
+        log.append(encode_batch([record]), leader_epoch=Epoch(0))
+    store.sync_soon(log)
+    store.commit_once()
+    assert [segment.next_offset for segment in cleanable_segments(log, clock.now_ms())][-1] == 4
+    clock.advance_ms(60_000)
+    store.delete_expired()
+    assert log.start_offset == 4
+    acknowledged = 12
+    assert cleanable_segments(log, clock.now_ms())[-1].next_offset > 4
+    store.delete_expired()
+    assert log.start_offset == 12
