@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from millstream.model.errors import MillstreamError
+from millstream.cli.exit_code import CommandFailed
 
 _LEASH = Path(__file__).with_name("leash.py")
 _LOG_TAIL_BYTES = 2000
 _KILL_S_MAX = 10.0
 
 
-class LocalServerFailed(MillstreamError):
+class LocalServerFailed(CommandFailed):
     """A server of this machine did not start; the message has the end of its log."""
 
 

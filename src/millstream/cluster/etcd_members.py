@@ -176,13 +176,16 @@ class EtcdMembers:
 
     async def _log_in(self, member: EtcdMember) -> None:
         self._token = ""
-        request = rpc.AuthenticateRequest(name=self.address.user, password=self.address.password or "")
-        answer = await member.logins.Authenticate(request, timeout=ATTEMPT_S_MAX, metadata=self.metadata)
+        answer = await member.logins.Authenticate(self.login(), timeout=ATTEMPT_S_MAX, metadata=self.metadata)
         self._token = answer.token
 
-    def forget_login(self) -> None:
-        """Log in anew with the next request, since the token at hand was refused."""
-        self._token = ""
+    def login(self) -> Any:
+        """The request that gets a token."""
+        return rpc.AuthenticateRequest(name=self.address.user, password=self.address.password or "")
+
+    def use_token(self, token: str) -> None:
+        """Take over a token that was got elsewhere; none makes the next request log in anew."""
+        self._token = token
 
     async def close(self) -> None:
         """Close every connection."""

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 from aetcd import rpc
 
-from millstream.cluster.etcd_members import OPTIONS, EtcdMembers
+from millstream.cluster.etcd_members import OPTIONS, EtcdMembers, wants_login
 from millstream.model.clock import Clock
 from millstream.model.errors import StoreUnavailable
 
@@ -95,14 +95,8 @@ class EtcdSession:
         reason = ""
         for _ in self._members.address.endpoints:
             endpoint = self._members.endpoint
-            # A stream of requests that holds just one is the same on the wire as a single request.
-            call = self._channel(endpoint).unary_unary(
-                f"/etcdserverpb.Lease/{method}",
-                request_serializer=type(request).SerializeToString,
-                response_deserializer=kind.FromString,
-            )
             try:
-                answer = call(request, timeout=self._ttl_s / RENEWALS, metadata=self._members.metadata)
+                answer = self._call(endpoint, f"Lease/{method}", request, kind)
             except grpc.RpcError as error:
                 reason = str(error.details())
                 self._loop.call_soon_threadsafe(self._members.move_on, endpoint)
@@ -111,6 +105,26 @@ class EtcdSession:
             return answer
         self._loop.call_soon_threadsafe(self._members.health.silent, reason)
         return None
+
+    def _call(self, endpoint: str, method: str, request: Any, kind: Any) -> Any:
+        try:
+            return self._post(endpoint, method, request, kind)
+        except grpc.RpcError as error:
+            if self._members.address.user is None or not wants_login(error):
+                raise
+        self._members.use_token("")
+        answer = self._post(endpoint, "Auth/Authenticate", self._members.login(), rpc.AuthenticateResponse)
+        self._members.use_token(answer.token)
+        return self._post(endpoint, method, request, kind)
+
+    def _post(self, endpoint: str, method: str, request: Any, kind: Any) -> Any:
+        # A stream of requests that holds just one is the same on the wire as a single request.
+        call = self._channel(endpoint).unary_unary(
+            f"/etcdserverpb.{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=kind.FromString,
+        )
+        return call(request, timeout=self._ttl_s / RENEWALS, metadata=self._members.metadata)
 
     def _channel(self, endpoint: str) -> Any:
         channel = self._channels.get(endpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -14,6 +15,8 @@ from millstream.cluster import etcd_requests
 from millstream.cluster.etcd_members import EtcdMembers, NotConnected, wants_login
 from millstream.cluster.store import Event
 from millstream.model.errors import WatchLost
+
+_logger = logging.getLogger(__name__)
 
 SILENCE_S_MAX = 900.0
 """etcd says every ten minutes that nothing happened; a connection that is silent for longer is not trusted."""
@@ -51,10 +54,10 @@ class EtcdWatch:
                 self._members.move_on(endpoint)
             except grpc.aio.AioRpcError as error:
                 if wants_login(error):
-                    self._members.forget_login()
+                    self._members.use_token("")
                 self._members.move_on(endpoint)
-            except _Interrupted:
-                pass
+            except _Interrupted as error:
+                _logger.info("a watch on etcd was interrupted and goes on", extra={"reason": str(error) or "moved"})
             await self._rest()
 
     async def _connection(self) -> AsyncGenerator[Any, None]:
@@ -75,6 +78,8 @@ class EtcdWatch:
         if answer.compact_revision:
             raise WatchLost(f"etcd has forgotten the changes before revision {answer.compact_revision}")
         if answer.canceled:
+            # Some versions of etcd say no more than that it is not permitted when a token is too old.
+            self._members.use_token("")
             raise _Interrupted(answer.cancel_reason)
         self._members.health.answered()
         self._pause_s = 0.0

@@ -241,10 +241,15 @@ async def test_who_has_a_password_gets_in(own_etcd: EtcdServer) -> None:
     async with aclosing(right.watch("", after=snapshot.revision)) as batches:
         put = await right.change([Put("a", "1", leased=True)])
         assert list(await anext(batches)) == [Event("a", "1", put or 0)]
-        right._members._token = "stale.1"
+        right._members.use_token("stale.1")
         assert "a" in (await right.read("")).entries
-    await asyncio.sleep(TTL_S)
+    right._members.use_token("stale.2")
+    async with aclosing(right.watch("", after=snapshot.revision)) as batches:
+        assert list(await anext(batches)) == [Event("a", "1", put or 0)]
+    right._members.use_token("stale.3")
+    await asyncio.sleep(1.5 * TTL_S)
     assert session.live
+    assert "a" in (await right.read("")).entries
     await right.close()
 
 
