@@ -69,8 +69,13 @@ class Config:
     leader_balance_ms: int = setting(
         "leader-balance-ms",
         30_000,
-        "In a cluster: so long after a preferred leader is back in sync it leads again; 0 leaves leaders where they are.",
+        "In a cluster: so long after a preferred leader is back in sync it leads again; 0 leaves leaders as they are.",
         minimum=0,
+    )
+    unclean_leader_election: bool = setting(
+        "unclean-leader-election",
+        False,
+        "In a cluster: the `unclean.leader.election.enable` of topics that do not set their own.",
     )
     leave_ms: int = setting(
         "leave-ms",
@@ -126,7 +131,7 @@ class Config:
     default_flush: str = setting(
         "default-flush",
         "auto",
-        "The `flush` setting of topics that do not set their own; `auto` means `always` on a single node, and `os` in a "
+        "The `flush` setting of topics that do not set their own; `auto` means `always` on a single node and `os` in a "
         "cluster, where other nodes have a record before it is acknowledged.",
         choices=("auto", "always", "interval", "os"),
     )

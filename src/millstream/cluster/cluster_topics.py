@@ -9,20 +9,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from uuid import UUID
 
 from millstream.cluster import keys
 from millstream.cluster.backoff import Backoff
 from millstream.cluster.declarations import Declarations
+from millstream.cluster.election import elect, prefer
 from millstream.cluster.keys import PartitionKey
-from millstream.cluster.store import CoordinationStore, Put
+from millstream.cluster.store import CoordinationStore, Expect, Put
 from millstream.cluster.told import Placement, placement_to_json
 from millstream.cluster.topics import AGREEMENT_S, Topics
 from millstream.cluster.view import ClusterView, ViewChange
 from millstream.config import Config
 from millstream.log.store import LogStore
 from millstream.model.clock import Clock
-from millstream.model.errors import MillstreamError, StoreUnavailable
+from millstream.model.errors import (
+    ElectionNotNeeded,
+    EligibleUnavailable,
+    MillstreamError,
+    PreferredUnavailable,
+    RequestTimedOut,
+    StoreUnavailable,
+)
 from millstream.model.ids import PartitionIndex
 from millstream.model.metric import Metric, gauge
 from millstream.model.partition_state import PartitionState, Versioned
@@ -30,6 +39,8 @@ from millstream.model.topic import Topic, TopicPartition, TopicSettings
 from millstream.replication.partition import Partition
 
 _logger = logging.getLogger(__name__)
+
+_ATTEMPTS_MAX = 5
 
 
 class ClusterTopics(Topics):
@@ -126,6 +137,46 @@ class ClusterTopics(Topics):
     def versioned(self, partition: PartitionKey) -> Versioned | None:
         """The state of a partition with the revision that a change of it has to name."""
         return self._view.states.get(partition)
+
+    async def elect(self, topic: Topic, index: int, *, unclean: bool = False) -> None:
+        """Have the preferred replica lead or, with `unclean`, any replica when nobody can.
+
+        Any node may do so, since the state is compared before it is changed.
+        """
+        self._check_index(topic, index)
+        key = topic.topic_id, PartitionIndex(index)
+        for _ in range(_ATTEMPTS_MAX):
+            versioned = self.versioned(key)
+            if versioned is None:
+                raise EligibleUnavailable("the partition has no state yet")
+            elected = self._elected(topic, versioned.state, unclean=unclean)
+            put = Put(keys.partition_key(key), elected.to_json())
+            revision = await self._coordination.change([put], [Expect(put.key, versioned.revision)])
+            seen = versioned.revision + 1 if revision is None else revision
+            await self._view.until(partial(self._has_seen, key, seen), AGREEMENT_S, what="the election")
+            if revision is not None:
+                return
+        raise RequestTimedOut("the partition changes too often; ask again")
+
+    def _elected(self, topic: Topic, state: PartitionState, *, unclean: bool) -> PartitionState:
+        live = self._view.live
+        if unclean:
+            if state.leader in live:
+                raise ElectionNotNeeded("the partition has a leader")
+            elected = elect(state, live, min_in_sync=self.settings_of(topic).min_insync_replicas, unclean=True)
+            if elected is None or not elected.has_leader:
+                raise EligibleUnavailable("no replica of the partition is alive")
+            return elected
+        if state.leader == state.preferred and state.leader in live:
+            raise ElectionNotNeeded("the partition is led by its preferred replica")
+        preferred = prefer(state, live.keys() - self._view.leaving)
+        if preferred is None:
+            raise PreferredUnavailable(f"the preferred replica, node {state.preferred}, is down or not in sync")
+        return preferred
+
+    def _has_seen(self, partition: PartitionKey, revision: int) -> bool:
+        versioned = self._view.states.get(partition)
+        return versioned is None or versioned.revision >= revision
 
     def led(self) -> Iterable[Partition]:
         """The partitions that this node leads."""

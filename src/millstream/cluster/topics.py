@@ -19,6 +19,7 @@ from millstream.config import Config
 from millstream.log.store import LogStore
 from millstream.model.clock import Clock
 from millstream.model.errors import (
+    ElectionNotNeeded,
     InvalidPartitions,
     InvalidReplication,
     InvalidTopicName,
@@ -69,7 +70,11 @@ class Topics:
         self._clock = clock
         self._new_id = new_id
         self._me = NodeId(config.node_id)
-        self._defaults = TopicSettings(flush=config.topic_flush, retention_ms=config.default_retention_ms)
+        self._defaults = TopicSettings(
+            flush=config.topic_flush,
+            retention_ms=config.default_retention_ms,
+            unclean_leader_election_enable=config.unclean_leader_election,
+        )
         self._by_name: dict[str, Topic] = {}
         self._by_id: dict[UUID, Topic] = {}
         self._by_metric_name: dict[str, str] = {}
@@ -150,9 +155,10 @@ class Topics:
         self._check_index(topic, index)
         return self.states_of(topic)[index]
 
-    def min_in_sync(self, topic: Topic) -> int:
-        """How many replicas must be in sync for `acks=all`; never more than there are."""
-        return min(self.settings_of(topic).min_insync_replicas, topic.replication)
+    async def elect(self, topic: Topic, index: int, *, unclean: bool = False) -> None:
+        """Have the preferred replica lead or, with `unclean`, any replica when nobody can."""
+        self._check_index(topic, index)
+        raise ElectionNotNeeded("the partition is led by its preferred replica")
 
     def when_leadership_changes(self, name: str, listener: LeadershipListener) -> None:
         """Tell `listener` about each partition of a topic that this node leads, now and whenever that changes."""

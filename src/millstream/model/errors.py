@@ -52,6 +52,10 @@ MillstreamError
 │   ├── FencedLeaderEpoch          the caller knows an older leader
 │   └── UnknownLeaderEpoch         the caller knows a newer one
 ├── NotEnoughReplicas
+├── ElectionRefused
+│   ├── ElectionNotNeeded          the leader is the one that is asked for
+│   ├── PreferredUnavailable       the preferred replica is down or not in sync
+│   └── EligibleUnavailable        no replica at all can lead
 ├── CoordinatorUnavailable
 │   ├── CoordinatorLoading
 │   └── NotCoordinator             ask again who coordinates this
@@ -293,6 +297,22 @@ class UnknownLeaderEpoch(NotLeader):
 
 class NotEnoughReplicas(MillstreamError):
     """Fewer replicas are in sync than `min.insync.replicas` asks for."""
+
+
+class ElectionRefused(MillstreamError):
+    """No leader can be elected as asked for."""
+
+
+class ElectionNotNeeded(ElectionRefused):
+    """The leader is the one that is asked for."""
+
+
+class PreferredUnavailable(ElectionRefused):
+    """The preferred replica is down or not in sync."""
+
+
+class EligibleUnavailable(ElectionRefused):
+    """No replica at all can lead."""
 
 
 class CoordinatorUnavailable(MillstreamError):

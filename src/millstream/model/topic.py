@@ -178,8 +178,8 @@ class TopicSettings:
     unclean_leader_election_enable: bool = setting(
         "unclean.leader.election.enable",
         False,
-        "Kept for Kafka tools: a node that is not in sync never leads.",
-        is_fixed=True,
+        "Whether a replica that is not in sync may lead when no other can: the partition is there again, and "
+        "acknowledged records that only the others have are lost.",
         needs_restart=False,
     )
     preallocate: bool = setting(

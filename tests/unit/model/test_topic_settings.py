@@ -61,7 +61,7 @@ def test_a_setting_that_only_kafka_has_is_told_apart_from_an_unknown_one(name: s
         TopicSettings.from_strings({"no.such": "1"})
 
 
-@pytest.mark.parametrize("name", ["unclean.leader.election.enable", "preallocate", "remote.storage.enable"])
+@pytest.mark.parametrize("name", ["preallocate", "remote.storage.enable"])
 def test_what_cannot_be_switched_on_takes_the_value_it_has(name: str) -> None:
     assert TopicSettings.from_strings({name: "false"}) == TopicSettings()
     with pytest.raises(InvalidSetting, match=f"{name} is always false, not True; Kept for Kafka tools"):

@@ -14,7 +14,9 @@ from kio.schema.create_partitions.v3.response import CreatePartitionsResponse, C
 from kio.schema.errors import ErrorCode
 
 from millstream.cluster.membership import Membership
+from millstream.cluster.told import Placement
 from millstream.cluster.topics import Topics
+from millstream.kafka.agreement import agreement_s
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.assignment import check_replicas
 from millstream.kafka.errors import error_code, error_message
@@ -27,6 +29,7 @@ from millstream.model.errors import (
     MillstreamError,
     PolicyViolation,
 )
+from millstream.model.ids import NodeId
 
 
 class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
@@ -48,14 +51,20 @@ class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
             try:
                 if named[wanted.name] > 1:
                     raise InvalidRequest(f"topic {wanted.name!r} is named more than once in the request")
-                self._check(wanted)
-                await self._topics.add_partitions(wanted.name, wanted.count, validate_only=request.validate_only)
+                await self._topics.add_partitions(
+                    wanted.name,
+                    wanted.count,
+                    validate_only=request.validate_only,
+                    placement=self._checked(wanted),
+                    timeout_s=agreement_s(request.timeout),
+                )
             except MillstreamError as error:
                 code, message = error_code(error), error_message(error)
             results[wanted.name] = CreatePartitionsTopicResult(name=wanted.name, error_code=code, error_message=message)
         return CreatePartitionsResponse(throttle_time=NO_THROTTLE, results=tuple(results.values()))
 
-    def _check(self, wanted: CreatePartitionsTopic) -> None:
+    def _checked(self, wanted: CreatePartitionsTopic) -> Placement | None:
+        """Raise if the topic cannot grow so; returns where its new partitions are to be, if that is said."""
         topic = topic_named(self._topics, wanted.name)
         if topic.is_internal:
             raise PolicyViolation(f"topic {wanted.name!r} holds the broker's own state; its partitions are fixed")
@@ -66,7 +75,7 @@ class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
                 f"topic {wanted.name!r} has {topic.partitions} partitions; {wanted.count} would not be an increase"
             )
         if wanted.assignments is None:
-            return
+            return None
         added = wanted.count - topic.partitions
         if len(wanted.assignments) != added:
             raise InvalidAssignment(
@@ -79,3 +88,7 @@ class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
                     f"topic {wanted.name!r} has {topic.replication} replicas of each partition, "
                     f"the assignment gives {len(assigned.broker_ids)}"
                 )
+        return {
+            index: tuple(NodeId(node) for node in assigned.broker_ids)
+            for index, assigned in enumerate(wanted.assignments, topic.partitions)
+        }

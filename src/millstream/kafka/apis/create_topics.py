@@ -2,7 +2,8 @@
 
 -1 partitions or -1 replicas leave the number to the node. Instead of numbers, a request may place every partition on
 nodes by hand; then both numbers must be -1. A name that comes twice in a request is refused for both. `validate_only`
-checks everything and creates nothing.
+checks everything and creates nothing. In a cluster the answer waits until all nodes agree on the topic and its leaders;
+REQUEST_TIMED_OUT when that takes longer than the request allows, though the topic is declared and will come.
 
 Version notes: 4 allows -1 for both numbers, 5 is flexible and returns the numbers and settings that the topic has got,
 7 returns its id.
@@ -19,7 +20,9 @@ from kio.schema.errors import ErrorCode
 from kio.static.primitive import i8, i16, i32
 
 from millstream.cluster.membership import Membership
+from millstream.cluster.told import Placement
 from millstream.cluster.topics import Topics
+from millstream.kafka.agreement import agreement_s
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.assignment import check_assignments
 from millstream.kafka.errors import error_code, error_message
@@ -33,6 +36,7 @@ from millstream.model.errors import (
     InvalidSetting,
     MillstreamError,
 )
+from millstream.model.ids import NodeId
 from millstream.model.topic import Topic
 
 _DEFAULT: Final = -1
@@ -56,14 +60,15 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
             try:
                 if named[wanted.name] > 1:
                     raise InvalidRequest(f"topic {wanted.name!r} is named more than once in the request")
-                topic = await self._create(wanted, validate_only=request.validate_only)
+                timeout_s = agreement_s(request.timeout)
+                topic = await self._create(wanted, validate_only=request.validate_only, timeout_s=timeout_s)
                 results[wanted.name] = self._created(wanted, topic)
             except MillstreamError as error:
                 results[wanted.name] = _refused(wanted, error)
         return CreateTopicsResponse(throttle_time=NO_THROTTLE, topics=tuple(results.values()))
 
-    async def _create(self, wanted: CreatableTopic, *, validate_only: bool) -> Topic:
-        partitions, replication = self._numbers(wanted)
+    async def _create(self, wanted: CreatableTopic, *, validate_only: bool, timeout_s: float) -> Topic:
+        partitions, replication, placement = self._numbers(wanted)
         overrides: dict[str, str] = {}
         for config in wanted.configs:
             if config.value is None:
@@ -75,10 +80,12 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
             replication=replication,
             overrides=overrides,
             validate_only=validate_only,
+            placement=placement,
+            timeout_s=timeout_s,
         )
 
-    def _numbers(self, wanted: CreatableTopic) -> tuple[int, int]:
-        """How many partitions and replicas are asked for, by number or by hand."""
+    def _numbers(self, wanted: CreatableTopic) -> tuple[int, int, Placement | None]:
+        """How many partitions and replicas are asked for, by number or by hand, and where they are to be."""
         if not wanted.assignments:
             if wanted.num_partitions != _DEFAULT and wanted.num_partitions < 1:
                 raise InvalidPartitions(
@@ -88,14 +95,18 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
                 raise InvalidReplication(
                     f"a topic has at least 1 replica, not {wanted.replication_factor} (-1 asks for the default)"
                 )
-            return wanted.num_partitions, wanted.replication_factor
+            return wanted.num_partitions, wanted.replication_factor, None
         if wanted.num_partitions != _DEFAULT or wanted.replication_factor != _DEFAULT:
             raise InvalidRequest("with an assignment by hand, the numbers of partitions and replicas must both be -1")
         indexes = sorted(assigned.partition_index for assigned in wanted.assignments)
         if indexes != list(range(len(indexes))):
             raise InvalidAssignment(f"the assignment must name every partition from 0 on once, not {indexes}")
         replication = check_assignments([assigned.broker_ids for assigned in wanted.assignments], self._membership)
-        return len(indexes), replication
+        placement = {
+            int(assigned.partition_index): tuple(NodeId(node) for node in assigned.broker_ids)
+            for assigned in wanted.assignments
+        }
+        return len(indexes), replication, placement
 
     def _created(self, wanted: CreatableTopic, topic: Topic) -> CreatableTopicResult:
         return CreatableTopicResult(

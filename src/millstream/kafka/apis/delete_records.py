@@ -24,7 +24,7 @@ from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.model.errors import InvalidTopicName, MillstreamError, OffsetOutOfRange, PolicyViolation
-from millstream.model.ids import Offset
+from millstream.model.ids import NO_EPOCH, Offset
 
 _TO_THE_END: Final = -1
 _NO_LOW_WATERMARK: Final = i64(-1)
@@ -61,6 +61,7 @@ class DeleteRecords(Api[DeleteRecordsRequest, DeleteRecordsResponse]):
 
     def _delete(self, topic: str, wanted: DeleteRecordsPartition) -> Offset:
         partition = self._topics.partition(topic, wanted.partition_index)
+        partition.check_leader_epoch(NO_EPOCH)
         if partition.topic.is_internal:
             raise InvalidTopicName(f"records of {topic!r} are the broker's own state and cannot be deleted")
         if not partition.log.settings.deletes:

@@ -16,6 +16,7 @@ from kio.schema.errors import ErrorCode
 from kio.schema.types import TopicName
 
 from millstream.cluster.topics import Topics
+from millstream.kafka.agreement import agreement_s
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.throttle import NO_THROTTLE
@@ -46,7 +47,7 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
                 if named[identity] > 1:
                     raise InvalidRequest(f"topic {wanted.name or wanted.topic_id} is named more than once")
                 topic = self._find(wanted)
-                await self._topics.delete(topic.name)
+                await self._topics.delete(topic.name, timeout_s=agreement_s(request.timeout))
                 results[identity] = DeletableTopicResult(
                     name=TopicName(topic.name), topic_id=topic.topic_id, error_code=ErrorCode.none
                 )

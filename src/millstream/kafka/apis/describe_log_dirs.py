@@ -71,9 +71,8 @@ class DescribeLogDirs(Api[DescribeLogDirsRequest, DescribeLogDirsResponse]):
         topic = self._topics.get(wanted.topic)
         if topic is None:
             return []
-        partitions = self._topics.partitions_of(topic)
-        indexes = dict.fromkeys(wanted.partitions)
-        return [partitions[index] for index in indexes if 0 <= index < len(partitions)]
+        carried = {int(partition.index): partition for partition in self._topics.partitions_of(topic)}
+        return [carried[index] for index in dict.fromkeys(wanted.partitions) if index in carried]
 
 
 def _sized(partition: Partition) -> DescribeLogDirsPartition:

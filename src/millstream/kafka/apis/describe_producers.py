@@ -27,6 +27,7 @@ from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.log.producers import Producer
 from millstream.model.errors import MillstreamError
+from millstream.model.ids import NO_EPOCH
 from millstream.model.topic import check_topic_name
 
 _NO_COORDINATOR: Final = i32(-1)
@@ -56,6 +57,7 @@ class DescribeProducers(Api[DescribeProducersRequest, DescribeProducersResponse]
         try:
             check_topic_name(topic)
             partition = self._topics.partition(topic, index)
+            partition.check_leader_epoch(NO_EPOCH)
         except MillstreamError as error:
             return PartitionResponse(
                 partition_index=index,

@@ -1,7 +1,9 @@
-"""ElectLeaders (key 43), versions 0 to 2: asks for the election of leaders, which a cluster of one node never needs.
+"""ElectLeaders (key 43), versions 0 to 2: asks for the election of leaders.
 
-Every partition that is there is led by its only replica and answered with ELECTION_NOT_NEEDED. No list of partitions
-means all of them; then, as in Kafka, those that need no election are left out, so the answer is empty.
+The preferred election gives partitions back to the first of their replicas: ELECTION_NOT_NEEDED where it leads already,
+PREFERRED_LEADER_NOT_AVAILABLE where it is down or not in sync. The unclean one has any replica lead where nobody can,
+at the price of acknowledged records: ELIGIBLE_LEADERS_NOT_AVAILABLE where no replica is alive. No list of partitions
+means all of them; then, as in Kafka, those that need no election are left out. A single node never needs one.
 
 Version notes: 1 adds the kind of election (before, it was that of the preferred replica) and an error for the whole
 answer, 2 is flexible.
@@ -9,24 +11,30 @@ answer, 2 is flexible.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from typing import Final
 
 from kio.schema.elect_leaders.v2.request import ElectLeadersRequest
 from kio.schema.elect_leaders.v2.response import ElectLeadersResponse, PartitionResult, ReplicaElectionResult
 from kio.schema.errors import ErrorCode
+from kio.schema.types import TopicName
 from kio.static.primitive import i32
 
 from millstream.cluster.topics import Topics
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.throttle import NO_THROTTLE
+from millstream.kafka.topic_lookup import topic_named
 from millstream.model.errors import MillstreamError
 
-_ELECTION_TYPES: Final = (0, 1)
+_PREFERRED, _UNCLEAN = 0, 1
+_AT_ONCE_MAX: Final = 16
+_Wanted = list[tuple[TopicName, list[i32]]]
 
 
 class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
-    """Says that partitions have their leader."""
+    """Elects leaders."""
 
     key = 43
     versions = (0, 2)
@@ -36,27 +44,37 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
 
     async def handle(self, request: ElectLeadersRequest, client: ClientInfo) -> ElectLeadersResponse:
         """Answer each partition on its own."""
-        known = request.election_type in _ELECTION_TYPES
-        wanted = (request.topic_partitions or ()) if known else ()
-        return ElectLeadersResponse(
-            throttle_time=NO_THROTTLE,
-            error_code=ErrorCode.none if known else ErrorCode.invalid_request,
-            replica_election_results=tuple(
-                ReplicaElectionResult(
-                    topic=one.topic,
-                    partition_result=tuple(self._answer(one.topic, index) for index in one.partitions),
-                )
-                for one in wanted
-            ),
-        )
+        if request.election_type not in (_PREFERRED, _UNCLEAN):
+            return _response(ErrorCode.invalid_request, ())
+        named = request.topic_partitions is not None
+        room = asyncio.Semaphore(_AT_ONCE_MAX)
+        results = []
+        for topic, indexes in self._wanted(request):
+            elections = (self._elect(topic, index, request.election_type == _UNCLEAN, room) for index in indexes)
+            answers = [
+                one
+                for one in await asyncio.gather(*elections)
+                if named or one.error_code is not ErrorCode.election_not_needed
+            ]
+            if answers or named:
+                results.append(ReplicaElectionResult(topic=topic, partition_result=tuple(answers)))
+        return _response(ErrorCode.none, results)
 
-    def _answer(self, topic: str, index: i32) -> PartitionResult:
+    def _wanted(self, request: ElectLeadersRequest) -> _Wanted:
+        if request.topic_partitions is not None:
+            return [(one.topic, list(one.partitions)) for one in request.topic_partitions]
+        return [
+            (TopicName(topic.name), [i32(index) for index in range(topic.partitions)]) for topic in self._topics.all()
+        ]
+
+    async def _elect(self, topic: TopicName, index: i32, unclean: bool, room: asyncio.Semaphore) -> PartitionResult:
         try:
-            self._topics.partition(topic, index)
+            async with room:
+                await self._topics.elect(topic_named(self._topics, topic), index, unclean=unclean)
         except MillstreamError as error:
             return PartitionResult(partition_id=index, error_code=error_code(error), error_message=error_message(error))
-        return PartitionResult(
-            partition_id=index,
-            error_code=ErrorCode.election_not_needed,
-            error_message="the partition is led by its preferred replica",
-        )
+        return PartitionResult(partition_id=index, error_code=ErrorCode.none, error_message=None)
+
+
+def _response(code: ErrorCode, results: Iterable[ReplicaElectionResult]) -> ElectLeadersResponse:
+    return ElectLeadersResponse(throttle_time=NO_THROTTLE, error_code=code, replica_election_results=tuple(results))

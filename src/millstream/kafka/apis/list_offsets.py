@@ -7,7 +7,9 @@ Beside a time in milliseconds (the first record that is not older), a partition 
     -5  latest in tiered storage (9 and later): none        -6  earliest to be uploaded there (11 and later): none
 
 "None", and a time after the last record, is offset -1 without an error, as in Kafka. A negative time that the version
-does not know is UNSUPPORTED_VERSION. A partition named twice is answered once, with INVALID_REQUEST.
+does not know is UNSUPPORTED_VERSION. A partition named twice is answered once, with INVALID_REQUEST. A leader that has
+just been elected and does not yet know how far the one before it had got answers OFFSET_NOT_AVAILABLE, so that nobody
+sees an end that goes back; before version 5, which has that code, LEADER_NOT_AVAILABLE.
 
 Version notes: 2 adds the isolation level, 4 the leader epochs, 6 is flexible, 10 adds a timeout that only tiered
 storage needs.
@@ -55,6 +57,7 @@ _FIRST_VERSION_OF: Final = {
     LATEST_TIERED: 9,
     EARLIEST_PENDING_UPLOAD: 11,
 }
+_FIRST_WITH_NOT_AVAILABLE: Final = 5
 _CONSUMER: Final = -1
 _READ_COMMITTED: Final = 1
 
@@ -94,6 +97,16 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
         )
         return ListOffsetsResponse(throttle_time=NO_THROTTLE, topics=topics)
 
+    def downgrade(self, version: int, response: ListOffsetsResponse) -> Any:
+        """Say to older clients in another way that an offset is not known yet."""
+        if version < _FIRST_WITH_NOT_AVAILABLE:
+            topics = tuple(
+                dataclasses.replace(topic, partitions=tuple(map(_as_no_leader, topic.partitions)))
+                for topic in response.topics
+            )
+            response = dataclasses.replace(response, topics=topics)
+        return super().downgrade(version, response)
+
     def upgrade(self, version: int, request: Any) -> ListOffsetsRequest:
         """Mark the times that the version does not know, since `handle` does not see the version."""
         upgraded = super().upgrade(version, request)
@@ -111,7 +124,10 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
         try:
             partition = self._topics.partition(topic, wanted.partition_index)
             partition.check_leader_epoch(wanted.current_leader_epoch)
-            found = _look_up(partition, wanted.timestamp, _readable_end(partition, request))
+            end = _readable_end(partition, request)
+            found = _look_up(partition, wanted.timestamp, end)
+            if _is_uncertain(partition, wanted.timestamp, found, request):
+                return _refused(wanted, ErrorCode.offset_not_available)
         except MillstreamError as error:
             return _refused(wanted, error_code(error))
         return ListOffsetsPartitionResponse(
@@ -121,6 +137,12 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
             offset=i64(found.offset),
             leader_epoch=i32(found.epoch),
         )
+
+
+def _as_no_leader(answer: ListOffsetsPartitionResponse) -> ListOffsetsPartitionResponse:
+    if answer.error_code is not ErrorCode.offset_not_available:
+        return answer
+    return dataclasses.replace(answer, error_code=ErrorCode.leader_not_available)
 
 
 def _marked(version: int, wanted: ListOffsetsPartition) -> ListOffsetsPartition:
@@ -136,6 +158,13 @@ def _readable_end(partition: Partition, request: ListOffsetsRequest) -> Offset:
     if request.isolation_level == _READ_COMMITTED:
         return partition.last_stable_offset
     return partition.high_watermark
+
+
+def _is_uncertain(partition: Partition, timestamp_ms: int, found: _Found, request: ListOffsetsRequest) -> bool:
+    """Whether the answer rests on where the log ends for consumers, and the leader does not know that yet."""
+    if request.replica_id != _CONSUMER or partition.is_settled:
+        return False
+    return timestamp_ms in (LATEST, MAX_TIMESTAMP) or (timestamp_ms >= 0 and found is _NONE)
 
 
 def _look_up(partition: Partition, timestamp_ms: int, end: Offset) -> _Found:
