@@ -1,0 +1,320 @@
+"""The leader's end of replication: sessions, what they tell and when."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.kafka.apis.follower_fetch import BYTES_MIN, FollowerFetch
+from millstream.log.store import LogStore
+from millstream.model.errors import ProtocolViolation, UnknownTopicId
+from millstream.model.ids import NO_EPOCH, Epoch, NodeId, Offset, PartitionIndex
+from millstream.model.partition_state import PartitionState, Versioned
+from millstream.model.topic import Topic, TopicPartition, TopicSettings
+from millstream.net.budget import Budget
+from millstream.records.batch import iterate_headers
+from millstream.records.record import NewRecord, encode_batch
+from millstream.replication.partition import ACKS_LEADER, Partition
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import MemoryFiles
+from millstream.wire.codec import RequestHeader
+from millstream.wire.replica_fetching import (
+    FETCH_KEY,
+    VERSION,
+    PartitionKey,
+    ReplicaAnswers,
+    ReplicaFetch,
+    ReplicaPosition,
+    next_session_epoch,
+    read_replica_answers,
+    write_replica_fetch,
+)
+
+ME, FOLLOWER, STRANGER = NodeId(1), NodeId(2), NodeId(8)
+TOPIC = Topic(name="orders", topic_id=UUID(int=5), partitions=4, replication=2, overrides={}, created_ms=0)
+STATE = PartitionState(replicas=(ME, FOLLOWER), leader=ME, leader_epoch=Epoch(4), in_sync=(ME, FOLLOWER))
+
+
+def key(index: int) -> PartitionKey:
+    return TOPIC.topic_id, PartitionIndex(index)
+
+
+def a_batch(size: int = 10) -> bytearray:
+    return encode_batch([NewRecord(None, b"x" * size, (), 1000)])
+
+
+class Leader:
+    """A node that leads some partitions, and counts how often one is looked up."""
+
+    def __init__(self, partitions: int = TOPIC.partitions, *, budget_bytes: int = 1 << 26) -> None:
+        self.store = LogStore.open(
+            Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=1 << 20, producer_expiry_ms=10**9
+        )
+        self.partitions = [self._open(index) for index in range(partitions)]
+        self.lookups = 0
+        self.budget = Budget(budget_bytes)
+        ids = iter(range(100, 10_000))
+        self.fetch = FollowerFetch(self, self.budget, bytes_max=1 << 22, new_id=lambda: next(ids))
+
+    def _open(self, index: int) -> Partition:
+        where = TopicPartition(TOPIC.name, PartitionIndex(index))
+        log = self.store.open_log(TOPIC.topic_id, where, TopicSettings(flush="os"))
+        partition = Partition(TOPIC, where.partition, log, self.store, alone=False, clock=ManualClock())
+        partition.apply(Versioned(STATE, 1), me=ME)
+        return partition
+
+    def partition_by_id(self, topic_id: UUID, index: int) -> Partition:
+        self.lookups += 1
+        if topic_id != TOPIC.topic_id or index >= len(self.partitions):
+            raise UnknownTopicId("no such topic")
+        return self.partitions[index]
+
+    def write(self, index: int, size: int = 10) -> None:
+        self.partitions[index].write(a_batch(size), acks=ACKS_LEADER)
+
+
+class Fetcher:
+    """A follower's session, as the wire carries it."""
+
+    def __init__(self, leader: Leader, node: NodeId = FOLLOWER) -> None:
+        self.leader = leader
+        self.node = node
+        self.session_id = 0
+        self.epoch = 0
+
+    async def ask(
+        self,
+        wanted: dict[int, ReplicaPosition] | None = None,
+        *,
+        wait_ms: int = 0,
+        forgotten: tuple[int, ...] = (),
+        max_bytes: int = 1 << 22,
+    ) -> ReplicaAnswers:
+        fetch = ReplicaFetch(
+            node=self.node,
+            registration=1,
+            session_id=self.session_id,
+            session_epoch=self.epoch,
+            max_wait_ms=wait_ms,
+            max_bytes=max_bytes,
+            wanted={key(index): position for index, position in (wanted or {}).items()},
+            forgotten=[key(index) for index in forgotten],
+        )
+        header = RequestHeader(FETCH_KEY, VERSION, 1, None, 0, True)
+        answer = self.leader.fetch.handle_frame(memoryview(write_replica_fetch(fetch)), header)
+        pieces = await answer if inspect.isawaitable(answer) else answer
+        assert isinstance(pieces, list)
+        answers = read_replica_answers(memoryview(b"".join(map(bytes, pieces)))[4:])
+        if not answers.code:
+            self.session_id, self.epoch = answers.session_id, next_session_epoch(self.epoch)
+        return answers
+
+
+def at(offset: int, *, last_epoch: int = NO_EPOCH, leader_epoch: int = 4) -> ReplicaPosition:
+    return ReplicaPosition(Offset(offset), Epoch(last_epoch), Epoch(leader_epoch), Offset(0), 1 << 20)
+
+
+@pytest.fixture
+def leader() -> Iterator[Leader]:
+    started = Leader()
+    yield started
+    started.store.close_now()
+
+
+class TestAnswers:
+    async def test_everything_up_to_the_end_of_the_log_is_given(self, leader: Leader) -> None:
+        leader.write(0)
+        leader.write(0)
+        assert leader.partitions[0].high_watermark == 0
+        answers = await Fetcher(leader).ask({0: at(0)})
+        answer = answers.partitions[key(0)]
+        assert [header.base_offset for header in iterate_headers(answer.records)] == [0, 1]
+        assert answer.high_watermark == 0
+
+    async def test_what_is_asked_for_next_is_what_the_follower_has(self, leader: Leader) -> None:
+        leader.write(0)
+        fetcher = Fetcher(leader)
+        await fetcher.ask({0: at(0)})
+        answers = await fetcher.ask({0: at(1, last_epoch=4)})
+        assert leader.partitions[0].high_watermark == 1
+        assert answers.partitions[key(0)].high_watermark == 1
+
+    @pytest.mark.parametrize(
+        ("position", "code"),
+        [
+            (at(0, leader_epoch=3), ErrorCode.fenced_leader_epoch),
+            (at(0, leader_epoch=-1), ErrorCode.fenced_leader_epoch),
+            (at(0, leader_epoch=5), ErrorCode.unknown_leader_epoch),
+        ],
+    )
+    async def test_only_the_current_epoch_counts(
+        self, leader: Leader, position: ReplicaPosition, code: ErrorCode
+    ) -> None:
+        leader.write(0)
+        answers = await Fetcher(leader).ask({0: position})
+        assert answers.partitions[key(0)].code == code
+        in_sync = leader.partitions[0].in_sync
+        assert in_sync is not None
+        assert [follower.offset for follower in in_sync.followers] == [-1]
+
+    async def test_a_node_without_a_replica_gets_nothing(self, leader: Leader) -> None:
+        leader.write(0)
+        answers = await Fetcher(leader, STRANGER).ask({0: at(0)})
+        assert answers.partitions[key(0)].code == ErrorCode.not_leader_or_follower
+        assert not answers.partitions[key(0)].records
+
+    async def test_histories_that_part_are_told_and_count_for_nothing(self, leader: Leader) -> None:
+        partition = leader.partitions[0]
+        leader.write(0)
+        partition.apply(Versioned(replace(STATE, leader_epoch=Epoch(7)), 2), me=ME)
+        leader.write(0)
+        leader.write(0)
+        answers = await Fetcher(leader).ask({0: at(3, last_epoch=5, leader_epoch=7)})
+        assert answers.partitions[key(0)].diverging == (4, 1)
+        answers = await Fetcher(leader).ask({0: at(9, last_epoch=7, leader_epoch=7)})
+        assert answers.partitions[key(0)].diverging == (7, 3)
+        answers = await Fetcher(leader).ask({0: at(2, last_epoch=9, leader_epoch=7)})
+        assert answers.partitions[key(0)].diverging == (7, 3)
+        assert partition.high_watermark == 0
+
+    async def test_where_the_log_begins_is_told_with_an_offset_that_is_gone(self, leader: Leader) -> None:
+        leader.write(0)
+        leader.write(0)
+        leader.partitions[0].log.delete_before(2)
+        answers = await Fetcher(leader).ask({0: at(0)})
+        answer = answers.partitions[key(0)]
+        assert (answer.code, answer.log_start) == (ErrorCode.offset_out_of_range, 2)
+
+    async def test_one_bad_partition_does_not_hold_up_the_others(self, leader: Leader) -> None:
+        leader.write(1)
+        answers = await Fetcher(leader).ask({0: at(0, leader_epoch=9), 1: at(0), 99: at(0)})
+        assert answers.partitions[key(99)].code == ErrorCode.unknown_topic_id
+        assert answers.partitions[key(1)].records
+
+    async def test_a_full_budget_does_not_hold_up_followers(self) -> None:
+        leader = Leader(budget_bytes=1000)
+        leader.budget.take(5000)
+        leader.write(0, size=BYTES_MIN // 2)
+        answers = await Fetcher(leader).ask({0: at(0)})
+        assert len(answers.partitions[key(0)].records) > BYTES_MIN // 2
+        leader.store.close_now()
+
+    def test_old_versions_are_refused(self, leader: Leader) -> None:
+        with pytest.raises(ProtocolViolation):
+            leader.fetch.handle_frame(memoryview(b""), RequestHeader(FETCH_KEY, 12, 1, None, 0, True))
+
+
+class TestSessions:
+    async def test_a_session_names_only_what_has_changed(self, leader: Leader) -> None:
+        fetcher = Fetcher(leader)
+        first = await fetcher.ask({index: at(0) for index in range(4)})
+        assert len(first.partitions) == 4
+        assert not (await fetcher.ask()).partitions
+        leader.write(2)
+        assert list((await fetcher.ask()).partitions) == [key(2)]
+        # It does not give the same again before the follower has said where it is.
+        assert not (await fetcher.ask()).partitions
+        assert (await fetcher.ask({2: at(0)})).partitions[key(2)].records
+
+    async def test_idle_partitions_cost_nothing(self) -> None:
+        leader = Leader(500)
+        fetcher = Fetcher(leader)
+        await fetcher.ask({index: at(0) for index in range(500)})
+        leader.lookups = 0
+        for number in range(5):
+            leader.write(7)
+            await fetcher.ask({7: at(number, last_epoch=4 if number else -1)})
+        assert leader.lookups == 5
+        leader.store.close_now()
+
+    async def test_a_forgotten_partition_is_not_told_of(self, leader: Leader) -> None:
+        fetcher = Fetcher(leader)
+        await fetcher.ask({0: at(0), 1: at(0)})
+        await fetcher.ask(forgotten=(0,))
+        leader.write(0)
+        leader.write(1)
+        assert list((await fetcher.ask()).partitions) == [key(1)]
+
+    async def test_a_session_that_is_out_of_step_begins_anew(self, leader: Leader) -> None:
+        fetcher = Fetcher(leader)
+        await fetcher.ask({0: at(0)})
+        fetcher.epoch += 1
+        assert (await fetcher.ask()).code == ErrorCode.invalid_fetch_session_epoch
+        other = Fetcher(leader)
+        await other.ask({0: at(0)})
+        assert (await fetcher.ask()).code == ErrorCode.fetch_session_id_not_found
+        assert len(leader.fetch) == 1
+
+    async def test_what_does_not_fit_comes_next_time(self, leader: Leader) -> None:
+        for index in range(4):
+            leader.write(index, size=1000)
+        fetcher = Fetcher(leader)
+        seen: set[PartitionKey] = set()
+        answers = await fetcher.ask({index: at(0) for index in range(4)}, max_bytes=1500)
+        for _ in range(4):
+            seen |= {one for one, answer in answers.partitions.items() if answer.records}
+            answers = await fetcher.ask(max_bytes=1500)
+        assert seen == {key(index) for index in range(4)}
+
+
+class TestWaiting:
+    async def waits(self, fetcher: Fetcher, then: Callable[[], object]) -> ReplicaAnswers:
+        """What a fetch that finds nothing is answered with once something has happened."""
+        waiting = asyncio.ensure_future(fetcher.ask(wait_ms=60_000))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        then()
+        async with asyncio.timeout(20):
+            return await waiting
+
+    async def test_an_append_ends_the_wait(self, leader: Leader) -> None:
+        fetcher = Fetcher(leader)
+        await fetcher.ask({0: at(0), 1: at(0)})
+        answers = await self.waits(fetcher, lambda: leader.write(1))
+        assert answers.partitions[key(1)].records
+
+    async def test_a_high_watermark_that_moved_ends_it_too(self, leader: Leader) -> None:
+        state = replace(STATE, replicas=(ME, FOLLOWER, STRANGER), in_sync=(ME, FOLLOWER, STRANGER))
+        leader.partitions[0].apply(Versioned(state, 2), me=ME)
+        leader.write(0)
+        fetcher = Fetcher(leader)
+        await fetcher.ask({0: at(0)})
+        await fetcher.ask({0: at(1, last_epoch=4)})
+
+        def other_catches_up() -> None:
+            leader.partitions[0].read_for_follower(
+                STRANGER, offset=Offset(1), last_epoch=4, leader_epoch=4, max_bytes=0
+            )
+
+        answers = await self.waits(fetcher, other_catches_up)
+        assert answers.partitions[key(0)].high_watermark == 1
+        assert not answers.partitions[key(0)].records
+
+    async def test_a_change_of_leader_ends_it(self, leader: Leader) -> None:
+        fetcher = Fetcher(leader)
+        await fetcher.ask({0: at(0)})
+        elected = Versioned(STATE.elected(FOLLOWER), 5)
+        answers = await self.waits(fetcher, lambda: leader.partitions[0].apply(elected, me=ME))
+        assert answers.partitions[key(0)].code == ErrorCode.not_leader_or_follower
+
+    async def test_a_stopping_node_lets_nobody_wait(self, leader: Leader) -> None:
+        fetcher = Fetcher(leader)
+        await fetcher.ask({0: at(0)})
+        assert not (await self.waits(fetcher, leader.fetch.stop)).partitions
+        assert not (await fetcher.ask(wait_ms=60_000)).partitions
+
+    async def test_a_new_session_ends_the_wait_of_the_old_one(self, leader: Leader) -> None:
+        fetcher = Fetcher(leader)
+        await fetcher.ask({0: at(0)})
+        waiting = asyncio.ensure_future(fetcher.ask(wait_ms=60_000))
+        await asyncio.sleep(0.01)
+        await Fetcher(leader).ask({0: at(0)})
+        async with asyncio.timeout(20):
+            assert (await waiting).code == ErrorCode.fetch_session_id_not_found

@@ -1,0 +1,116 @@
+"""Followers' fetches: laid as Kafka lays them, and read back as they were."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.model.errors import ProtocolViolation
+from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.replication.epochs import EpochEnd
+from millstream.wire.codec import read_request, read_response
+from millstream.wire.replica_fetching import (
+    FETCH_KEY,
+    VERSION,
+    PartitionKey,
+    ReplicaAnswer,
+    ReplicaAnswers,
+    ReplicaFetch,
+    ReplicaPosition,
+    next_session_epoch,
+    read_replica_answers,
+    read_replica_fetch,
+    write_replica_answers,
+    write_replica_fetch,
+)
+
+KEYS = st.tuples(
+    st.sampled_from([UUID(int=1), UUID(int=2**127 + 5)]),
+    st.integers(0, 10_000).map(lambda index: PartitionIndex(index)),
+)
+OFFSETS = st.integers(0, 2**63 - 1).map(lambda offset: Offset(offset))
+EPOCHS = st.integers(-1, 2**31 - 1).map(lambda epoch: Epoch(epoch))
+POSITIONS = st.builds(ReplicaPosition, OFFSETS, EPOCHS, EPOCHS, OFFSETS, st.integers(1, 2**31 - 1))
+FETCHES = st.builds(
+    ReplicaFetch,
+    node=st.integers(0, 2**31 - 1).map(lambda node: NodeId(node)),
+    registration=st.integers(-1, 2**63 - 1),
+    session_id=st.integers(0, 2**31 - 1),
+    session_epoch=st.integers(-1, 2**31 - 1),
+    max_wait_ms=st.integers(0, 60_000),
+    min_bytes=st.integers(0, 100),
+    max_bytes=st.integers(0, 2**31 - 1),
+    wanted=st.dictionaries(KEYS, POSITIONS, max_size=5),
+    forgotten=st.lists(KEYS, unique=True, max_size=5),
+)
+ANSWERS = st.builds(
+    ReplicaAnswer,
+    st.integers(0, 100),
+    OFFSETS,
+    OFFSETS,
+    st.none() | st.builds(EpochEnd, EPOCHS, OFFSETS),
+    st.binary(max_size=200),
+)
+
+
+@given(FETCHES)
+def test_a_request_is_read_back_as_it_was(fetch: ReplicaFetch) -> None:
+    read = read_replica_fetch(write_replica_fetch(fetch), 0)
+    assert read.wanted == fetch.wanted
+    assert sorted(read.forgotten) == sorted(fetch.forgotten)
+    for name in ("node", "registration", "session_id", "session_epoch", "max_wait_ms", "min_bytes", "max_bytes"):
+        assert getattr(read, name) == getattr(fetch, name)
+
+
+@given(st.dictionaries(KEYS, ANSWERS, max_size=5), st.integers(0, 2**31 - 1))
+def test_an_answer_is_read_back_as_it_was(partitions: dict[PartitionKey, ReplicaAnswer], session_id: int) -> None:
+    pieces = write_replica_answers(VERSION, 5, ReplicaAnswers(0, session_id, partitions))
+    frame = memoryview(b"".join(map(bytes, pieces)))
+    assert int.from_bytes(frame[:4], "big") == len(frame) - 4
+    read = read_replica_answers(frame[4:])
+    assert (read.code, read.session_id) == (0, session_id)
+    assert {key: (*answer[:4], bytes(answer.records)) for key, answer in read.partitions.items()} == {
+        key: tuple(answer) for key, answer in partitions.items()
+    }
+
+
+def test_the_layout_is_kafkas() -> None:
+    key = (UUID(int=7), PartitionIndex(3))
+    position = ReplicaPosition(Offset(40), Epoch(2), Epoch(5), Offset(10), 1000)
+    fetch = ReplicaFetch(
+        node=NodeId(9), registration=77, max_wait_ms=500, max_bytes=10_000, wanted={key: position}, forgotten=[key]
+    )
+    request = read_request(FETCH_KEY, VERSION, write_replica_fetch(fetch), 0)
+    assert (request.replica_state.replica_id, request.replica_state.replica_epoch) == (9, 77)
+    (partition,) = request.topics[0].partitions
+    assert (partition.fetch_offset, partition.last_fetched_epoch, partition.current_leader_epoch) == (40, 2, 5)
+    assert request.forgotten_topics_data[0].partitions == (3,)
+    answer = ReplicaAnswer(0, Offset(50), Offset(10), EpochEnd(Epoch(4), Offset(44)), b"")
+    pieces = write_replica_answers(VERSION, 5, ReplicaAnswers(0, 8, {key: answer}))
+    response = read_response(FETCH_KEY, VERSION, b"".join(map(bytes, pieces))[4:])
+    (partition,) = response.responses[0].partitions
+    assert response.session_id == 8
+    assert (partition.high_watermark, partition.log_start_offset) == (50, 10)
+    assert (partition.diverging_epoch.epoch, partition.diverging_epoch.end_offset) == (4, 44)
+
+
+def test_a_request_that_does_not_say_which_node_it_is_is_no_followers() -> None:
+    fetch = ReplicaFetch(node=NodeId(-1), registration=1, max_wait_ms=1, max_bytes=1, wanted={})
+    with pytest.raises(ProtocolViolation):
+        read_replica_fetch(write_replica_fetch(fetch), 0)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    for read in (lambda: read_replica_fetch(data, 0), lambda: read_replica_answers(memoryview(bytes(5) + data))):
+        with suppress(ProtocolViolation):
+            read()
+
+
+def test_session_epochs_begin_anew_after_the_last() -> None:
+    assert next_session_epoch(0) == 1
+    assert next_session_epoch(2**31 - 1) == 1
