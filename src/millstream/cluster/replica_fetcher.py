@@ -170,6 +170,7 @@ class ReplicaFetcher:
     async def _fetch_once(self) -> None:
         try:
             self._note_registration()
+            self._cut_damage()
             await self._stored()
             answers = await self._link.fetch(self._next_fetch())
             await self._take(answers)
@@ -194,6 +195,14 @@ class ReplicaFetcher:
         if registration != self._session_registration:
             self._session_registration = registration
             self._begin_session()
+
+    def _cut_damage(self) -> None:
+        for key in tuple(self._changed):
+            followed = self._followed[key]
+            try:
+                followed.partition.cut_damage()
+            except MillstreamError as error:
+                self._hold(key, followed, error)
 
     async def _stored(self) -> None:
         """Wait until all is stored that will be named as such: a fetcher before this one may not have waited for it."""

@@ -202,6 +202,9 @@ class Scan:
         """Whether a batch behind a bad stretch carries an offset and an epoch that can be believed."""
         if not self.expected <= found.base_offset or found.next_offset > self._limit:
             return False
+        if found.base_offset == 0:
+            # Something lies before it, so it cannot be the first: zeros are what a page reads as that was not written.
+            return False
         if self._epochs is not None:
             if self._epochs.epoch_at(found.base_offset) != found.leader_epoch:
                 return False

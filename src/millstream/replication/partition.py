@@ -524,6 +524,19 @@ class Partition:
             self.log.truncate_to(point)
         self._cut_waiting()
 
+    def cut_damage(self) -> None:
+        """Cut a log where it has lost something, to fetch that anew; not while anybody counts on what is left."""
+        state, log = self.state, self.log
+        if not log.lost or self.follows is None or state is None or self._me in (*state.in_sync, *state.eligible):
+            return
+        first = Offset(max(log.damage[0][0], log.start_offset))
+        _logger.warning(
+            "a log has lost something and is fetched anew from there",
+            extra={"partition": str(log.partition), "from": first, "to": log.end_offset},
+        )
+        log.truncate_to(first)
+        self._cut_waiting()
+
     def restart_at(self, offset: Offset, *, leader_epoch: Epoch) -> None:
         """Begin anew where the leader's log begins, since it has nothing any more of what comes next here."""
         self._check_following(leader_epoch)

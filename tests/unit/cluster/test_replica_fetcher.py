@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
@@ -100,3 +101,27 @@ async def test_what_an_earlier_fetcher_left_unsynced_is_not_called_stored(store:
     assert [position.offset for position in fetch.wanted.values()] == [1]
     assert partition.promised_offset == 1
     await end(task)
+
+
+@pytest.mark.parametrize(("in_sync", "end"), [((LEADER,), 1), ((LEADER, ME), 3)])
+def test_what_the_disk_lost_is_fetched_anew_when_nobody_counts_on_the_rest(
+    in_sync: tuple[NodeId, ...], end: int
+) -> None:
+    files, where = MemoryFiles(), TopicPartition("t", PartitionIndex(0))
+    for attempt in range(2):
+        store = LogStore.open(
+            Path("/data"), files=files, clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
+        )
+        log = store.open_log(TOPIC.topic_id, where, TopicSettings(flush="os"))
+        if attempt == 0:
+            for _ in range(3):
+                log.append(encode_batch([NewRecord(None, b"x", (), 1000)]), leader_epoch=Epoch(0))
+            path = next(path for path in files.walk() if path.endswith(".log"))
+            files.flip_bit(path, log.size_bytes // 2, 3)
+            files.kill()
+    partition = Partition(TOPIC, where.partition, log, store, alone=False, clock=ManualClock())
+    partition.apply(Versioned(dataclasses.replace(STATE, in_sync=in_sync), 1), me=ME)
+    assert log.damage == ((1, 2),)
+    partition.cut_damage()
+    assert log.end_offset == end
+    store.close_now()

@@ -216,3 +216,19 @@ def test_a_log_that_is_cut_where_damage_begins_goes_on_there(clean: bool) -> Non
     log.append(again, leader_epoch=Epoch(3))
     assert bytes(log.read(0, max_bytes=10_000, up_to=log.end_offset)) == batches[0][1] + bytes(again)
     store.close_now()
+
+
+def test_a_batch_whose_offset_was_never_written_is_not_taken_for_the_first() -> None:
+    """A machine crashed, and a page was never written, with the first bytes of the batch that begins at its end."""
+    files = MemoryFiles()
+    batches, _ = fill(files, [50, 50, 50], checkpoint_after=-1, clean=False)
+    path = next(path for path in files.walk() if path.endswith(".log"))
+    second = batches[batches[0][0]][0]
+    lost = len(batches[0][1]) + 8
+    descriptor = files.open(path)
+    files.write_at(descriptor, bytes(lost), 0)
+    files.close(descriptor)
+    _, log = open_log(files)
+    assert log.damage == ((0, second),)
+    with pytest.raises(DamagedRange):
+        log.read(0, max_bytes=10_000, up_to=log.end_offset)
