@@ -4,12 +4,15 @@ Hand-laid, since this is the hot path: stored batches go to the socket as they a
 `min_bytes` waits for its partitions' high watermarks to move or for `max_wait`, whichever comes first.
 
 Version notes: 7 brings sessions (KIP-227), 9 the leader epoch, 11 the rack, 12 is flexible, 13 names topics by id,
-15 moves the replica id into a tag, 18 adds a tag that only followers send.
+15 moves the replica id into a tag, 18 adds a tag that only followers send. A request of a follower is handed over to
+`follower_fetch`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
+import struct
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
@@ -19,6 +22,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.cluster.topics import Topics
 from millstream.kafka.api import ClientInfo
+from millstream.kafka.apis.follower_fetch import FollowerFetch
 from millstream.kafka.errors import error_code
 from millstream.kafka.fetch_session import (
     FIRST_EPOCH,
@@ -29,7 +33,7 @@ from millstream.kafka.fetch_session import (
     Position,
 )
 from millstream.kafka.quota_meter import QuotaMeter
-from millstream.model.errors import MillstreamError, ProtocolViolation
+from millstream.model.errors import MillstreamError
 from millstream.model.ids import Offset
 from millstream.model.metric import Metric, gauge
 from millstream.net.budget import Budget
@@ -50,6 +54,12 @@ MAX_WAIT_S_MAX = 300.0
 ROOM_SHARE = 4
 READ_COMMITTED = 1
 _NO_PREFERRED_REPLICA = -1
+_WANTED = struct.Struct(">iqi")
+_WANTED_WITH_START = struct.Struct(">iq8xi")
+_WANTED_WITH_EPOCH = struct.Struct(">iiq8xi")
+_WANTED_WITH_LAST_EPOCH = struct.Struct(">iiq4x8xi")
+_FOUND = struct.Struct(">ihqq")
+_FOUND_WITH_START = struct.Struct(">ihqqq")
 
 
 class _Request(NamedTuple):
@@ -61,6 +71,7 @@ class _Request(NamedTuple):
     wanted: dict[PartitionKey, Position]
     forgotten: list[PartitionKey]
     read_committed: bool
+    is_follower: bool
 
 
 class _Found(NamedTuple):
@@ -112,6 +123,7 @@ class Fetch:
         self._budget = budget
         self._bytes_max = bytes_max
         self._sessions = FetchSessions()
+        self._followers = FollowerFetch(topics, budget, bytes_max=bytes_max, new_id=_new_session_id)
         self._waits: set[_Wait] = set()
         self._stopping = False
 
@@ -119,16 +131,20 @@ class Fetch:
         """Long polls and sessions."""
         yield gauge("millstream_fetch_waiting", "Fetches that wait for records.", len(self._waits))
         yield gauge("millstream_fetch_sessions", "Fetch sessions that are remembered.", len(self._sessions))
+        yield gauge("millstream_fetch_followers", "Nodes that follow partitions of this one.", len(self._followers))
 
     def stop(self) -> None:
         """Answer every long poll now and start no more: the broker is stopping."""
         self._stopping = True
+        self._followers.stop()
         for wait in tuple(self._waits):
             wait.finish()
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
         """Answer at once when there is enough to send, else have the connection wait."""
         request = _read(frame, header)
+        if request.is_follower:
+            return self._followers.handle_frame(frame, header)
         client.fetch_requests += 1
         context = self._context(request, header, client)
         if isinstance(context, ErrorCode):
@@ -267,8 +283,7 @@ def _is_news(one: _Found, position: Position) -> bool:
 def _read(frame: memoryview, header: RequestHeader) -> _Request:
     version = header.version
     reader = Reader(frame, header.body_at, flexible=header.flexible)
-    if version < FIRST_WITHOUT_REPLICA_ID:
-        _check_consumer(reader.int32())
+    is_follower = version < FIRST_WITHOUT_REPLICA_ID and _is_follower(reader.int32())
     max_wait_ms, min_bytes, max_bytes = reader.int32(), reader.int32(), reader.int32()
     read_committed = reader.int8() == READ_COMMITTED
     session_id, session_epoch = 0, SESSIONLESS_EPOCH
@@ -285,29 +300,42 @@ def _read(frame: memoryview, header: RequestHeader) -> _Request:
         reader.string()
     for tag, content in reader.tags():
         if tag == 1 and version >= FIRST_WITHOUT_REPLICA_ID:
-            _check_consumer(content.int32())
-    return _Request(max_wait_ms, min_bytes, max_bytes, session_id, session_epoch, wanted, forgotten, read_committed)
+            is_follower = _is_follower(content.int32())
+    return _Request(
+        max_wait_ms, min_bytes, max_bytes, session_id, session_epoch, wanted, forgotten, read_committed, is_follower
+    )
 
 
-def _check_consumer(replica_id: int) -> None:
-    # -1 is a consumer and -2 a debugging tool; anything else claims to be a follower, and there are none yet.
-    if replica_id not in (-1, -2):
-        raise ProtocolViolation(f"a fetch as replica {replica_id}, but this broker has no followers")
+def _is_follower(replica_id: int) -> bool:
+    # -1 is a consumer and -2 a debugging tool.
+    return replica_id not in (-1, -2)
+
+
+def _new_session_id() -> int:
+    return secrets.randbelow(2**31 - 1) + 1
+
+
+def _wanted_layout(version: int) -> struct.Struct:
+    """One partition of a request; the epoch of the last record and the log start only followers make use of."""
+    if version >= FIRST_WITH_LAST_EPOCH:
+        return _WANTED_WITH_LAST_EPOCH
+    if version >= FIRST_WITH_LEADER_EPOCH:
+        return _WANTED_WITH_EPOCH
+    return _WANTED_WITH_START if version >= FIRST_WITH_LOG_START else _WANTED
 
 
 def _read_wanted(reader: Reader, version: int) -> dict[PartitionKey, Position]:
     wanted: dict[PartitionKey, Position] = {}
+    layout = _wanted_layout(version)
     for _ in range(reader.array_length()):
         topic: str | UUID = reader.uuid() if version >= FIRST_WITH_TOPIC_IDS else reader.string()
         for _ in range(reader.array_length()):
-            index = reader.int32()
-            leader_epoch = reader.int32() if version >= FIRST_WITH_LEADER_EPOCH else -1
-            offset = Offset(reader.int64())
-            if version >= FIRST_WITH_LAST_EPOCH:
-                reader.int32()  # The epoch of the last record, which only followers make use of.
-            if version >= FIRST_WITH_LOG_START:
-                reader.int64()  # The follower's log start.
-            wanted[topic, index] = Position(offset, reader.int32(), leader_epoch)
+            if version >= FIRST_WITH_LEADER_EPOCH:
+                index, leader_epoch, offset, max_bytes = reader.fields(layout)
+            else:
+                leader_epoch = -1
+                index, offset, max_bytes = reader.fields(layout)
+            wanted[topic, index] = Position(offset, max_bytes, leader_epoch)
             reader.skip_tags()
         reader.skip_tags()
     return wanted
@@ -354,12 +382,11 @@ def _write(
 
 
 def _write_found(writer: Writer, version: int, one: _Found, *, read_committed: bool) -> None:
-    writer.int32(one.key[1])
-    writer.int16(one.code)
-    writer.int64(one.high_watermark)
-    writer.int64(one.high_watermark)  # The last stable offset: there are no open transactions.
+    end = one.high_watermark  # Also the last stable offset: there are no open transactions.
     if version >= FIRST_WITH_LOG_START:
-        writer.int64(one.log_start)
+        writer.buffer += _FOUND_WITH_START.pack(one.key[1], one.code, end, end, one.log_start)
+    else:
+        writer.buffer += _FOUND.pack(one.key[1], one.code, end, end)
     # Aborted transactions: there are none, and only `read_committed` asks for the list.
     writer.array_length(0 if read_committed else -1)
     if version >= FIRST_WITH_RACK:
