@@ -183,6 +183,7 @@ class Broker:
         self._undo.push_async_callback(coordination.close)
         catalog = Catalog(config.catalog)
         self._undo.callback(catalog.close)
+        declarations = CatalogDeclarations(catalog, is_prepared=False, clock=self._clock)
         node = ClusterNode(
             Surroundings(
                 config=config,
@@ -192,10 +193,11 @@ class Broker:
                 data=self._data,
                 log_store=store,
                 coordination=coordination,
-                declarations=CatalogDeclarations(catalog, is_prepared=False),
+                declarations=declarations,
                 links=lambda find: WireLinks(find, me=NodeId(config.node_id)),
                 boot_id=boot_id_of_machine(),
                 supervise=self._supervise,
+                catalog_away_since_ms=lambda: declarations.away_since_ms,
             )
         )
         self._undo.callback(node.topics.close)
@@ -238,6 +240,7 @@ class Broker:
             sources=[listener, dispatch, core.topics, store, *([core.node] if core.node is not None else [])],
             troubles=lambda: _troubles(store, core.node),
             damage=store.damage,
+            warnings=core.node.warnings if core.node is not None else tuple,
             node=node,
         )
         self._served = module.Served(parts)

@@ -64,7 +64,8 @@ async def _status_findings(client: Client, brokers: str) -> list[Finding]:
     if status is None:
         advice = "checks of its inside are left out; if it is a Millstream node, look at its log"
         return [warning("status", f"{brokers} does not tell its status; it may be another kind of broker", advice)]
-    return [_version(status), _readiness(status), *_damage(status), _clock(status), await _http(status)]
+    findings = [_version(status), _readiness(status), *_warned(status), *_damage(status), _clock(status)]
+    return [*findings, await _http(status)]
 
 
 def _version(status: dict[str, Any]) -> Finding:
@@ -79,6 +80,11 @@ def _readiness(status: dict[str, Any]) -> Finding:
         advice = "look at the broker's log; for a full disk, free space or lower the retention of topics"
         return problem("readiness", f"node {status['node_id']} is not ready: {'; '.join(status['reasons'])}", advice)
     return ok("readiness", f"node {status['node_id']} is ready")
+
+
+def _warned(status: dict[str, Any]) -> Iterator[Finding]:
+    for text in status.get("warnings", []):
+        yield warning("cluster", text, "millstream cluster status shows the nodes and partitions that are concerned")
 
 
 def _damage(status: dict[str, Any]) -> Iterator[Finding]:

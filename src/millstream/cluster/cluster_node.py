@@ -60,6 +60,8 @@ class Surroundings:
     """Makes the links to other nodes, given where these are found."""
     boot_id: str
     supervise: Supervise
+    catalog_away_since_ms: Callable[[], int | None] = lambda: None
+    """Since when the catalog gives no answer, if it does not."""
 
 
 class ClusterNode:
@@ -200,8 +202,10 @@ class ClusterNode:
         """What is not well in the cluster, although this node goes on."""
         away = self._store.away_since_ms
         if away is not None:
-            since = datetime.fromtimestamp(away / 1000, tz=UTC).isoformat(timespec="seconds")
-            yield f"the coordination store is away since {since}; data flows, elections and new topics wait"
+            yield f"the coordination store is away since {_time(away)}; data flows, elections and new topics wait"
+        away = self._around.catalog_away_since_ms()
+        if away is not None:
+            yield f"the catalog is away since {_time(away)}; data flows, changes of topics and quotas wait"
         if self.view.controller is None:
             yield "no node is the controller"
         without_leader = self.topics.without_leader()
@@ -244,3 +248,7 @@ class ClusterNode:
 
     def _new_text(self) -> str:
         return str(self._new_id())
+
+
+def _time(at_ms: int) -> str:
+    return datetime.fromtimestamp(at_ms / 1000, tz=UTC).isoformat(timespec="seconds")

@@ -12,7 +12,8 @@ from millstream.catalog.catalog import Catalog
 from millstream.cluster import keys
 from millstream.cluster.backoff import Backoff
 from millstream.cluster.store import CoordinationStore, Put
-from millstream.model.errors import StoreUnavailable
+from millstream.model.clock import Clock, SystemClock
+from millstream.model.errors import CatalogUnavailable, StoreUnavailable
 from millstream.model.quota import QuotaEntity
 from millstream.model.topic import Topic
 
@@ -60,8 +61,11 @@ class Declarations(Protocol):
 class CatalogDeclarations:
     """The catalog, each call in a thread."""
 
-    def __init__(self, catalog: Catalog, *, is_prepared: bool = True) -> None:
+    def __init__(self, catalog: Catalog, *, is_prepared: bool = True, clock: Clock | None = None) -> None:
+        self.away_since_ms: int | None = None
+        """Since when, on the wall clock, it gives no answer; None while it does."""
         self._catalog = catalog
+        self._clock = clock or SystemClock()
         self._is_prepared = is_prepared
         self._preparing = asyncio.Lock()
 
@@ -106,6 +110,16 @@ class CatalogDeclarations:
         await self._call(lambda catalog: catalog.change_client_quotas(changes))
 
     async def _call(self, ask: Callable[[Catalog], T]) -> T:
+        try:
+            answer = await self._ask(ask)
+        except CatalogUnavailable:
+            if self.away_since_ms is None:
+                self.away_since_ms = self._clock.now_ms()
+            raise
+        self.away_since_ms = None
+        return answer
+
+    async def _ask(self, ask: Callable[[Catalog], T]) -> T:
         if not self._is_prepared:
             # The catalog of a cluster may be away when a node starts; its tables are seen to when it is first there.
             async with self._preparing:

@@ -2,7 +2,7 @@
 
 GET /         what is served here
 GET /healthz  200 while the gateway runs and its broker answers; for restarting a node that hangs
-GET /readyz   200 while the broker takes traffic, else 503 with the reasons; for load balancers
+GET /readyz   200 while the broker takes traffic, with warnings, else 503 with the reasons; for load balancers
 GET /metrics  every number of the node as Prometheus text
 """
 
@@ -68,7 +68,8 @@ class _Doors:
                 f"the broker is not ready: {'; '.join(status['reasons'])}",
                 reasons=status["reasons"],
             )
-        return JSONResponse({"status": "ready", "node": status["node_id"]}, headers=_NO_STORE)
+        ready = {"status": "ready", "node": status["node_id"], "warnings": status.get("warnings", [])}
+        return JSONResponse(ready, headers=_NO_STORE)
 
     async def metrics(self, request: Request) -> Response:
         status = await self._ask()

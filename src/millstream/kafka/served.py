@@ -82,6 +82,7 @@ class Parts:
     troubles: Callable[[], Iterable[str]]
     node: NodeState
     damage: Callable[[], Damaged] = tuple
+    warnings: Callable[[], Iterable[str]] = tuple
 
 
 class Served:
@@ -165,6 +166,7 @@ class Served:
             troubles=parts.troubles,
             damage=parts.damage,
             behind=lambda: replicas_behind(parts.topics.carried()),
+            warnings=parts.warnings,
         )
 
     def _client_apis(self) -> Iterable[Api[Any, Any] | RawApi]:

@@ -78,7 +78,7 @@ async def test_a_silent_broker_is_a_problem(path: str) -> None:
 
 async def test_ready_means_no_reason_against_it() -> None:
     answer = await get("/readyz", answering())
-    assert (answer.status_code, answer.json()) == (200, {"status": "ready", "node": 7})
+    assert (answer.status_code, answer.json()) == (200, {"status": "ready", "node": 7, "warnings": []})
 
 
 async def test_not_ready_says_why() -> None:

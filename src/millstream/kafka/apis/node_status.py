@@ -3,12 +3,14 @@
 The HTTP gateway and `millstream doctor` ask it. The request has no body. The answer is one JSON document of UTF-8:
 
     {"node_id": 1, "cluster_id": "…", "version": "0.1.0", "state": "starting" | "ready" | "stopping",
-     "reasons": ["…"], "started_ms": …, "now_ms": …, "kafka": "host:port", "http": "host:port", "data": "/folder",
+     "reasons": ["…"], "warnings": ["…"], "started_ms": …, "now_ms": …,
+     "kafka": "host:port", "http": "host:port", "data": "/folder",
      "damage": [{"topic": …, "partition": …, "first": …, "next": …}, …],
      "behind": [{"topic": …, "partition": …, "replica": …, "records": …}, …],
      "metrics": [{"name": …, "kind": …, "help": …, "samples": [[value, {label: text}], …], "left_out": false}, …]}
 
 `reasons` says why the node should get no traffic now; it is empty exactly when the node is ready and unharmed.
+`warnings` says what is not well although the node takes traffic, for example that the coordination store is away.
 `damage` names the ranges of offsets that the disk lost, each from `first` up to but without `next`, at most
 `DAMAGE_MAX` of them. `behind` names replicas on other nodes that lack records of what this node leads, at most
 `BEHIND_MAX` of them. The value of a histogram's sample is
@@ -78,6 +80,7 @@ class NodeStatus:
         troubles: Callable[[], Iterable[str]] = tuple,
         damage: Callable[[], Damaged] = tuple,
         behind: Callable[[], Iterable[Behind]] = tuple,
+        warnings: Callable[[], Iterable[str]] = tuple,
         samples_max: int = SAMPLES_MAX,
     ) -> None:
         self._node = node
@@ -86,6 +89,7 @@ class NodeStatus:
         self._troubles = troubles
         self._damage = damage
         self._behind = behind
+        self._warnings = warnings
         self._samples_max = samples_max
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
@@ -102,6 +106,7 @@ class NodeStatus:
             "version": __version__,
             "state": node.state,
             "reasons": self._reasons(),
+            "warnings": list(self._warnings()),
             "started_ms": node.started_ms,
             "now_ms": self._clock.now_ms(),
             "kafka": node.kafka,
