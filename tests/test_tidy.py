@@ -13,8 +13,8 @@ from statistics import median
 import pytest
 
 import millstream
-from millstream.cli.config_reference import reference
 from millstream.cli.app import ORDER
+from millstream.cli.config_reference import reference
 from millstream.cli.protocol_reference import protocol_page
 from millstream.model import errors
 
@@ -134,7 +134,7 @@ def test_the_package_exports_its_version_and_nothing_else() -> None:
 
 
 def test_the_commands_are_pinned() -> None:
-    commands = "serve topic publish tail message group client doctor demo config-reference protocol-reference"
+    commands = "serve topic publish tail message group client cluster doctor demo config-reference protocol-reference"
     assert " ".join(ORDER) == commands
 
 

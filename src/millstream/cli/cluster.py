@@ -24,58 +24,68 @@ if TYPE_CHECKING:
 
 NODES_MAX = 32
 ROWS_MAX = 50
+DEFAULT_KAFKA_PORT = 9092
+DEFAULT_HTTP_PORT = 8080
+
+Nodes = Annotated[int, typer.Option("--nodes", metavar="N", min=1, max=NODES_MAX, help="How many nodes.")]
+Data = Annotated[
+    Path, typer.Option("--data", metavar="DIR", help="Folder that holds everything; created if it is missing.")
+]
+Etcd = Annotated[
+    str,
+    typer.Option("--etcd", metavar="URL[,...]", help="An etcd that is there. Default: start one.", show_default=False),
+]
+CatalogUrl = Annotated[
+    str,
+    typer.Option(
+        "--catalog", metavar="URL", help="A PostgreSQL that is there. Default: start one.", show_default=False
+    ),
+]
+ClusterName = Annotated[str, typer.Option("--cluster", metavar="NAME", help="The name of the cluster.")]
+KafkaPort = Annotated[
+    int | None,
+    typer.Option(
+        "--kafka-port-base",
+        metavar="PORT",
+        min=0,
+        max=65535 - NODES_MAX,
+        help="Kafka port of the first node, the next ones follow it; 0 picks free ports. "
+        f"Default: {DEFAULT_KAFKA_PORT}, or free ports if it is taken.",
+        show_default=False,
+    ),
+]
+HttpPort = Annotated[
+    int | None,
+    typer.Option(
+        "--http-port-base",
+        metavar="PORT",
+        min=0,
+        max=65535 - NODES_MAX,
+        help="HTTP port of the first node, the next ones follow it; 0 picks free ports. "
+        f"Default: {DEFAULT_HTTP_PORT}, or free ports if it is taken.",
+        show_default=False,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="A flag of `serve` for every node; may be repeated.", show_default=False
+    ),
+]
 
 app = typer.Typer(help="Start a cluster on this machine, and see how a cluster is.", no_args_is_help=True)
 
 
 @app.command("up")
 def up(
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, max=NODES_MAX, help="How many nodes.")] = 3,
-    data: Annotated[
-        Path, typer.Option("--data", metavar="DIR", help="Folder that holds everything; created if it is missing.")
-    ] = Path("millstream-cluster"),
-    etcd: Annotated[
-        str,
-        typer.Option(
-            "--etcd", metavar="URL[,...]", help="An etcd that is there. Default: start one.", show_default=False
-        ),
-    ] = "",
-    catalog: Annotated[
-        str,
-        typer.Option(
-            "--catalog", metavar="URL", help="A PostgreSQL that is there. Default: start one.", show_default=False
-        ),
-    ] = "",
-    cluster: Annotated[str, typer.Option("--cluster", metavar="NAME", help="The name of the cluster.")] = "millstream",
-    kafka_port: Annotated[
-        int,
-        typer.Option(
-            "--kafka-port-base",
-            metavar="PORT",
-            min=0,
-            max=65535 - NODES_MAX,
-            help="Kafka port of the first node, the next ones follow it; 0 picks free ports.",
-        ),
-    ] = 9092,
-    http_port: Annotated[
-        int,
-        typer.Option(
-            "--http-port-base",
-            metavar="PORT",
-            min=0,
-            max=65535 - NODES_MAX,
-            help="HTTP port of the first node, the next ones follow it; 0 picks free ports.",
-        ),
-    ] = 8080,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="A flag of `serve` for every node; may be repeated.",
-            show_default=False,
-        ),
-    ] = None,
+    nodes: Nodes = 3,
+    data: Data = Path("millstream-cluster"),
+    etcd: Etcd = "",
+    catalog: CatalogUrl = "",
+    cluster: ClusterName = "millstream",
+    kafka_port: KafkaPort = None,
+    http_port: HttpPort = None,
+    settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
     """Start a cluster on this machine, for trying out: etcd, PostgreSQL and nodes, until SIGTERM or Ctrl-C.
@@ -85,7 +95,7 @@ def up(
     stdout once every node is ready. The nodes share this machine, so its loss is the loss of all: for data that
     matters, run the nodes, an etcd of three or five members, and PostgreSQL on machines of their own.
     """
-    from millstream.cli.cluster_up import LocalCluster, Plan, StopAsked, stop_by_signal
+    from millstream.cli.cluster_up import LocalCluster, Plan, StopAsked, first_port, stop_by_signal
 
     plan = Plan(
         nodes=nodes,
@@ -93,8 +103,8 @@ def up(
         name=cluster,
         etcd=etcd,
         catalog=catalog,
-        kafka_port=kafka_port,
-        http_port=http_port,
+        kafka_port=first_port(DEFAULT_KAFKA_PORT, nodes) if kafka_port is None else kafka_port,
+        http_port=first_port(DEFAULT_HTTP_PORT, nodes) if http_port is None else http_port,
         settings=parse_assignments(settings or [], flag="--set"),
     )
     if not as_json:

@@ -17,7 +17,7 @@ from typing import Any
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.local_etcd import LocalEtcd
 from millstream.cli.local_postgres import LocalPostgres
-from millstream.cli.local_process import LocalProcess
+from millstream.cli.local_process import LocalProcess, is_free
 from millstream.cli.output import print_note
 from millstream.config import ENVIRONMENT_PREFIX
 from millstream.model.errors import DataFolderInUse
@@ -148,6 +148,11 @@ class LocalCluster:
         return LocalProcess(
             f"node {number}", command, log=log, environment=os.environ | addresses, piped=True, keep=(self._lock,)
         )
+
+
+def first_port(wanted: int, nodes: int) -> int:
+    """The port wanted for the first of some nodes, if all that follow are free as well; else 0, for any."""
+    return wanted if all(is_free(_HOST, wanted + at) for at in range(nodes)) else 0
 
 
 @contextmanager
