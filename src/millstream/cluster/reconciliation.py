@@ -118,7 +118,8 @@ class Reconciliation:
         racks = {node_id: node.rack for node_id, node in live.items() if node_id not in self._view.leaving}
         if len(racks) < topic.replication:
             racks = {node_id: node.rack for node_id, node in live.items()}
-        chosen = by_hand | dict(zip(free, place(len(free), topic.replication, racks, load), strict=True))
+        placed = place(len(free), topic.replication, racks, load)
+        chosen = {**by_hand, **dict(zip(free, placed, strict=True))}
         return [
             Proposal((topic.topic_id, PartitionIndex(index)), first_state(chosen[index], live), 0) for index in missing
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -108,7 +109,7 @@ def topic_from_json(topic_id: UUID, text: str) -> Topic:
         raise CorruptState(f"a topic cannot be read ({error!r}): {text[:200]!r}") from error
 
 
-Placement = dict[int, tuple[NodeId, ...]]
+Placement = Mapping[int, tuple[NodeId, ...]]
 """Replicas chosen by hand, by partition."""
 
 

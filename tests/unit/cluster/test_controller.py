@@ -1,0 +1,227 @@
+"""Several nodes in one process: who is let in, who leads, and how topics come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from millstream.cluster import keys
+from millstream.cluster.embedded_store import EmbeddedStore
+from millstream.cluster.store import Delete, Expect, Put
+from millstream.model.errors import (
+    ElectionNotNeeded,
+    EligibleUnavailable,
+    InvalidReplication,
+    NodeIdTaken,
+    NotLeader,
+    PreferredUnavailable,
+    TopicExists,
+    UnknownTopic,
+)
+from millstream.model.ids import NodeId, PartitionIndex
+from millstream.model.partition_state import PartitionState
+from millstream.model.topic import Topic
+from millstream.testing.node_group import GroupNode, NodeGroup
+
+ALL = (NodeId(1), NodeId(2), NodeId(3))
+
+
+def states(node: GroupNode, topic: Topic) -> list[PartitionState]:
+    found = [state for state in node.topics.states_of(topic) if state is not None]
+    assert len(found) == topic.partitions
+    return found
+
+
+def leads(node: GroupNode, topic: Topic) -> set[int]:
+    if topic.topic_id not in node.view.topics:
+        return set()
+    return {int(one.index) for one in node.topics.partitions_of(topic) if one.is_leader}
+
+
+async def test_a_topic_made_anywhere_is_led_somewhere_and_known_everywhere(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        topic = await group[2].topics.create("orders", partitions=6, replication=2, overrides={"retention.ms": "7"})
+        await group.until(lambda: all(node.topics.get("orders") == topic for node in group.nodes.values()))
+        led = {number: leads(node, topic) for number, node in group.nodes.items()}
+        assert sorted(index for indexes in led.values() for index in indexes) == list(range(6))
+        assert all(len(indexes) == 2 for indexes in led.values())
+        for state in states(group[1], topic):
+            assert state.in_sync == state.replicas
+            assert len(state.replicas) == 2
+        for number, node in group.nodes.items():
+            carried = {one.index for one in node.topics.partitions_of(topic)}
+            assert carried == {
+                index for index, state in enumerate(states(node, topic)) if NodeId(number) in state.replicas
+            }
+        with pytest.raises(TopicExists):
+            await group[3].topics.create("orders")
+        with pytest.raises(InvalidReplication, match="has 3"):
+            await group[3].topics.create("more", replication=4)
+
+
+async def test_topics_grow_change_and_go_through_any_node(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        topic = await group[1].topics.create("orders", partitions=1, replication=3)
+        grown = await group[2].topics.add_partitions("orders", 4)
+        assert len(states(group[2], grown)) == 4
+        await group[3].topics.alter("orders", {"min.insync.replicas": "1"})
+        settings = group[3].topics.partition("orders", 3).log.settings
+        assert settings.min_insync_replicas == 1
+        await group[1].topics.delete("orders")
+        await group.until(lambda: all(node.topics.get("orders") is None for node in group.nodes.values()))
+        # The record of the deletion stays until every node has told that its files are gone.
+        await group.until(lambda: not group.service.read(keys.DELETED).entries)
+        assert not group.service.read(keys.PARTITIONS).entries
+        assert await group.declarations.deleted_topic_ids() == set()
+        with pytest.raises(UnknownTopic):
+            group[1].topics.partition("orders", 0)
+        again = await group[2].topics.create("orders")
+        assert again.topic_id != topic.topic_id
+
+
+async def test_replicas_by_hand_are_where_they_were_asked_for(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        by_hand = {0: (NodeId(3), NodeId(1)), 1: (NodeId(3), NodeId(2))}
+        topic = await group[1].topics.create("placed", partitions=2, replication=2, placement=by_hand)
+        assert [state.replicas for state in states(group[1], topic)] == list(by_hand.values())
+        grown = await group[2].topics.add_partitions("placed", 3, placement={2: (NodeId(2), NodeId(3))})
+        assert states(group[2], grown)[2].replicas == (2, 3)
+        assert not group.service.read(keys.PLACEMENTS).entries
+
+
+async def test_when_a_node_dies_another_leads_in_a_new_epoch(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        topic = await group[1].topics.create("orders", partitions=3, replication=3)
+        controller = group[1].view.controller
+        assert controller is not None
+        before = states(group[1], topic)
+        await group[int(controller)].kill()
+        alive = [node for number, node in group.nodes.items() if number != controller]
+        await group.until(lambda: all(controller not in state.in_sync for state in states(alive[0], topic)))
+        for old, new in zip(before, states(alive[0], topic), strict=True):
+            assert new.leader != controller
+            assert new.leader_epoch == old.leader_epoch + (old.leader == controller)
+        assert alive[0].view.controller != controller
+        await group.until(lambda: leads(alive[0], topic) | leads(alive[1], topic) == {0, 1, 2})
+        await group[int(controller)].start()
+        with pytest.raises(NotLeader):
+            group[int(controller)].topics.partition("orders", 0).check_leader_epoch(-1)
+
+
+async def test_a_node_that_stops_in_order_leads_nothing_when_it_is_gone(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        topic = await group[1].topics.create("orders", partitions=3, replication=3)
+        await group[2].stop()
+        # It was waited for: nobody saw a partition without a leader.
+        assert all(state.leader in (1, 3) for state in states(group[1], topic))
+        await group.until(lambda: 2 not in group[1].view.nodes)
+        await group[2].start()
+        assert not leads(group[2], topic)
+
+
+async def test_preferred_leaders_lead_again_after_a_while(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path, leader_balance_ms=1) as group:
+        topic = await group[1].topics.create("orders", partitions=3, replication=3)
+        await group[2].stop()
+        await group.until(lambda: 2 not in group[1].view.live)
+        await group[2].start()
+        moved = next(index for index, state in enumerate(states(group[1], topic)) if state.preferred == 2)
+        key = (topic.topic_id, PartitionIndex(moved))
+        # Nobody replicates here, so the node is put back in sync by hand.
+        versioned = group[1].view.states[key]
+        back = PartitionState(
+            replicas=versioned.state.replicas,
+            leader=versioned.state.leader,
+            leader_epoch=versioned.state.leader_epoch,
+            in_sync=versioned.state.replicas,
+        )
+        where = keys.partition_key(key)
+        changed = EmbeddedStore(group.service, group.clock)
+        assert await changed.change([Put(where, back.to_json())], [Expect(where, versioned.revision)])
+        await group.until(lambda: moved in leads(group[2], topic))
+
+
+async def test_leaders_are_elected_on_request(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        topic = await group[1].topics.create("orders", partitions=1, replication=3, placement={0: ALL})
+        with pytest.raises(ElectionNotNeeded):
+            await group[2].topics.elect(topic, 0)
+        with pytest.raises(ElectionNotNeeded):
+            await group[2].topics.elect(topic, 0, unclean=True)
+        await group[1].kill()
+        await group.until(lambda: states(group[2], topic)[0].leader == 2)
+        with pytest.raises(PreferredUnavailable):
+            await group[2].topics.elect(topic, 0)
+        await group[2].kill()
+        await group[3].kill()
+        # Whoever is in sync is dead, so the one that comes back has to be made leader by somebody who accepts the loss.
+        await group[1].start()
+        await group.until(lambda: states(group[1], topic)[0].leader in (-1, 1))
+        if states(group[1], topic)[0].leader == -1:
+            await group[1].topics.elect(topic, 0, unclean=True)
+        assert states(group[1], topic)[0].in_sync == (1,)
+        with pytest.raises((ElectionNotNeeded, EligibleUnavailable)):
+            await group[1].topics.elect(topic, 0, unclean=True)
+
+
+async def test_a_machine_that_went_down_is_not_trusted_until_it_has_caught_up(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        topic = await group[1].topics.create("orders", partitions=3, replication=3)
+        alone = await group[1].topics.create("alone", partitions=1, replication=1, placement={0: (NodeId(3),)})
+        epochs = [state.leader_epoch for state in states(group[1], alone)]
+        await group[3].crash()
+        await group[3].start()
+        assert all(3 not in (*state.in_sync, *state.eligible) for state in states(group[3], topic))
+        # What only it has it leads all the same, in a later epoch.
+        await group.until(lambda: leads(group[3], alone) == {0})
+        assert states(group[3], alone)[0].leader_epoch > epochs[0]
+
+
+async def test_an_empty_folder_is_not_trusted(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        topic = await group[1].topics.create("orders", partitions=3, replication=3)
+        await group[2].stop()
+        group.nodes[2] = GroupNode(group, 2)
+        await group[2].start()
+        assert all(2 not in (*state.in_sync, *state.eligible) for state in states(group[2], topic))
+
+
+async def test_a_process_that_was_killed_is_trusted_as_it_was(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        topic = await group[1].topics.create("orders", partitions=1, replication=1, placement={0: (NodeId(3),)})
+        await group[3].kill()
+        await group.until(lambda: states(group[1], topic)[0].leader == -1)
+        await group[3].start()
+        await group.until(lambda: leads(group[3], topic) == {0})
+        assert states(group[3], topic)[0].in_sync == (3,)
+
+
+async def test_a_second_node_with_the_same_id_is_refused(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path, nodes=2) as group:
+        twin = GroupNode(group, 2)
+        with pytest.raises(NodeIdTaken, match="node-2:9092"):
+            await twin.start()
+        await twin.kill()
+        assert set(group[1].view.live) == {1, 2}
+
+
+async def test_a_controller_that_lost_its_place_changes_nothing_any_more(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        first = group[1].view.controller
+        door = EmbeddedStore(group.service, group.clock)
+        await door.change([Delete(keys.CONTROLLER)])
+        await group.until(lambda: group[1].view.controller_revision > 0 and group[1].view.controller is not None)
+        assert first is not None
+        topic = await group[1].topics.create("orders", partitions=3, replication=3)
+        assert len(states(group[1], topic)) == 3
+        assert all(node.failed is None for node in group.nodes.values())
+
+
+async def test_without_a_deletion_record_files_stay(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path, nodes=1) as group:
+        topic = await group[1].topics.create("orders", partitions=2)
+        door = EmbeddedStore(group.service, group.clock)
+        await door.change([Delete(keys.topic_key(topic.topic_id))])
+        await group.until(lambda: group[1].topics.get("orders") is None)
+        assert any(str(topic.topic_id) in name for name in group[1].files.names("/data/partitions"))
