@@ -51,12 +51,14 @@ class FetchLimits:
 class _Followed:
     """One partition that is fetched here."""
 
-    __slots__ = ("asked_epoch", "failures", "held", "partition")
+    __slots__ = ("asked_epoch", "failures", "held", "is_damaged", "partition")
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
         self.asked_epoch: Epoch = NO_EPOCH
         """The leader epoch in which it was last asked for, which is the one that an answer is for."""
+        self.is_damaged = False
+        """Whether its disk lost something that the leader was told of and that it does not fetch anew yet."""
         self.failures = 0
         self.held: asyncio.TimerHandle | None = None
         """While it is not asked for, because something went wrong with it."""
@@ -114,7 +116,7 @@ class ReplicaFetcher:
         if followed is None or followed.partition is not partition:
             self.leave(key)
             followed = self._followed[key] = _Followed(partition)
-        elif followed.asked_epoch == partition.leader_epoch and followed.held is None:
+        elif followed.asked_epoch == partition.leader_epoch and followed.held is None and not followed.is_damaged:
             return
         followed.failures = 0
         self._release(key, followed)
@@ -223,8 +225,9 @@ class ReplicaFetcher:
         wanted: dict[PartitionKey, ReplicaPosition] = {}
         for key in changed:
             followed = self._followed[key]
-            wanted[key] = self._position(followed)
-            followed.asked_epoch = followed.partition.leader_epoch
+            wanted[key] = position = self._position(followed.partition)
+            followed.asked_epoch = position.leader_epoch
+            followed.is_damaged = position.offset < followed.partition.log.end_offset
         return ReplicaFetch(
             node=self._me,
             registration=self._session_registration,
@@ -236,15 +239,16 @@ class ReplicaFetcher:
             forgotten=tuple(forgotten) if self._session_id != NO_SESSION else (),
         )
 
-    def _position(self, followed: _Followed) -> ReplicaPosition:
-        partition = followed.partition
-        log = partition.log
+    def _position(self, partition: Partition) -> ReplicaPosition:
+        """Where a replica is. One that has lost something says so and asks for nothing, as it could not append it."""
+        log, offset = partition.log, partition.has_until
+        is_whole = offset == log.end_offset
         return ReplicaPosition(
-            offset=log.end_offset,
-            last_epoch=log.latest_epoch,
+            offset=offset,
+            last_epoch=log.latest_epoch if is_whole else log.epochs.epoch_at(offset - 1),
             leader_epoch=partition.leader_epoch,
             log_start=log.start_offset,
-            max_bytes=self._limits.partition_bytes_max,
+            max_bytes=self._limits.partition_bytes_max if is_whole else 0,
         )
 
     # -- answers --------------------------------------------------------------------------------------------
@@ -296,6 +300,8 @@ class ReplicaFetcher:
             partition.truncate(answer.diverging, leader_epoch=epoch)
             self._changed[key] = None
             return None
+        if followed.is_damaged:
+            raise LogUnavailable(f"{partition.log.partition} waits to fetch anew what its disk lost")
         stored = partition.append_fetched(
             answer.records, leader_epoch=epoch, high_watermark=answer.high_watermark, log_start=answer.log_start
         )

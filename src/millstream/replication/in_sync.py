@@ -11,7 +11,8 @@ The rules, each of which a planted bug in the simulation breaks:
 - Only what follows the current leader epoch counts, so everybody's position is unknown when an epoch begins.
 - The high watermark stands still while fewer are in sync than `min.insync.replicas` asks for, and while the store names
   replicas that are eligible because of that. So those have everything that was ever acknowledged.
-- A replica joins only when it has everything below the high watermark and below the start of this leader's epoch.
+- A replica joins only when it has everything below the high watermark and below the start of this leader's epoch. One
+  that is found to have less has lost something: it leaves at once, and is not eligible either.
 - A change ends only when the store shows a later revision than the one it was asked for, or refuses it for certain. A
   change that was given up on may otherwise still arrive there and be carried out.
 """
@@ -160,9 +161,11 @@ class InSync:
         """Whether it is worth to look for a change now that a follower has fetched."""
         if self.pending is not None:
             return False
-        return self.state.eligible != () or (
-            node not in self.state.in_sync and self._has_caught_up(node, high_watermark, anybody)
-        )
+        if self.state.eligible:
+            return True
+        if node in self.state.in_sync:
+            return self._has_lost(node, high_watermark)
+        return self._has_caught_up(node, high_watermark, anybody)
 
     def wanted(
         self, *, end: Offset, high_watermark: Offset, now: float, lag_s: float, may_join: MayJoin = anybody
@@ -172,7 +175,9 @@ class InSync:
             return None
         state = self.state
         kept = {
-            node for node in state.in_sync if node == self._me or not self._lags(node, end=end, now=now, lag_s=lag_s)
+            node
+            for node in state.in_sync
+            if not self._has_lost(node, high_watermark) and not self._lags(node, end=end, now=now, lag_s=lag_s)
         } | {self._me}
         joined = {
             node
@@ -184,7 +189,9 @@ class InSync:
         eligible: tuple[NodeId, ...] = ()
         if len(in_sync) < self.min_in_sync:
             left = {*state.eligible, *state.in_sync} - members
-            eligible = tuple(node for node in state.replicas if node in left)
+            eligible = tuple(
+                node for node in state.replicas if node in left and not self._has_lost(node, high_watermark)
+            )
         if set(in_sync) == set(state.in_sync) and eligible == state.eligible:
             return None
         registrations = {node: self._followers[node].registration for node in joined if node != self._me}
@@ -211,9 +218,13 @@ class InSync:
 
     # -- inside ---------------------------------------------------------------------------------------------
 
+    def _has_lost(self, node: NodeId, high_watermark: Offset) -> bool:
+        follower = self._followers.get(node)
+        return follower is not None and UNKNOWN_POSITION < follower.offset < high_watermark
+
     def _lags(self, node: NodeId, *, end: Offset, now: float, lag_s: float) -> bool:
         follower = self._followers.get(node)
-        return follower is None or follower.lags(end=end, now=now, lag_s=lag_s)
+        return follower is not None and follower.lags(end=end, now=now, lag_s=lag_s)
 
     def _has_caught_up(self, node: NodeId, high_watermark: Offset, may_join: MayJoin) -> bool:
         follower = self._followers.get(node)

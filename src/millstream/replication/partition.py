@@ -524,15 +524,24 @@ class Partition:
             self.log.truncate_to(point)
         self._cut_waiting()
 
+    @property
+    def has_until(self) -> Offset:
+        """Up to where this replica has everything: the end of its log, or the first that its disk lost."""
+        log = self.log
+        return Offset(max(log.damage[0][0], log.start_offset)) if log.lost else log.end_offset
+
     def cut_damage(self) -> None:
-        """Cut a log where it has lost something, to fetch that anew; not while anybody counts on what is left."""
+        """Cut a log where it has lost something, to fetch that anew; not while anybody counts on what is left.
+
+        The leader hears of it by `has_until`, and then sees to it that nobody does.
+        """
         state, log = self.state, self.log
         if not log.lost or self.follows is None or state is None or self._me in (*state.in_sync, *state.eligible):
             return
-        first = Offset(max(log.damage[0][0], log.start_offset))
+        first = self.has_until
         _logger.warning(
             "a log has lost something and is fetched anew from there",
-            extra={"partition": str(log.partition), "from": first, "to": log.end_offset},
+            extra={"partition": str(log.partition), "first": first, "end": log.end_offset},
         )
         log.truncate_to(first)
         self._cut_waiting()

@@ -239,3 +239,19 @@ async def test_many_partitions_share_one_fetch_and_one_change() -> None:
         await asyncio.gather(*(group.partition(1, index).append(a_batch(b"x")) for index in range(count)))
         assert len(group.nodes[ONE].follower_fetch) == 2
         assert all(group.partition(2, index).log.end_offset == 1 for index in range(count))
+
+
+async def test_what_the_disk_of_a_follower_lost_is_fetched_anew(group: ReplicaGroup) -> None:
+    leader = await leads(group, 1)
+    for number in range(20):
+        await leader.append(a_batch(b"value %d" % number))
+    node = group.nodes[TWO]
+    await node.kill()
+    path = next(path for path in node.files.walk() if path.endswith(".log"))
+    node.files.flip_bit(path, len(node.files.content(path)) // 2, 3)
+    await node.start()
+    damaged = group.partition(2)
+    assert damaged.log.damage
+    await until(lambda: content(damaged) == content(leader) if not damaged.log.damage else False)
+    await until(lambda: leader.state is not None and set(leader.state.in_sync) == {ONE, TWO, THREE})
+    assert (await leader.append(a_batch(b"after"))).base_offset == 20

@@ -139,6 +139,21 @@ class TestChanges:
         )
         assert refused is None
 
+    def test_who_lacks_what_was_acknowledged_has_lost_it_and_leaves_at_once(self) -> None:
+        in_sync = leading(state(A, B, C))
+        fetched(in_sync, B, 100)
+        fetched(in_sync, C, 100)
+        fetched(in_sync, C, 40)
+        assert in_sync.may_want_change(C, Offset(100))
+        change = wanted(in_sync, high_watermark=100)
+        assert change is not None
+        assert change.state == state(A, B)
+        alone = leading(state(A, C))
+        fetched(alone, C, 40)
+        change = wanted(alone, high_watermark=100)
+        assert change is not None
+        assert change.state == state(A)
+
     def test_strangers_are_not_counted(self) -> None:
         in_sync = leading(state(A, B))
         assert not in_sync.fetched(NodeId(9), Offset(5), end=Offset(5), now=0.0, registration=1)
