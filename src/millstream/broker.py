@@ -176,10 +176,12 @@ class Broker:
         if not config.catalog:
             raise InvalidSetting("with --etcd, all nodes share one catalog: give --catalog postgresql://…")
         try:
-            address = EtcdAddress.parse(config.etcd)
-        except ValueError as error:
-            raise InvalidSetting(str(error)) from error
-        coordination = EtcdStore(address, config.cluster, self._clock)
+            address = EtcdAddress.parse(
+                config.etcd, ca=config.etcd_ca, certificate=config.etcd_certificate, key=config.etcd_key
+            )
+            coordination = EtcdStore(address, config.cluster, self._clock)
+        except (ValueError, OSError) as error:
+            raise InvalidSetting(f"etcd cannot be asked: {error}") from error
         self._undo.push_async_callback(coordination.close)
         catalog = Catalog(config.catalog)
         self._undo.callback(catalog.close)

@@ -48,6 +48,15 @@ class Config:
         "",
         "URLs of the etcd that the cluster's nodes agree through, separated by commas; empty means a single node.",
     )
+    etcd_ca: str = setting(
+        "etcd-ca",
+        "",
+        "File with the authority that signed etcd's certificate; empty means those that the machine trusts.",
+    )
+    etcd_certificate: str = setting(
+        "etcd-certificate", "", "File with this node's certificate, where etcd asks for one."
+    )
+    etcd_key: str = setting("etcd-key", "", "File with the private key of `etcd-certificate`.")
     cluster: str = setting("cluster", "millstream", "The name of the cluster, under which its nodes meet in etcd.")
     catalog: str = setting(
         "catalog",

@@ -20,30 +20,34 @@ class EtcdAddress:
     """`host:port` of each member."""
     encrypted: bool = False
     user: str | None = None
-    password: str | None = None
-    ca: Path | None = None
+    password: str = ""
+    ca: str = ""
     """File with the authority that signed etcd's certificate; without it, those that the machine trusts."""
-    certificate: Path | None = None
+    certificate: str = ""
     """File with this node's certificate, where etcd asks for one; `key` has its private key."""
-    key: Path | None = None
+    key: str = ""
 
     @classmethod
-    def parse(cls, urls: str, **options: Any) -> EtcdAddress:
+    def parse(cls, urls: str, *, ca: str = "", certificate: str = "", key: str = "") -> EtcdAddress:
         """Several URLs with commas in between; a user and password may be in the first."""
         parts = [urlsplit(text.strip()) for text in urls.split(",") if text.strip()]
         if not parts or any(part.scheme not in _SCHEMES or not part.hostname for part in parts):
             raise ValueError(f"etcd's addresses look like http://host:2379,http://other:2379, not {urls!r}")
         if len({part.scheme for part in parts}) > 1:
             raise ValueError(f"either all of etcd's addresses are https or none, not {urls!r}")
-        if parts[0].username:
-            login = {"user": unquote(parts[0].username), "password": unquote(parts[0].password or "")}
-            options = login | {name: value for name, value in options.items() if value is not None}
-        endpoints = tuple(part.netloc.rpartition("@")[2] for part in parts)
-        return cls(endpoints=endpoints, encrypted=parts[0].scheme == "https", **options)
+        return cls(
+            endpoints=tuple(part.netloc.rpartition("@")[2] for part in parts),
+            encrypted=parts[0].scheme == "https",
+            user=unquote(parts[0].username) if parts[0].username else None,
+            password=unquote(parts[0].password or ""),
+            ca=ca,
+            certificate=certificate,
+            key=key,
+        )
 
     def credentials(self) -> Any:
         """What gRPC needs for an encrypted channel; None for a plain one."""
         if not self.encrypted:
             return None
-        contents = (None if path is None else path.read_bytes() for path in (self.ca, self.key, self.certificate))
+        contents = (Path(name).read_bytes() if name else None for name in (self.ca, self.key, self.certificate))
         return grpc.ssl_channel_credentials(*contents)

@@ -181,7 +181,7 @@ class EtcdMembers:
 
     def login(self) -> Any:
         """The request that gets a token."""
-        return rpc.AuthenticateRequest(name=self.address.user, password=self.address.password or "")
+        return rpc.AuthenticateRequest(name=self.address.user, password=self.address.password)
 
     def use_token(self, token: str) -> None:
         """Take over a token that was got elsewhere; none makes the next request log in anew."""

@@ -53,8 +53,8 @@ class EncryptedEtcdServer(EtcdServer):
             "listen-metrics-urls": f"http://127.0.0.1:{self._health_port}",
         }
 
-    def _file(self, name: str) -> Path:
-        return self.folder / name
+    def _file(self, name: str) -> str:
+        return str(self.folder / name)
 
 
 def _make_certificates(folder: Path) -> None:

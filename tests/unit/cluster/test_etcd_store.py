@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing
-from pathlib import Path
 
 import pytest
 from aetcd import rpc
@@ -279,8 +278,8 @@ def test_addresses_that_cannot_be_are_refused(urls: str) -> None:
 
 
 def test_addresses_are_taken_apart() -> None:
-    address = EtcdAddress.parse(" https://a:1 ,https://[::1]:2/", ca=Path("ca.pem"))
+    address = EtcdAddress.parse(" https://a:1 ,https://[::1]:2/", ca="ca.pem")
     assert address.endpoints == ("a:1", "[::1]:2")
     assert address.encrypted
-    assert address.ca == Path("ca.pem")
-    assert EtcdAddress.parse("http://u:p@a:1", user="v").user == "v"
+    assert address.ca == "ca.pem"
+    assert EtcdAddress.parse("http://u:p%40@a:1").password == "p@"
