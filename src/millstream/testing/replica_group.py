@@ -20,7 +20,7 @@ from millstream.cluster.embedded_store import EmbeddedStore
 from millstream.cluster.replica_fetcher import FetchLimits
 from millstream.cluster.replicas import Replicas, ReplicaSettings
 from millstream.cluster.store import Event, Expect, Put
-from millstream.kafka.apis.follower_fetch import FollowerFetch
+from millstream.kafka.follower_fetch import FollowerFetch
 from millstream.log.store import LogStore
 from millstream.model.clock import Clock, SystemClock
 from millstream.model.errors import BrokerUnreachable, StoreUnavailable, UnknownTopicId

@@ -12,7 +12,7 @@ from uuid import UUID
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.kafka.apis.follower_fetch import BYTES_MIN, FollowerFetch
+from millstream.kafka.follower_fetch import BYTES_MIN, FollowerFetch
 from millstream.log.store import LogStore
 from millstream.model.errors import ProtocolViolation, UnknownTopicId
 from millstream.model.ids import NO_EPOCH, Epoch, NodeId, Offset, PartitionIndex

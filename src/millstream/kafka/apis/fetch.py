@@ -22,7 +22,6 @@ from kio.schema.errors import ErrorCode
 
 from millstream.cluster.topics import Topics
 from millstream.kafka.api import ClientInfo
-from millstream.kafka.apis.follower_fetch import FollowerFetch
 from millstream.kafka.errors import error_code
 from millstream.kafka.fetch_session import (
     FIRST_EPOCH,
@@ -32,6 +31,7 @@ from millstream.kafka.fetch_session import (
     PartitionKey,
     Position,
 )
+from millstream.kafka.follower_fetch import FollowerFetch
 from millstream.kafka.quota_meter import QuotaMeter
 from millstream.model.errors import MillstreamError
 from millstream.model.ids import Offset

@@ -1,4 +1,4 @@
-"""Fetch (key 1) by a follower, versions 15 to 18: what replication stands on.
+"""Fetch by a follower, versions 15 to 18: what replication stands on.
 
 Fetch hands a request over that names a replica. It reads up to the end of the log, not only to the high watermark, and
 what it asks for tells the leader how far the follower has got. Only nodes that carry a replica may; the leader epoch
