@@ -1,0 +1,263 @@
+"""Three nodes as one cluster, with etcd, PostgreSQL and an unmodified client: nodes die, stop and come back."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartition
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    ResourceType,
+)
+from confluent_kafka.cimpl import NewPartitions, NewTopic
+
+from millstream.testing.etcd_server import EtcdServer
+from millstream.testing.postgres_server import PostgresServer
+from millstream.testing.server_group import ServerGroup
+
+WAIT_S = 60.0
+SETTINGS = {"group-initial-delay-ms": 100, "leader-balance-ms": 500, "lease-ms": 2000, "group-session-min-ms": 1000}
+
+
+@pytest.fixture(scope="module")
+def running(
+    tmp_path_factory: pytest.TempPathFactory, etcd: EtcdServer, postgres: PostgresServer
+) -> Iterator[ServerGroup]:
+    """One cluster for all tests of this module."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with ServerGroup(folder, etcd.url, postgres.new_database(), settings=SETTINGS) as started:
+        yield started
+
+
+@pytest.fixture
+def cluster(running: ServerGroup) -> ServerGroup:
+    """The cluster with all its nodes."""
+    running.start()
+    admin = AdminClient({"bootstrap.servers": running.kafka, "log_level": 0})
+    until(lambda: len(admin.list_topics(timeout=WAIT_S).brokers) == 3)
+    return running
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.05)
+
+
+def create(cluster: ServerGroup, topic: str, partitions: int = 3) -> AdminClient:
+    admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
+    admin.create_topics([NewTopic(topic, partitions, 3)], operation_timeout=WAIT_S)[topic].result()
+    return admin
+
+
+def leader_of(cluster: ServerGroup, topic: str, partition: int = 0) -> int:
+    admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
+    return int(admin.list_topics(topic, timeout=WAIT_S).topics[topic].partitions[partition].leader)
+
+
+def in_sync(admin: AdminClient, topic: str) -> bool:
+    described = admin.list_topics(topic, timeout=WAIT_S).topics[topic].partitions.values()
+    return all(len(partition.isrs) == 3 and partition.leader >= 0 for partition in described)
+
+
+class Load:
+    """An idempotent producer that notes what was acknowledged, and every error that reached it."""
+
+    def __init__(self, cluster: ServerGroup, topic: str) -> None:
+        self._topic = topic
+        self.sent = 0
+        self.acknowledged: list[bytes] = []
+        self.errors: list[KafkaError] = []
+        self._producer = Producer(
+            {
+                "bootstrap.servers": cluster.kafka,
+                "log_level": 0,
+                "enable.idempotence": True,
+                "linger.ms": 2,
+                "message.timeout.ms": int(WAIT_S * 1000),
+            }
+        )
+
+    def run(self, enough: Callable[[], bool]) -> None:
+        """Produce to all partitions until it is enough."""
+        while not enough():
+            value = b"%d" % self.sent
+            self._producer.produce(self._topic, value, key=value, on_delivery=self._delivered)
+            self.sent += 1
+            self._producer.poll(0.002)
+
+    def more(self, number: int) -> None:
+        """Produce until so many more are acknowledged."""
+        goal = len(self.acknowledged) + number
+        deadline = time.monotonic() + WAIT_S
+        self.run(lambda: len(self.acknowledged) >= goal or time.monotonic() > deadline)
+        assert len(self.acknowledged) >= goal
+
+    def finish(self) -> None:
+        """Wait for everything that is on its way."""
+        assert self._producer.flush(WAIT_S) == 0
+
+    def _delivered(self, error: KafkaError | None, message: Message) -> None:
+        if error is not None:
+            self.errors.append(error)
+        else:
+            self.acknowledged.append(message.value() or b"")
+
+
+def read_all(cluster: ServerGroup, topic: str, partitions: int = 3) -> list[bytes]:
+    """Everything in a topic, without a group."""
+    consumer = Consumer(
+        {"bootstrap.servers": cluster.kafka, "log_level": 0, "group.id": "unused", "enable.partition.eof": True}
+    )
+    consumer.assign([TopicPartition(topic, partition, 0) for partition in range(partitions)])
+    found: list[bytes] = []
+    ended: set[int] = set()
+    deadline = time.monotonic() + WAIT_S
+    while len(ended) < partitions:
+        assert time.monotonic() < deadline
+        for message in consumer.consume(1000, 0.5):
+            if message.error() is None:
+                found.append(message.value() or b"")
+            elif (error := message.error()) is not None and error.code() == KafkaError._PARTITION_EOF:
+                ended.add(message.partition() or 0)
+    consumer.close()
+    return found
+
+
+def check_nothing_lost_or_doubled(cluster: ServerGroup, topic: str, load: Load) -> None:
+    load.finish()
+    assert load.errors == []
+    assert Counter(read_all(cluster, topic)) == Counter(load.acknowledged)
+
+
+def test_nothing_is_lost_or_doubled_when_the_leader_is_killed(cluster: ServerGroup, topic: str) -> None:
+    admin = create(cluster, topic)
+    load = Load(cluster, topic)
+    load.more(200)
+    killed = leader_of(cluster, topic)
+    cluster[killed].kill()
+    load.more(500)
+    assert leader_of(cluster, topic) != killed
+    cluster[killed].start()
+    load.run(lambda: in_sync(admin, topic))
+    load.more(200)
+    check_nothing_lost_or_doubled(cluster, topic, load)
+
+
+def test_a_rolling_restart_is_no_error_for_a_client(cluster: ServerGroup, topic: str) -> None:
+    admin = create(cluster, topic)
+    load = Load(cluster, topic)
+    load.more(100)
+    for node in cluster:
+        assert node.stop() == 0
+        load.more(100)
+        node.start()
+        load.run(lambda: in_sync(admin, topic))
+    check_nothing_lost_or_doubled(cluster, topic, load)
+
+
+def test_a_group_goes_on_when_its_coordinator_is_killed(cluster: ServerGroup, topic: str) -> None:
+    admin = create(cluster, topic)
+    load = Load(cluster, topic)
+    load.more(200)
+    settings = {
+        "bootstrap.servers": cluster.kafka,
+        "log_level": 0,
+        "group.id": f"{topic}-group",
+        "auto.offset.reset": "earliest",
+        "enable.auto.commit": False,
+        "session.timeout.ms": 10_000,
+    }
+    member = Consumer(settings)
+    member.subscribe([topic])
+    seen: list[bytes] = []
+
+    def take() -> int:
+        seen.extend(one.value() or b"" for one in member.consume(500, 0.2) if one.error() is None)
+        return len(set(seen))
+
+    until(lambda: take() >= 200)
+    member.commit(asynchronous=False)
+    described = admin.describe_consumer_groups([f"{topic}-group"])[f"{topic}-group"].result()
+    coordinator = described.coordinator.id
+    cluster[coordinator].kill()
+    load.more(300)
+    until(lambda: take() >= 500)
+    until(lambda: _commits(member))
+    load.finish()
+    until(lambda: take() >= len(load.acknowledged))
+    until(lambda: _commits(member))
+    member.close()
+    cluster[coordinator].start()
+
+    again = Consumer({**settings, "auto.offset.reset": "error"})
+    committed = again.committed([TopicPartition(topic, partition) for partition in range(3)], timeout=WAIT_S)
+    assert sum(one.offset for one in committed) == len(load.acknowledged)
+    again.close()
+    assert load.errors == []
+
+
+def _commits(member: Consumer) -> bool:
+    try:
+        member.commit(asynchronous=False)
+    except Exception:
+        # Until the new coordinator has read its state back.
+        return False
+    return True
+
+
+def test_topics_are_administered_through_any_node(cluster: ServerGroup, topic: str) -> None:
+    doors = [AdminClient({"bootstrap.servers": node.kafka, "log_level": 0}) for node in cluster]
+    doors[0].create_topics([NewTopic(topic, 2, 3)], operation_timeout=WAIT_S)[topic].result()
+    for door in doors:
+        until(lambda door=door: topic in door.list_topics(timeout=WAIT_S).topics)  # type: ignore[misc]
+    doors[1].create_partitions([NewPartitions(topic, 5)], operation_timeout=WAIT_S)[topic].result()
+    until(lambda: len(doors[2].list_topics(topic, timeout=WAIT_S).topics[topic].partitions) == 5)
+    entry = ConfigEntry("retention.ms", "123456", incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
+    doors[2].incremental_alter_configs([resource])[resource].result()
+    asked = ConfigResource(ResourceType.TOPIC, topic)
+
+    def settings() -> dict[str, str]:
+        return {name: entry.value for name, entry in doors[0].describe_configs([asked])[asked].result().items()}
+
+    until(lambda: settings()["retention.ms"] == "123456")
+    assert settings()["min.insync.replicas"] == "2"
+    assert settings()["flush"] == "os"
+    described = doors[0].list_topics(topic, timeout=WAIT_S).topics[topic].partitions
+    assert Counter(partition.leader for partition in described.values()).keys() == {1, 2, 3}
+    assert doors[0].list_topics(timeout=WAIT_S).controller_id in (1, 2, 3)
+    doors[1].delete_topics([topic], operation_timeout=WAIT_S)[topic].result()
+    for door in doors:
+        until(lambda door=door: topic not in door.list_topics(timeout=WAIT_S).topics)  # type: ignore[misc]
+
+
+def get(cluster: ServerGroup, path: str) -> str:
+    try:
+        with urllib.request.urlopen(f"http://{cluster[1].http}{path}") as answer:
+            return str(answer.read().decode())
+    except urllib.error.HTTPError as error:
+        with error:
+            return str(error.read().decode())
+    except OSError as error:
+        # The gateway starts a little after the node.
+        return str(error)
+
+
+def test_health_tells_how_the_cluster_is(cluster: ServerGroup, topic: str) -> None:
+    create(cluster, topic)
+    until(lambda: get(cluster, "/readyz").startswith('{"status":"ready"'))
+    metrics = get(cluster, "/metrics")
+    assert "millstream_nodes 3.0" in metrics
+    assert "millstream_node_fenced 0.0" in metrics
+    assert "millstream_partitions_without_leader 0.0" in metrics
