@@ -27,6 +27,8 @@ from millstream.wire.replica_fetching import PartitionKey
 
 _logger = logging.getLogger(__name__)
 
+RESTART_S = 1.0
+
 
 def not_registered() -> int:
     """For nodes without registrations: nothing is expected of who joins."""
@@ -108,15 +110,20 @@ class Replicas:
         task.add_done_callback(lambda done: self._ended(what, done))
 
     def _ended(self, what: object, task: asyncio.Task[None]) -> None:
-        """No part of this ends by itself, so an end is a defect; the part begins anew."""
+        """No part of this ends by itself, so an end is a defect; the part begins anew after a moment."""
         if task.cancelled() or not self._running or self._tasks.get(what) is not task:
             return
         _logger.error("a part of replication died; it starts again", exc_info=task.exception())
         del self._tasks[what]
+        asyncio.get_running_loop().call_later(RESTART_S, self._start_again, what, task.get_name())
+
+    def _start_again(self, what: object, name: str) -> None:
+        if not self._running or what in self._tasks:
+            return
         if isinstance(what, ReplicaFetcher) and self._fetchers.get(what.leader) is what:
-            self._spawn(what, what.run(), task.get_name())
+            self._spawn(what, what.run(), name)
         elif what is self._writer:
-            self._spawn(what, self._writer.run(), task.get_name())
+            self._spawn(what, self._writer.run(), name)
 
     # -- what the cluster has agreed on ---------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ class Told:
             self.future.set_result(None)
         else:
             self.future.set_exception(error)
+            # Whoever waits hears of it; if nobody does any more, nothing is to be said.
+            self.future.exception()
 
 
 Waiting = deque[tuple[Offset, AcknowledgementListener]]

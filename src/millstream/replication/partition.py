@@ -220,6 +220,11 @@ class Partition:
             raise FencedLeaderEpoch(f"{self.log.partition} is at leader epoch {self.leader_epoch}, not {epoch}")
         raise UnknownLeaderEpoch(f"{self.log.partition} is only at leader epoch {self.leader_epoch}, not {epoch}")
 
+    def delete_before(self, offset: Offset) -> None:
+        """Let the log begin at an offset, here and then on the followers."""
+        self.log.delete_before(offset)
+        self._tell_listeners()
+
     def listen(self, listener: AdvanceListener) -> None:
         """Tell `listener` about every advance until `forget`."""
         self._listeners[listener] = None

@@ -77,5 +77,5 @@ class DeleteRecords(Api[DeleteRecordsRequest, DeleteRecordsResponse]):
                 end=end,
             )
         if before > partition.log_start:
-            partition.log.delete_before(before)
+            partition.delete_before(before)
         return partition.log_start
