@@ -64,7 +64,10 @@ class Catalog:
         catalog = cls(f"sqlite:///{path}", reserve=data / "catalog.reserve")
         try:
             catalog.prepare()
-        except DatabaseError as error:
+        except BaseException as error:
+            catalog.close()
+            if not isinstance(error, DatabaseError):
+                raise
             raise DataFolderInvalid(
                 f"the catalog {path} cannot be read ({error.orig}); "
                 "restore it from a backup or start with another --data"
@@ -76,8 +79,7 @@ class Catalog:
         """Open the catalog of a cluster, creating its tables if this is the first node that comes."""
         catalog = cls(url)
         try:
-            with catalog._asking("opened"):
-                catalog.prepare()
+            catalog.prepare()
         except BaseException:
             catalog.close()
             raise
@@ -85,6 +87,14 @@ class Catalog:
 
     def prepare(self) -> None:
         """Create the tables of a new catalog, or bring those of an older Millstream up to date."""
+        if not self._shared:
+            self._prepare()
+            self._reserve.fill()
+            return
+        with self._asking("opened"):
+            self._prepare()
+
+    def _prepare(self) -> None:
         with self._engine.begin() as connection:
             if self._shared:
                 connection.execute(text(f"SELECT pg_advisory_xact_lock({_PREPARE_LOCK})"))
@@ -97,7 +107,6 @@ class Catalog:
             else:
                 _upgrade(connection, found)
             self.cluster_id = _about(connection, _CLUSTER_ID) or ""
-        self._reserve.fill()
 
     def topics(self) -> list[Topic]:
         """Every topic, by name."""
@@ -120,10 +129,6 @@ class Catalog:
                 )
         except IntegrityError as error:
             raise TopicExists(f"topic {topic.name!r} exists already") from error
-
-    def change_topic(self, topic: Topic) -> None:
-        """Store the partitions and overrides of a topic that exists."""
-        self.alter_topic(topic.topic_id, lambda _: topic)
 
     def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
         """Store the partitions and overrides that `change` gives a topic, worked out from what is declared now.
