@@ -1,4 +1,4 @@
-"""One partition of this node, as its leader or as a follower: appends, the high watermark, and everyone who waits.
+"""One partition of this node and its role: appends, the high watermark, and everyone who waits for it to move.
 
 This is the one place where the reply to a producer waits. What this node itself promises of a record follows from the
 topic's `flush` setting: synced offsets under `always`, written ones otherwise. With a single replica that is the high
@@ -12,8 +12,6 @@ Nothing here waits for the network or asks the coordination store: `apply` tells
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import deque
 from typing import NamedTuple
 
 from millstream.log.log import AppendedRange, Log
@@ -29,19 +27,17 @@ from millstream.model.errors import (
     UnknownLeaderEpoch,
 )
 from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
-from millstream.model.partition_state import FIRST_EPOCH, PartitionState, Versioned
+from millstream.model.partition_state import PartitionState, Versioned
 from millstream.model.topic import FLUSH_ALWAYS, Topic, TopicSettings
 from millstream.records.batch import Buffer
-from millstream.replication.acknowledgement import AcknowledgementListener, Told, Waiting, acknowledge
-from millstream.replication.epochs import EpochEnd, diverging_end, truncation_point
+from millstream.replication.acknowledgement import AcknowledgementListener, Told, acknowledge
+from millstream.replication.epochs import EpochEnd, diverging_end
 from millstream.replication.in_sync import NOT_REGISTERED, InSync, InSyncChange, MayJoin, anybody
 from millstream.replication.listeners import AdvanceListener, AppendListener, InSyncKeeper
-
-_logger = logging.getLogger(__name__)
+from millstream.replication.replica import Replica
 
 ACKS_ALL = -1
 ACKS_LEADER = 1
-_NO_REVISION = -1
 _NO_EPOCH_IS_STALE = Epoch(-1)
 
 
@@ -54,8 +50,8 @@ class FollowerRead(NamedTuple):
     log_start: Offset
 
 
-class Partition:
-    """One replica of a partition, whatever its role.
+class Partition(Replica):
+    """One replica of a partition, whatever its role; what it does as a follower is in `Replica`.
 
     `alone` is a partition that no other node carries: it leads from the start, and everything that recovery kept is
     on disk, so all of it may be read. Any other has no role until `apply` gives it one, and knows of nothing that it is
@@ -65,27 +61,13 @@ class Partition:
     __slots__ = (
         "_append_listeners",
         "_clock",
-        "_closed",
         "_in_sync",
         "_is_behind",
         "_listeners",
-        "_me",
-        "_revision",
         "_stale_epoch",
-        "_store",
-        "_waiting",
-        "_waiting_here",
-        "bytes_in",
         "bytes_out",
-        "high_watermark",
         "in_sync_keeper",
-        "index",
-        "is_leader",
-        "leader_epoch",
-        "log",
         "records_in",
-        "state",
-        "topic",
     )
 
     def __init__(
@@ -98,53 +80,22 @@ class Partition:
         alone: bool = True,
         clock: Clock | None = None,
     ) -> None:
-        self.topic = topic
-        self.index = index
-        self.log = log
-        # The epoch lives on in the log, so it never goes back, whatever the catalog says.
-        self.leader_epoch = Epoch(max(FIRST_EPOCH, log.latest_epoch))
-        self.is_leader = alone
-        self.state: PartitionState | None = None
+        super().__init__(topic, index, log, store, alone=alone)
         self.in_sync_keeper: InSyncKeeper | None = None
-        self._revision = _NO_REVISION
         self._stale_epoch = _NO_EPOCH_IS_STALE
-        self._me: NodeId | None = None
         self._in_sync: InSync | None = None
         """The followers, while there are some and this node leads them."""
         self._is_behind = False
         self._clock = clock or SystemClock()
-        self._store = store
-        self._waiting: Waiting = deque()
-        self._waiting_here: Waiting = deque()
-        """Those who wait only for this node: `acks=1`, and a follower that has to sync before it fetches on."""
         # Dictionaries keep an order, so that a simulated run can be repeated.
         self._listeners: dict[AdvanceListener, None] = {}
         self._append_listeners: dict[AppendListener, None] = {}
-        self._closed = False
-        self.bytes_in = 0
         self.bytes_out = 0
         self.records_in = 0
-        self.high_watermark = log.end_offset if alone else log.start_offset
         log.on_synced = self._advance
         log.on_sync_failed = self._fail_waiting
         if not alone:
             log.acknowledged_offset = lambda: self.high_watermark
-
-    @property
-    def promised_offset(self) -> Offset:
-        """Up to where this node itself has the log, as durable as the topic's `flush` asks for."""
-        log = self.log
-        return log.synced_offset if log.settings.flush == FLUSH_ALWAYS else log.end_offset
-
-    @property
-    def log_start(self) -> Offset:
-        """The first offset that can still be read."""
-        return self.log.start_offset
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes on disk."""
-        return self.log.size_bytes
 
     @property
     def last_stable_offset(self) -> Offset:
@@ -254,19 +205,6 @@ class Partition:
 
     # -- roles ----------------------------------------------------------------------------------------------
 
-    @property
-    def revision(self) -> int:
-        """The revision of `state` in the coordination store; -1 before anything is known."""
-        return self._revision
-
-    @property
-    def follows(self) -> NodeId | None:
-        """The node to fetch from; None for a leader, and while nobody leads."""
-        state = self.state
-        if self.is_leader or self._closed or state is None or not state.has_leader or state.leader == self._me:
-            return None
-        return state.leader if self._me in state.replicas else None
-
     def apply(self, versioned: Versioned, *, me: NodeId, inherited: bool = False) -> None:
         """Take over what the coordination store says: lead, follow, or neither. Older revisions change nothing.
 
@@ -316,12 +254,6 @@ class Partition:
         self.high_watermark = min(max(self.high_watermark, self.log.start_offset), self.log.end_offset)
         if was_leader:
             self._fail_waiting(self._not_leader())
-
-    def _not_leader(self) -> NotLeader | PartitionClosed:
-        if self._closed:
-            return PartitionClosed(f"partition {self.log.partition} was closed")
-        leader = f"node {self.state.leader} does" if self.state is not None and self.state.has_leader else "nobody does"
-        return NotLeader(f"this node does not lead {self.log.partition}; {leader}, in epoch {self.leader_epoch}")
 
     @property
     def is_settled(self) -> bool:
@@ -480,97 +412,6 @@ class Partition:
             f"min.insync.replicas asks for {in_sync.min_in_sync}"
         )
 
-    # -- the follower's side --------------------------------------------------------------------------------
-
-    def append_fetched(
-        self, records: Buffer, *, leader_epoch: Epoch, high_watermark: Offset, log_start: Offset
-    ) -> asyncio.Future[None] | None:
-        """Take over what the leader of an epoch gave; the future is done when the next fetch may name it as stored."""
-        self._check_following(leader_epoch)
-        log = self.log
-        if records:
-            log.append_replica(records, leader_epoch=leader_epoch)
-            self.bytes_in += len(records)
-        known = max(min(high_watermark, log.end_offset), log.start_offset)
-        if known > self.high_watermark:
-            self.high_watermark = Offset(known)
-        if log.start_offset < log_start <= log.end_offset:
-            log.delete_before(log_start)
-            self.high_watermark = max(self.high_watermark, log.start_offset)
-        return self.stored()
-
-    def stored(self) -> asyncio.Future[None] | None:
-        """None when all of the log is as durable as the topic asks for, else a future that is done when it is."""
-        if self.promised_offset >= self.log.end_offset:
-            return None
-        told = Told()
-        self._waiting_here.append((self.log.end_offset, told))
-        self._store.sync_soon(self.log)
-        return told.future
-
-    def truncate(self, diverging: EpochEnd, *, leader_epoch: Epoch) -> None:
-        """Cut off what the leader of an epoch does not have; the next fetch shows whether the rest agrees."""
-        self._check_following(leader_epoch)
-        point = truncation_point(self.log, diverging)
-        level = logging.ERROR if point < self.high_watermark else logging.INFO
-        _logger.log(
-            level,
-            "the end of a log differs from its leader's and is cut off",
-            extra={
-                "partition": str(self.log.partition),
-                "from": point,
-                "to": self.log.end_offset,
-                "epoch": leader_epoch,
-            },
-        )
-        if point < self.log.start_offset:
-            self.log.restart_at(point)
-        else:
-            self.log.truncate_to(point)
-        self._cut_waiting()
-
-    @property
-    def has_until(self) -> Offset:
-        """Up to where this replica has everything: the end of its log, or the first that its disk lost."""
-        log = self.log
-        return Offset(max(log.damage[0][0], log.start_offset)) if log.lost else log.end_offset
-
-    def cut_damage(self) -> None:
-        """Cut a log where it has lost something, to fetch that anew; not while anybody counts on what is left.
-
-        The leader hears of it by `has_until`, and then sees to it that nobody does.
-        """
-        state, log = self.state, self.log
-        if not log.lost or self.follows is None or state is None or self._me in (*state.in_sync, *state.eligible):
-            return
-        first = self.has_until
-        _logger.warning(
-            "a log has lost something and is fetched anew from there",
-            extra={"partition": str(log.partition), "first": first, "end": log.end_offset},
-        )
-        log.truncate_to(first)
-        self._cut_waiting()
-
-    def restart_at(self, offset: Offset, *, leader_epoch: Epoch) -> None:
-        """Begin anew where the leader's log begins, since it has nothing any more of what comes next here."""
-        self._check_following(leader_epoch)
-        _logger.warning(
-            "a log ends before its leader's begins, and starts anew there",
-            extra={"partition": str(self.log.partition), "end": self.log.end_offset, "start": offset},
-        )
-        self.log.restart_at(offset)
-        self._cut_waiting()
-
-    def _check_following(self, leader_epoch: Epoch) -> None:
-        if self._closed:
-            raise self._not_leader()
-        if self.is_leader or self.leader_epoch != leader_epoch:
-            raise FencedLeaderEpoch(f"{self.log.partition} is at leader epoch {self.leader_epoch}, not {leader_epoch}")
-
-    def _cut_waiting(self) -> None:
-        self.high_watermark = min(max(self.high_watermark, self.log.start_offset), self.log.end_offset)
-        self._fail_waiting(NotLeader(f"the end of {self.log.partition} was cut off"))
-
     # -- what moves -----------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
@@ -592,8 +433,3 @@ class Partition:
     def _tell_listeners(self) -> None:
         for listener in tuple(self._listeners):
             listener.advanced(self)
-
-    def _fail_waiting(self, error: MillstreamError) -> None:
-        for waiting in (self._waiting, self._waiting_here):
-            while waiting:
-                waiting.popleft()[1].acknowledged(error)

@@ -1,0 +1,192 @@
+"""A replica of a partition, as a follower has it: its log, and how that comes to agree with its leader's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+
+from millstream.log.log import Log
+from millstream.log.store import LogStore
+from millstream.model.errors import FencedLeaderEpoch, MillstreamError, NotLeader, PartitionClosed
+from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.model.partition_state import FIRST_EPOCH, PartitionState
+from millstream.model.topic import FLUSH_ALWAYS, Topic
+from millstream.records.batch import Buffer
+from millstream.replication.acknowledgement import Told, Waiting
+from millstream.replication.epochs import EpochEnd, truncation_point
+
+_logger = logging.getLogger(__name__)
+
+_NO_REVISION = -1
+
+
+class Replica:
+    """The log of a partition on this node, and what was agreed on about it."""
+
+    __slots__ = (
+        "_closed",
+        "_me",
+        "_revision",
+        "_store",
+        "_waiting",
+        "_waiting_here",
+        "bytes_in",
+        "high_watermark",
+        "index",
+        "is_leader",
+        "leader_epoch",
+        "log",
+        "state",
+        "topic",
+    )
+
+    def __init__(self, topic: Topic, index: PartitionIndex, log: Log, store: LogStore, *, alone: bool) -> None:
+        self.topic = topic
+        self.index = index
+        self.log = log
+        # The epoch lives on in the log, so it never goes back, whatever the catalog says.
+        self.leader_epoch = Epoch(max(FIRST_EPOCH, log.latest_epoch))
+        self.is_leader = alone
+        self.state: PartitionState | None = None
+        self.high_watermark = log.end_offset if alone else log.start_offset
+        self.bytes_in = 0
+        self._revision = _NO_REVISION
+        self._me: NodeId | None = None
+        self._store = store
+        self._waiting: Waiting = deque()
+        """Those who wait for the high watermark."""
+        self._waiting_here: Waiting = deque()
+        """Those who wait only for this node: `acks=1`, and a follower that has to sync before it fetches on."""
+        self._closed = False
+
+    @property
+    def promised_offset(self) -> Offset:
+        """Up to where this node itself has the log, as durable as the topic's `flush` asks for."""
+        log = self.log
+        return log.synced_offset if log.settings.flush == FLUSH_ALWAYS else log.end_offset
+
+    @property
+    def log_start(self) -> Offset:
+        """The first offset that can still be read."""
+        return self.log.start_offset
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on disk."""
+        return self.log.size_bytes
+
+    @property
+    def revision(self) -> int:
+        """The revision of `state` in the coordination store; -1 before anything is known."""
+        return self._revision
+
+    @property
+    def follows(self) -> NodeId | None:
+        """The node to fetch from; None for a leader, and while nobody leads."""
+        state = self.state
+        if self.is_leader or self._closed or state is None or not state.has_leader or state.leader == self._me:
+            return None
+        return state.leader if self._me in state.replicas else None
+
+    def _not_leader(self) -> NotLeader | PartitionClosed:
+        if self._closed:
+            return PartitionClosed(f"partition {self.log.partition} was closed")
+        leader = f"node {self.state.leader} does" if self.state is not None and self.state.has_leader else "nobody does"
+        return NotLeader(f"this node does not lead {self.log.partition}; {leader}, in epoch {self.leader_epoch}")
+
+    def _fail_waiting(self, error: MillstreamError) -> None:
+        for waiting in (self._waiting, self._waiting_here):
+            while waiting:
+                waiting.popleft()[1].acknowledged(error)
+
+    # -- the follower's side --------------------------------------------------------------------------------
+
+    def append_fetched(
+        self, records: Buffer, *, leader_epoch: Epoch, high_watermark: Offset, log_start: Offset
+    ) -> asyncio.Future[None] | None:
+        """Take over what the leader of an epoch gave; the future is done when the next fetch may name it as stored."""
+        self._check_following(leader_epoch)
+        log = self.log
+        if records:
+            log.append_replica(records, leader_epoch=leader_epoch)
+            self.bytes_in += len(records)
+        known = max(min(high_watermark, log.end_offset), log.start_offset)
+        if known > self.high_watermark:
+            self.high_watermark = Offset(known)
+        if log.start_offset < log_start <= log.end_offset:
+            log.delete_before(log_start)
+            self.high_watermark = max(self.high_watermark, log.start_offset)
+        return self.stored()
+
+    def stored(self) -> asyncio.Future[None] | None:
+        """None when all of the log is as durable as the topic asks for, else a future that is done when it is."""
+        if self.promised_offset >= self.log.end_offset:
+            return None
+        told = Told()
+        self._waiting_here.append((self.log.end_offset, told))
+        self._store.sync_soon(self.log)
+        return told.future
+
+    def truncate(self, diverging: EpochEnd, *, leader_epoch: Epoch) -> None:
+        """Cut off what the leader of an epoch does not have; the next fetch shows whether the rest agrees."""
+        self._check_following(leader_epoch)
+        point = truncation_point(self.log, diverging)
+        level = logging.ERROR if point < self.high_watermark else logging.INFO
+        _logger.log(
+            level,
+            "the end of a log differs from its leader's and is cut off",
+            extra={
+                "partition": str(self.log.partition),
+                "from": point,
+                "to": self.log.end_offset,
+                "epoch": leader_epoch,
+            },
+        )
+        if point < self.log.start_offset:
+            self.log.restart_at(point)
+        else:
+            self.log.truncate_to(point)
+        self._cut_waiting()
+
+    @property
+    def has_until(self) -> Offset:
+        """Up to where this replica has everything: the end of its log, or the first that its disk lost."""
+        log = self.log
+        return Offset(max(log.damage[0][0], log.start_offset)) if log.lost else log.end_offset
+
+    def cut_damage(self) -> None:
+        """Cut a log where it has lost something, to fetch that anew; not while anybody counts on what is left.
+
+        The leader hears of it by `has_until`, and then sees to it that nobody does.
+        """
+        state, log = self.state, self.log
+        if not log.lost or self.follows is None or state is None or self._me in (*state.in_sync, *state.eligible):
+            return
+        first = self.has_until
+        _logger.warning(
+            "a log has lost something and is fetched anew from there",
+            extra={"partition": str(log.partition), "first": first, "end": log.end_offset},
+        )
+        log.truncate_to(first)
+        self._cut_waiting()
+
+    def restart_at(self, offset: Offset, *, leader_epoch: Epoch) -> None:
+        """Begin anew where the leader's log begins, since it has nothing any more of what comes next here."""
+        self._check_following(leader_epoch)
+        _logger.warning(
+            "a log ends before its leader's begins, and starts anew there",
+            extra={"partition": str(self.log.partition), "end": self.log.end_offset, "start": offset},
+        )
+        self.log.restart_at(offset)
+        self._cut_waiting()
+
+    def _check_following(self, leader_epoch: Epoch) -> None:
+        if self._closed:
+            raise self._not_leader()
+        if self.is_leader or self.leader_epoch != leader_epoch:
+            raise FencedLeaderEpoch(f"{self.log.partition} is at leader epoch {self.leader_epoch}, not {leader_epoch}")
+
+    def _cut_waiting(self) -> None:
+        self.high_watermark = min(max(self.high_watermark, self.log.start_offset), self.log.end_offset)
+        self._fail_waiting(NotLeader(f"the end of {self.log.partition} was cut off"))
