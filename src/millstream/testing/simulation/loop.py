@@ -58,6 +58,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._runnable: list[Process] = []
         self._timers: list[tuple[float, float, int, asyncio.TimerHandle, Process]] = []
         self._timer_number = 0
+        self._task_number = 0
         self._processes: list[Process] = [self.world]
         self._executor_free: dict[int, tuple[Executor, float]] = {}
 
@@ -107,7 +108,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Start a task in the process that is running, or in the one whose context is given."""
         if context is None:
             context = copy_context()
-        task: asyncio.Task[T] = asyncio.Task(coro, loop=self, name=name, context=context)
+        self._task_number += 1
+        task: asyncio.Task[T] = _NumberedTask(self._task_number, coro, loop=self, name=name, context=context)
         context.get(PROCESS, self.world).keep(task)
         return task
 
@@ -260,6 +262,17 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 return
             self._steps_here = 0
             self._step()
+
+
+class _NumberedTask(asyncio.Task[T]):
+    """A task whose place in a set does not depend on where it lies in memory: asyncio keeps tasks in sets."""
+
+    def __init__(self, number: int, *args: Any, **kwargs: Any) -> None:
+        self._number = number
+        super().__init__(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number
 
 
 class _Running:

@@ -1,0 +1,94 @@
+"""The catalog of a simulation: in memory, behind the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final, TypeVar
+from uuid import UUID
+
+from millstream.model.errors import CatalogUnavailable
+from millstream.model.quota import QuotaEntity
+from millstream.model.topic import Topic
+from millstream.testing.simulation.network import LinkDown, Network
+
+T = TypeVar("T")
+
+CATALOG: Final = "catalog"
+TIMEOUT_S = 3.0
+
+
+class SimulatedDeclarations:
+    """What people declared; one for all nodes."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._topics: dict[UUID, Topic] = {}
+        self._deleted: set[UUID] = set()
+        self._next = 1
+
+    def declare(self, topic: Topic) -> None:
+        """Add a topic without any node's help, as if it had been there before."""
+        self._topics[topic.topic_id] = topic
+
+    async def topics(self) -> list[Topic]:
+        """Every topic, by name."""
+        return await self._ask(lambda: sorted(self._topics.values(), key=lambda topic: topic.name))
+
+    async def add_topic(self, topic: Topic) -> None:
+        """Declare a topic."""
+        await self._ask(lambda: self.declare(topic))
+
+    async def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
+        """Change a topic as it is declared now."""
+
+        def alter() -> Topic:
+            self._topics[topic_id] = change(self._topics[topic_id])
+            return self._topics[topic_id]
+
+        return await self._ask(alter)
+
+    async def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
+        """Take a topic out and leave the record that allows its files to go."""
+
+        def delete() -> None:
+            if self._topics.pop(topic.topic_id, None) is not None:
+                self._deleted.add(topic.topic_id)
+
+        await self._ask(delete)
+
+    async def deleted_topic_ids(self) -> set[UUID]:
+        """Topics whose files may go."""
+        return await self._ask(lambda: set(self._deleted))
+
+    async def forget_deleted(self, topic_id: UUID) -> None:
+        """Drop the deletion record."""
+        await self._ask(lambda: self._deleted.discard(topic_id))
+
+    async def take_block(self, counter: str, size: int) -> int:
+        """Take numbers for good; all counters count together here."""
+
+        def take() -> int:
+            first, self._next = self._next, self._next + size
+            return first
+
+        return await self._ask(take)
+
+    async def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
+        """Nobody is limited."""
+        return {}
+
+    async def change_client_quotas(self, changes: Mapping[QuotaEntity, Mapping[str, float]]) -> None:
+        """Nobody is limited."""
+
+    async def cluster_id(self) -> str:
+        """The same for all nodes."""
+        return "simulated"
+
+    async def _ask(self, request: Callable[[], T]) -> T:
+        async def serve() -> T:
+            return request()
+
+        try:
+            return await self._network.call(CATALOG, serve, timeout_s=TIMEOUT_S)
+        except LinkDown as error:
+            raise CatalogUnavailable(str(error)) from error

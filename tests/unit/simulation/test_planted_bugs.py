@@ -1,0 +1,151 @@
+"""Bugs planted into replication and election, each one that somebody could have written: the simulation finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from millstream.cluster.in_sync_writer import InSyncWriter
+from millstream.cluster.keys import partition_key
+from millstream.cluster.last_run import LastRun
+from millstream.cluster.store import Put
+from millstream.cluster.term import Proposal, Term
+from millstream.log.log import Log
+from millstream.model.errors import StoreUnavailable
+from millstream.model.ids import NodeId, Offset
+from millstream.model.partition_state import PartitionState
+from millstream.replication import partition as partition_module
+from millstream.replication.epochs import EpochEnd
+from millstream.replication.in_sync import InSync, MayJoin
+from millstream.replication.partition import Partition
+from millstream.testing.simulation.world import simulate
+
+SEEDS_MAX = 80
+
+
+@dataclass(frozen=True, slots=True)
+class PlantedBug:
+    """What is replaced by what, and the kinds of faults among which it shows soon."""
+
+    name: str
+    patches: tuple[tuple[object, str, Callable[..., Any]], ...]
+    faults: tuple[str, ...]
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """Have the bug while this lasts."""
+        with ExitStack() as stack:
+            for target, attribute, wrong in self.patches:
+                stack.enter_context(mock.patch.object(target, attribute, wrong))
+            yield
+
+
+def _count_the_new_set_only(self: InSync) -> None:
+    counted = (self.pending or self.state).in_sync
+    self._waited_for = tuple(follower for node, follower in self._followers.items() if node in counted)
+
+
+def _agree_by_offset_only(log: Log, offset: Offset, last_epoch: int) -> EpochEnd | None:
+    return None if offset <= log.end_offset else EpochEnd(log.latest_epoch, log.end_offset)
+
+
+_stand_down = Partition._stand_down
+
+
+def _cut_to_the_high_watermark(self: Partition, state: PartitionState) -> None:
+    _stand_down(self, state)
+    self.log.truncate_to(self.high_watermark)
+
+
+async def _believe_in_the_lease(self: InSyncWriter, one: Any) -> None:
+    """The store is away, but the lease has not run out, so this node surely still leads and may decide alone."""
+    try:
+        if not await self._change([one]):
+            await self._read_back(one)
+    except StoreUnavailable:
+        in_sync = one.partition.in_sync
+        if in_sync is not None and in_sync.pending is one.change.state:
+            in_sync.state, in_sync.pending = one.change.state, None
+            in_sync._count()
+            one.partition._advance()
+
+
+def _has_fetched_something(self: InSync, node: NodeId, high_watermark: Offset, may_join: MayJoin) -> bool:
+    follower = self._followers.get(node)
+    return node == self._me if follower is None else follower.offset >= 0
+
+
+def _has_reached_the_high_watermark(self: InSync, node: NodeId, high_watermark: Offset, may_join: MayJoin) -> bool:
+    """A new leader does not know the high watermark yet, so this is not enough before its own epoch has begun."""
+    follower = self._followers.get(node)
+    return node == self._me if follower is None else follower.offset >= high_watermark and may_join(node)
+
+
+def _advance_with_too_few(self: InSync, own: Offset) -> Offset:
+    return min([own, *(follower.offset for follower in self._waited_for)])
+
+
+async def _overwrite(self: Term, batch: list[Proposal]) -> bool:
+    return await self.change([Put(partition_key(one.partition), one.state.to_json()) for one in batch])
+
+
+BUGS = (
+    PlantedBug(
+        "the high watermark counts the new in-sync set before it is agreed on",
+        ((InSync, "_count", _count_the_new_set_only),),
+        ("cut", "cut one way", "store away", "cut from store"),
+    ),
+    PlantedBug(
+        "a follower compares offsets with its leader, not epochs",
+        ((partition_module, "diverging_end", _agree_by_offset_only),),
+        ("kill", "isolate", "cut"),
+    ),
+    PlantedBug(
+        "a follower cuts its log to its high watermark instead of asking the leader",
+        ((Partition, "_stand_down", _cut_to_the_high_watermark),),
+        ("kill", "isolate", "restart"),
+    ),
+    PlantedBug(
+        "a leader shrinks its in-sync set alone while its lease should hold",
+        ((InSyncWriter, "_write_alone", _believe_in_the_lease),),
+        ("store away", "cut", "pause"),
+    ),
+    PlantedBug(
+        "a machine that crashed counts as if it had lost nothing",
+        ((LastRun, "is_unclean", lambda self, admitted, stopped_clean: False),),
+        ("crash", "kill"),
+    ),
+    PlantedBug(
+        "a replica joins the in-sync set before it has caught up",
+        ((InSync, "_has_caught_up", _has_fetched_something),),
+        ("kill", "isolate"),
+    ),
+    PlantedBug(
+        "a replica joins a new leader that does not know yet what was acknowledged",
+        ((InSync, "_has_caught_up", _has_reached_the_high_watermark),),
+        ("kill", "restart", "cut one way"),
+    ),
+    PlantedBug(
+        "the high watermark moves with too few in sync, although others stay eligible",
+        ((InSync, "acknowledged", _advance_with_too_few),),
+        ("kill", "isolate", "cut"),
+    ),
+    PlantedBug(
+        "the controller writes over what was agreed on since it looked",
+        ((Term, "_carry_out", _overwrite),),
+        ("restart", "lateness"),
+    ),
+)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found_and_goes_with_its_removal(bug: PlantedBug) -> None:
+    with bug.planted():
+        found = next((seed for seed in range(SEEDS_MAX) if simulate(seed, faults=bug.faults).failure), None)
+    assert found is not None
+    assert simulate(found, faults=bug.faults).failure is None
