@@ -10,8 +10,9 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 FUZZ_ARGS ?=
 SOAK_ARGS ?=
+SIMULATE_ARGS ?=
 
-.PHONY: help demo test check bench serve kill-trial conformance compare fuzz docs lock clean
+.PHONY: help demo test check bench serve kill-trial conformance compare fuzz simulate docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -65,6 +66,9 @@ fuzz: $(DEV_STAMP) ## Throw broken frames, requests, data folders and records at
 
 soak: $(DEV_STAMP) ## An hour of mixed load with kills; says whether memory, file handles and latency stayed flat
 	@$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)
+
+simulate: $(DEV_STAMP) ## Simulate replication and election from thousands of seeds; tells every seed that breaks a rule
+	@$(BIN)/python -m benchmarks.simulate $(SIMULATE_ARGS)
 
 docs: $(DEV_STAMP) ## Regenerate docs/configuration.md and docs/protocol.md from the code
 	@$(BIN)/python -m millstream.cli.main config-reference > docs/configuration.md
