@@ -31,7 +31,7 @@ from millstream.model.ids import NodeId
 from millstream.net.budget import Budget
 from millstream.net.connection import ConnectionLimits
 from millstream.net.heap import keep_freed_memory, leave_what_stays_alone
-from millstream.net.listener import Listener, bind
+from millstream.net.listener import Listener, bind, listen
 from millstream.wire.lean_kio import import_lean_kio
 
 if TYPE_CHECKING:
@@ -103,9 +103,9 @@ class Broker:
         if config.advertise:
             # Used only when the APIs are built, but what is wrong with it is told before anything starts.
             parse_address(config.advertise, name="advertise")
-        self._kafka_socket = bind(*parse_address(config.kafka, name="kafka"), flag="kafka")
+        self._kafka_socket = bind(*parse_address(config.kafka, name="kafka"), flag="kafka", listening=False)
         undo.callback(self._kafka_socket.close)
-        self._http_socket = bind(*parse_address(config.http, name="http"), flag="http")
+        self._http_socket = bind(*parse_address(config.http, name="http"), flag="http", listening=False)
         undo.callback(self._http_socket.close)
         undo.push_async_callback(self._end_tasks)
 
@@ -121,6 +121,10 @@ class Broker:
         undo.push_async_callback(store.close)
         self._supervise("log store", store.run())
         core = await (self._open_in_cluster(store) if config.in_cluster else self._open_alone(store))
+        store.tell_recovered()
+        # Not before: whoever connects while logs are recovered would wait without knowing what for.
+        listen(self._kafka_socket, flag="kafka")
+        listen(self._http_socket, flag="http")
 
         budget = Budget(config.inflight_bytes_max)
         dispatch = Dispatch()

@@ -12,6 +12,7 @@ import os
 import resource
 from typing import Protocol
 
+from millstream.log.file_system import sync_file_system
 from millstream.model.errors import DataFolderInUse
 
 Readable = bytes | bytearray | memoryview
@@ -58,6 +59,9 @@ class Files(Protocol):
 
     def sync_directory(self, path: str, /) -> None:
         """Return once the names in the directory survive a loss of power."""
+
+    def sync_all(self, path: str, /) -> None:
+        """Return once everything on the file system that holds the path survives a loss of power."""
 
     def rename(self, old: str, new: str, /) -> None:
         """Give a file or directory another name, replacing a file that has it."""
@@ -124,6 +128,14 @@ class DiskFiles:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def sync_all(self, path: str, /) -> None:
+        """Return once the whole file system is on the disk; `OSError` where the system cannot, or does not tell."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            sync_file_system(descriptor)
         finally:
             os.close(descriptor)
 

@@ -46,6 +46,8 @@ class Opening:
     now_ms: int
     producer_expiry_ms: int
     index_interval_bytes: int
+    durable: bool = False
+    """Whether everything that the folder holds is on the disk already, and not only in memory."""
 
 
 def open_contents(
@@ -104,6 +106,7 @@ class Recovery:
         self._checkpoint = state.recovery_offset if state is not None else 0
         self._believed: dict[int, Segment] = {}
         self._tail: tuple[Segment, int] | None = None
+        self._names_changed = False
         self._swaps = state.swaps if state is not None else []
         if state is not None:
             self._contents = _believe(opening, directory, state)
@@ -135,10 +138,11 @@ class Recovery:
         """The segments on disk, once everything is removed that a crash left half done."""
         if complete_swaps(self._files, self._directory, self._swaps):
             self._contents.changed = True
+            self._names_changed = True
         names = self._files.names(self._directory)
         for name in names:
             if name.endswith(_UNFINISHED):
-                self._files.remove(f"{self._directory}/{name}")
+                self._remove(f"{self._directory}/{name}")
         bases = sorted(base for base in map(base_offset_of, names) if base is not None and not self._replaced(base))
         kept = []
         for at, base in enumerate(bases):
@@ -159,7 +163,11 @@ class Recovery:
         for name in names:
             stem, dot, suffix = name.partition(".")
             if dot + suffix in SEGMENT_SUFFIXES and stem.isdigit() and int(stem) not in kept:
-                self._files.remove(f"{self._directory}/{name}")
+                self._remove(f"{self._directory}/{name}")
+
+    def _remove(self, path: str) -> None:
+        self._files.remove(path)
+        self._names_changed = True
 
     # -- segments -------------------------------------------------------------------------------------------
 
@@ -183,7 +191,7 @@ class Recovery:
         else:
             # Nothing valid is in it, so what came before may still be a torn tail, and this file is part of that.
             self._report.cut_bytes += bad_end or 0
-            self._files.remove(segment.path)
+            self._remove(segment.path)
             self._contents.changed = True
 
     def _accept(self, segment: Segment) -> None:
@@ -224,8 +232,9 @@ class Recovery:
                 else:
                     bad_end = found.end
             self._report.scanned_bytes += window.end - start
-            # After a kill the bytes may be in memory only, and from here on they count as durable.
-            self._files.sync(descriptor)
+            if not self._opening.durable:
+                # After a kill the bytes may be in memory only, and from here on they count as durable.
+                self._files.sync(descriptor)
         finally:
             self._files.close(descriptor)
         segment.mark_synced(segment.size, segment.next_offset)
@@ -282,11 +291,13 @@ class Recovery:
             self._truncate(segment)
         if self._report.cut_bytes and self._report.cut_from_offset < 0:
             self._report.cut_from_offset = contents.end_offset
-        if contents.changed:
+        if contents.changed and not self._opening.durable:
             # Names may be in memory only, too.
             for folder in (self._directory, *folders_above(self._directory)):
                 self._files.sync_directory(folder)
-            contents.known = True
+        elif self._names_changed:
+            self._files.sync_directory(self._directory)
+        contents.known = contents.known or contents.changed or self._opening.durable
 
     def _truncate(self, segment: Segment) -> None:
         descriptor = self._files.open(segment.path)
@@ -300,6 +311,7 @@ class Recovery:
         """Begin a segment whose name keeps the end of the log, however little of it is left."""
         segment = Segment(self._directory, offset)
         self._files.close(self._files.open(segment.path, create=True))
+        self._names_changed = True
         self._contents.segments.append(segment)
 
 

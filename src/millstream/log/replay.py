@@ -24,10 +24,18 @@ class Replay:
         self._states: dict[LogKey, LogState | None] = {}
         self._written: set[str] = set()
 
-    def run(self) -> None:
-        """Replay everything, sync it, and remove the journal."""
+    def run(self, sync_everything: Callable[[], bool]) -> None:
+        """Replay everything, sync it, and remove the journal.
+
+        `sync_everything` is called once all is written; where it says that it did nothing, file after file is synced.
+        """
         for entry, data in read_journal(self._files, self._folder.journal):
             self._apply(entry, data)
+        if not sync_everything():
+            self._sync_written()
+        remove_journal(self._files, self._folder.journal)
+
+    def _sync_written(self) -> None:
         for path in self._written:
             descriptor = self._files.open(path)
             try:
@@ -36,7 +44,6 @@ class Replay:
                 self._files.close(descriptor)
         for folder in self.bytes_by_folder:
             self._files.sync_directory(folder)
-        remove_journal(self._files, self._folder.journal)
 
     def _apply(self, entry: Entry, data: bytes) -> None:
         folder = self._folder.of_log(entry.topic_id, entry.partition)

@@ -117,18 +117,36 @@ class Listener:
         self._sweep = loop.call_later(SWEEP_S, self._sweep_connections)
 
 
-def bind(host: str, port: int, *, flag: str) -> socket.socket:
-    """Bind and listen, so that the address is known before anything is served; name the flag when it is taken."""
+def bind(host: str, port: int, *, flag: str, listening: bool = True) -> socket.socket:
+    """Bind, so that the address is known before anything is served; name the flag when it is taken.
+
+    Unless it listens, clients are refused and try again, instead of waiting for somebody who is not ready.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((host, port))
-        listening.listen(BACKLOG)
+        bound.bind((host, port))
     except OSError as error:
-        listening.close()
-        raise AddressTaken(
-            f"cannot listen on {host}:{port} ({error.strerror}); give another address with --{flag} HOST:PORT"
-        ) from error
-    listening.setblocking(False)
-    return listening
+        bound.close()
+        raise _taken(host, port, flag, error) from error
+    if listening:
+        listen(bound, flag=flag)
+    bound.setblocking(False)
+    return bound
+
+
+def listen(bound: socket.socket, *, flag: str) -> None:
+    """Let clients connect to a bound socket; name the flag when somebody else has begun to listen there meanwhile."""
+    try:
+        bound.listen(BACKLOG)
+    except OSError as error:
+        host, port = bound.getsockname()[:2]
+        bound.close()
+        raise _taken(host, port, flag, error) from error
+
+
+def _taken(host: str, port: int, flag: str, error: OSError) -> AddressTaken:
+    return AddressTaken(
+        f"cannot listen on {host}:{port} ({error.strerror}); give another address with --{flag} HOST:PORT"
+    )

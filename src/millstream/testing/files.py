@@ -282,6 +282,13 @@ class MemoryFiles:
                 raise FileNotFoundError(errno.ENOENT, "no such directory", path)
             entry.sync()
 
+    def sync_all(self, path: str, /) -> None:
+        """Make everything durable."""
+        with self._lock:
+            self.syncs += 1
+            self._fail_if_planted(self._failing_syncs, path)
+            _sync_below(self._root)
+
     def rename(self, old: str, new: str, /) -> None:
         """Give a file or directory another name in the same directory."""
         with self._lock:
@@ -379,6 +386,15 @@ class MemoryFiles:
             self._used(entry) if isinstance(entry, MemoryDirectory) else len(entry.data)
             for entry in directory.entries.values()
         )
+
+
+def _sync_below(directory: MemoryDirectory) -> None:
+    directory.sync()
+    for entry in directory.entries.values():
+        if isinstance(entry, MemoryDirectory):
+            _sync_below(entry)
+        else:
+            entry.sync()
 
 
 def _parts(path: str) -> list[str]:

@@ -1,0 +1,155 @@
+"""Recovering many logs at once: one sync for all, one line for all, and nothing less durable for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from uuid import UUID
+
+import pytest
+
+from millstream.log import recovery_told
+from millstream.log import store as store_module
+from millstream.log.contents import RecoveryReport
+from millstream.log.files import DiskFiles
+from millstream.log.log import Log
+from millstream.log.recovery_told import RecoveryTold
+from millstream.log.store import LogStore
+from millstream.model.ids import Epoch, PartitionIndex
+from millstream.model.topic import TopicPartition, TopicSettings
+from millstream.records.record import NewRecord, decode_records, encode_batch
+from millstream.testing.files import MemoryFiles
+
+OpenStore = Callable[[], LogStore]
+TOPIC_ID = UUID(int=1)
+LOGS = 20
+
+
+@pytest.fixture(autouse=True)
+def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "SYNC_ALL_LOGS_MIN", 10)
+
+
+def open_logs(store: LogStore) -> list[Log]:
+    partitions = (TopicPartition("t", PartitionIndex(number)) for number in range(LOGS))
+    return [store.open_log(TOPIC_ID, partition, TopicSettings()) for partition in partitions]
+
+
+def filled(open_store: OpenStore, *, synced: int = 1, unsynced: int = 1, checkpoint: bool = False) -> None:
+    """Write to every log, some of it only into memory."""
+    store = open_store()
+    logs = open_logs(store)
+    for number in range(synced + unsynced):
+        for log in logs:
+            log.append(encode_batch([NewRecord(None, b"%d" % number, (), 1000)]), leader_epoch=Epoch(0))
+            if number < synced:
+                store.sync_soon(log)
+        while store.commit_once():
+            pass
+        while checkpoint and store.checkpoint_once():
+            pass
+
+
+def values(log: Log) -> list[bytes | None]:
+    read = log.read(0, max_bytes=10_000, up_to=log.end_offset) if log.end_offset else b""
+    return [record.value for record in decode_records(read)]
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_all_logs_are_synced_together_and_for_good(open_store: OpenStore, files: MemoryFiles, checkpoint: bool) -> None:
+    filled(open_store, checkpoint=checkpoint)
+    files.kill()
+    before = files.syncs
+    recovered = open_store()
+    logs = open_logs(recovered)
+    assert files.syncs - before < LOGS
+    assert [values(log) for log in logs] == [[b"0", b"1"]] * LOGS
+    assert all(log.synced_offset == 2 for log in logs)
+
+    # What was shown is there even if the power fails now.
+    files.crash()
+    assert [values(log) for log in open_logs(open_store())] == [[b"0", b"1"]] * LOGS
+
+
+def test_where_that_is_not_possible_each_log_is_synced_for_itself(open_store: OpenStore, files: MemoryFiles) -> None:
+    filled(open_store)
+    files.kill()
+    files.fail_next_syncs("/partitions")
+    before = files.syncs
+    logs = open_logs(open_store())
+    assert files.syncs - before > LOGS
+    files.crash()
+    assert [values(log) for log in open_logs(open_store())] == [[b"0", b"1"]] * len(logs)
+
+
+def test_a_torn_tail_is_still_cut_for_good(open_store: OpenStore, files: MemoryFiles) -> None:
+    filled(open_store, unsynced=0)
+    files.kill()
+    path = f"/data/partitions/{TOPIC_ID}/3/{0:020d}.log"
+    descriptor = files.open(path)
+    files.write_at(descriptor, b"torn", len(files.content(path)))
+    files.close(descriptor)
+    whole = len(files.content(path)) - 4
+    store = open_store()
+    open_logs(store)
+    assert [report.cut_bytes for report in store.recovery_reports if report.cut_bytes] == [4]
+    files.crash()
+    assert len(files.content(path)) == whole
+
+
+def test_a_new_log_among_them_is_made_durable_like_any_other(open_store: OpenStore, files: MemoryFiles) -> None:
+    filled(open_store)
+    files.kill()
+    store = open_store()
+    log = store.open_log(UUID(int=2), TopicPartition("new", PartitionIndex(0)), TopicSettings())
+    log.append(encode_batch([NewRecord(None, b"x", (), 1000)]), leader_epoch=Epoch(0))
+    store.sync_soon(log)
+    assert store.commit_once()
+    files.crash()
+    again = open_store().open_log(UUID(int=2), TopicPartition("new", PartitionIndex(0)), TopicSettings())
+    assert values(again) == [b"x"]
+
+
+def test_the_real_disk_syncs_as_a_whole(tmp_path: object) -> None:
+    DiskFiles().sync_all(str(tmp_path))
+
+
+def test_one_line_sums_up(open_store: OpenStore, files: MemoryFiles, caplog: pytest.LogCaptureFixture) -> None:
+    filled(open_store)
+    files.kill()
+    store = open_store()
+    caplog.set_level(logging.INFO, "millstream.log.recovery_told")
+    caplog.clear()
+    open_logs(store)
+    assert caplog.messages == []
+    store.tell_recovered()
+    store.tell_recovered()
+    (line,) = caplog.records
+    assert (line.message, line.levelname, vars(line)["logs"]) == ("recovered logs", "INFO", LOGS)
+
+
+def report(partition: int, *, cut: int = 0, lost: tuple[int, int] | None = None) -> RecoveryReport:
+    made = RecoveryReport(directory="d", topic="t", partition=partition, cut_bytes=cut, cut_from_offset=7)
+    if lost is not None:
+        made.lost.append(lost)
+    return made
+
+
+def test_the_first_few_are_named_and_a_long_recovery_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "millstream.log.recovery_told")
+    told = RecoveryTold()
+    for number in range(30):
+        told.note(report(number, cut=1), left=40 - number, now=number * recovery_told.PROGRESS_S / 10)
+    for number in range(30, 40):
+        told.note(report(number, lost=(3, 5)), left=40 - number, now=30 * recovery_told.PROGRESS_S / 10)
+    told.sum_up()
+    progress = [vars(line) for line in caplog.records if line.message == "recovering logs"]
+    assert [(line["done"], line["left"]) for line in progress] == [(11, 30), (21, 20), (31, 10)]
+    damaged = [line for line in caplog.records if line.message == "a log is damaged"]
+    assert len(damaged) == recovery_told.NAMED_MAX
+    last = caplog.records[-1]
+    assert (last.message, last.levelname) == ("recovered logs", "ERROR")
+    facts = vars(last)
+    assert (facts["cut"], facts["damaged"]) == (30, 10)
+    assert facts["cut_logs"].endswith("| and 25 more")
+    assert "t-30: " in facts["damaged_logs"]
