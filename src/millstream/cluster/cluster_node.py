@@ -72,6 +72,9 @@ class ClusterNode:
         self._config = around.config
         self._store = around.coordination
         self._id = NodeId(around.config.node_id)
+        self._last_run = LastRun(
+            around.files, around.data, boot_id=around.boot_id, stopped_clean=around.log_store.clean_start
+        )
         self.view = ClusterView(around.coordination, self._backoff())
         announcer = Announcer(around.coordination, self._backoff(), new_text=self._new_text)
         self._announcer = announcer
@@ -131,8 +134,7 @@ class ClusterNode:
             self._store,
             self.view,
             Introduction(node=me, http=http, version=__version__),
-            LastRun(around.files, around.data, boot_id=around.boot_id),
-            stopped_clean=around.log_store.clean_start,
+            self._last_run,
             ttl_s=self._config.lease_ms / 1000,
             new_incarnation=self._new_text,
             backoff=self._backoff(),

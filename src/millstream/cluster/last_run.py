@@ -22,39 +22,49 @@ _KEPT: Final = 16
 class _Content(msgspec.Struct, kw_only=True):
     boot_id: str
     incarnations: list[str]
+    whole: list[str] = []
 
 
 class LastRun:
-    """The file that one run leaves for the next."""
+    """The file that one run leaves for the next.
 
-    def __init__(self, files: Files, folder: str, *, boot_id: str) -> None:
+    Made when the log has been opened, since it notes at once, for good, what an unclean stop may have cost: the runs
+    after this one stop in other ways, and may come before the cluster has heard of it.
+    """
+
+    def __init__(self, files: Files, folder: str, *, boot_id: str, stopped_clean: bool) -> None:
         self._files = files
         self._folder = folder
         self._boot_id = boot_id
-        self._found = self._read()
-        self._incarnations = self._found.incarnations if self._found is not None else []
+        found = self._read()
+        self._incarnations = found.incarnations if found is not None else []
+        self._whole = found.whole if found is not None else []
+        """The incarnations of which everything is here that they ever told others they have."""
+        # A machine that does not tell its boot id may have started anew.
+        same_boot = found is not None and found.boot_id == boot_id != ""
+        if self._whole and not stopped_clean and not same_boot:
+            self._whole = []
+            self._write()
 
     def was(self, incarnation: str) -> bool:
         """Whether it was on this folder that a node ran under this incarnation."""
         return incarnation in self._incarnations
 
-    def is_unclean(self, admitted: str | None, *, stopped_clean: bool) -> bool:
+    def is_unclean(self, admitted: str | None) -> bool:
         """Whether the log may lack what this node had told others it has.
 
         `admitted` is the incarnation that the cluster last let in under this node's id.
         """
-        if admitted is None:
-            return False
-        if not self.was(admitted):
-            return True
-        # A machine that does not tell its boot id may have started anew.
-        same_boot = self._found is not None and self._found.boot_id == self._boot_id != ""
-        return not stopped_clean and not same_boot
+        return admitted is not None and admitted not in self._whole
 
     def begin(self, incarnation: str) -> None:
         """Note, for good, under which incarnation the node is about to register."""
         self._incarnations = [*self._incarnations, incarnation][-_KEPT:]
-        content = _Content(boot_id=self._boot_id, incarnations=self._incarnations)
+        self._whole = [*self._whole, incarnation][-_KEPT:]
+        self._write()
+
+    def _write(self) -> None:
+        content = _Content(boot_id=self._boot_id, incarnations=self._incarnations, whole=self._whole)
         replace_file(self._files, self._folder, FILE_NAME, msgspec.json.encode(content))
 
     def _read(self) -> _Content | None:

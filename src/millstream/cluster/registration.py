@@ -45,7 +45,6 @@ class Registration:
         me: Introduction,
         last_run: LastRun,
         *,
-        stopped_clean: bool,
         ttl_s: float,
         new_incarnation: Callable[[], str],
         backoff: Backoff,
@@ -54,7 +53,6 @@ class Registration:
         self._view = view
         self._me = me
         self._last_run = last_run
-        self._stopped_clean = stopped_clean
         self._ttl_s = ttl_s
         self._new_incarnation = new_incarnation
         self._backoff = backoff
@@ -127,9 +125,7 @@ class Registration:
         key = keys.node_key(self._me.node.node_id)
         admitted = await self._read(keys.admitted_key(self._me.node.node_id))
         # What this process lacked at its start counts once: since it was let in, it has everything it says it has.
-        unclean = not self._admitted.is_set() and self._last_run.is_unclean(
-            admitted[0] if admitted else None, stopped_clean=self._stopped_clean
-        )
+        unclean = not self._admitted.is_set() and self._last_run.is_unclean(admitted[0] if admitted else None)
         incarnation = self._new_incarnation()
         self._last_run.begin(incarnation)
         registered = Registered(

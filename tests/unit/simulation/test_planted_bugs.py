@@ -117,7 +117,7 @@ BUGS = (
     ),
     PlantedBug(
         "a machine that crashed counts as if it had lost nothing",
-        ((LastRun, "is_unclean", lambda self, admitted, stopped_clean: False),),
+        ((LastRun, "is_unclean", lambda self, admitted: False),),
         ("crash", "kill"),
     ),
     PlantedBug(
