@@ -10,9 +10,10 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 FUZZ_ARGS ?=
 SOAK_ARGS ?=
+CHAOS_ARGS ?=
 SIMULATE_ARGS ?=
 
-.PHONY: help demo test check bench serve kill-trial conformance compare fuzz simulate docs lock clean
+.PHONY: help demo test check bench serve kill-trial chaos-cluster conformance compare fuzz simulate docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -63,6 +64,9 @@ compare: $(DEV_STAMP) ## Ask Apache Kafka and Millstream the same odd questions 
 
 fuzz: $(DEV_STAMP) ## Throw broken frames, requests, data folders and records at the broker, a minute each
 	@$(BIN)/python -m benchmarks.fuzz_run $(FUZZ_ARGS)
+
+chaos-cluster: $(DEV_STAMP) ## Let 200 faults happen to a loaded cluster of real processes, and check every message (half an hour)
+	@$(BIN)/python -m benchmarks.chaos_cluster $(CHAOS_ARGS)
 
 soak: $(DEV_STAMP) ## An hour of mixed load with kills; says whether memory, file handles and latency stayed flat
 	@$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)

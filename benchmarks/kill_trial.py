@@ -10,8 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from millstream.testing.kill_trial import KillTrial, Plan, TrialFailed
+from millstream.testing.kill_trial import KillTrial, Plan
 from millstream.testing.server import Server, ServerFailed
+from millstream.testing.trial_clients import TrialFailed
 
 
 def main() -> int:

@@ -1,0 +1,143 @@
+"""Relays whose links are cut as a network cuts them: what was sent waits, no connection ends, nobody is told.
+
+A relay knows who connects by the client id in the first Kafka request, so a link between two nodes is cut while clients
+of the same node, and the third node, go on. All relays of a trial run in one thread with a loop of its own, so that the
+trial itself may wait and sleep as it likes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+EVERYBODY = ""
+_CHUNK_BYTES = 64 * 1024
+_STOP_S_MAX = 10.0
+_CLIENT_ID_AT = 12
+"""Where the client id of a Kafka request begins: behind its size, its key, its version and its number."""
+
+
+class RelayThread:
+    """A thread that runs relays."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="relays", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_STOP_S_MAX)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have something done in the thread, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_STOP_S_MAX)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.run_until_complete(_end_all())
+        self._loop.close()
+
+
+async def _end_all() -> None:
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+class LinkRelay:
+    """Listens on an address and passes on what it gets, unless the link of whoever sent it is cut."""
+
+    def __init__(self, thread: RelayThread, target: str, *, host: str = "127.0.0.1", named: bool = False) -> None:
+        at, _, port = target.rpartition(":")
+        self._target = (at, int(port))
+        self._host = host
+        self._named = named
+        self._thread = thread
+        self._open: defaultdict[str, asyncio.Event] = defaultdict(_set_event)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server = thread.run(asyncio.start_server(self._serve, host, 0))
+        self.address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self, name: str = EVERYBODY) -> None:
+        """Hold everything that a client, or everybody, sends or is sent."""
+        self._thread.run(self._cut(name))
+
+    def heal(self, name: str = EVERYBODY) -> None:
+        """Let pass what was held, and what comes."""
+        self._thread.run(self._heal(name))
+
+    def close(self) -> None:
+        """Take no more connections, and end those that are there."""
+        self._thread.run(self._close())
+
+    async def _cut(self, name: str) -> None:
+        self._open[name].clear()
+
+    async def _heal(self, name: str) -> None:
+        self._open[name].set()
+
+    async def _close(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        try:
+            with suppress(OSError):
+                first = await reader.read(_CHUNK_BYTES)
+                await self._join(client_id_of(first) if self._named else EVERYBODY, first, reader, writer)
+        except asyncio.CancelledError:
+            # Ends here: the server that made this task would report it.
+            return
+        finally:
+            writer.transport.abort()
+
+    async def _join(self, name: str, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_open = self._open[name]
+        await is_open.wait()
+        onward_reader, onward = await asyncio.open_connection(*self._target)
+        try:
+            onward.write(first)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_pass_on(reader, onward, is_open))
+                group.create_task(_pass_on(onward_reader, writer, is_open))
+        finally:
+            onward.transport.abort()
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_open: asyncio.Event) -> None:
+    with suppress(OSError):
+        while piece := await reader.read(_CHUNK_BYTES):
+            await is_open.wait()
+            writer.write(piece)
+            await writer.drain()
+    await is_open.wait()
+    writer.transport.abort()
+
+
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+def client_id_of(request: bytes) -> str:
+    """The client id in the head of a Kafka request; empty if there is none, or not all of it came."""
+    begin = _CLIENT_ID_AT + 2
+    size = int.from_bytes(request[_CLIENT_ID_AT:begin], "big", signed=True)
+    return request[begin : begin + size].decode(errors="replace") if size > 0 else EVERYBODY
