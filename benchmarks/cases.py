@@ -18,7 +18,8 @@ FLUSHES = (ALWAYS, INTERVAL, OS)
 DURABILITY = {ALWAYS: "fsync before ack", INTERVAL: "page cache, fsync every 1 s", OS: "page cache"}
 """What an acknowledgement means under each flush setting, for every server that is measured in the same line."""
 
-SIZES = (1024, 100)
+KIB = 1024
+SIZES = (KIB, 100)
 PARTITIONS = (1, 16, 100)
 PRODUCERS = (1, 10)
 ACKS = ("all", "1")
@@ -32,7 +33,7 @@ class Case:
 
     kind: str = PRODUCE
     flush: str = ALWAYS
-    size_bytes: int = 1024
+    size_bytes: int = KIB
     keyed: bool = False
     partitions: int = 16
     producers: int = 1
@@ -44,7 +45,7 @@ class Case:
         """The line in a few words; no two lines of a run have the same."""
         if self.kind == START:
             return "start and rest"
-        size = "1 KiB" if self.size_bytes == 1024 else f"{self.size_bytes} B"
+        size = size_text(self.size_bytes)
         if self.kind == REQUESTS:
             return f"requests of one message, {size}, {self.flush}"
         parts = [size, "keyed" if self.keyed else "no key", _count(self.partitions, "partition")]
@@ -63,10 +64,23 @@ class Case:
         """Whether servers without partitions and keys can be measured in this line, too."""
         return self.partitions == self.producers == 1 and not self.keyed and self.acks == "all"
 
+    def messages_to_read(self, seconds: float) -> int:
+        """How many messages are read back in about so many seconds: as many from a slow server as from a fast one.
+
+        What a client has received before the clock starts counts less, the more is read; it must not count more for
+        a server that took fewer messages.
+        """
+        return int((500_000 if self.size_bytes == KIB else 1_500_000) * seconds)
+
     @property
     def consumes(self) -> bool:
         """Whether what was produced is also read back; how it was synced makes no difference to reading."""
         return self.kind == PRODUCE and self.flush == OS
+
+
+def size_text(size_bytes: int) -> str:
+    """A size as people say it."""
+    return "1 KiB" if size_bytes == KIB else f"{size_bytes} B"
 
 
 def _count(number: int, noun: str) -> str:

@@ -67,7 +67,8 @@ class KafkaSubject(Subject):
             stored, produced = throughput.produce(target, case, seconds)
             found = {PRODUCED: produced}
             if case.consumes:
-                found[CONSUMED] = throughput.consume(target, case, stored)
+                filled = throughput.fill(target, case, stored, case.messages_to_read(seconds))
+                found[CONSUMED] = throughput.consume(target, case, filled)
             return found
 
 

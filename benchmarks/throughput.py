@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 
 from benchmarks.callbacks import COUNT, notes
 from benchmarks.cases import IDEMPOTENT, Case
-from benchmarks.librdkafka import Consumer, Load, Producer
+from benchmarks.librdkafka import ClientFailed, Consumer, Load, Producer
 from benchmarks.processes import Meter
 from benchmarks.target import Numbers, Target
 
@@ -18,6 +18,7 @@ KEYS = 10_000
 _AT_ONCE = 500
 _ANSWER_S_MAX = 60.0
 _LOOK_MS = 500
+_FILL_S, _FILL_S_MAX = 0.5, 3.0
 # So that a server which is slow has not much left to do when the time is up.
 _QUEUE_KB, _QUEUE_MESSAGES = 65_536, 100_000
 _SHARE_KB, _SHARE_MESSAGES = 16_384, 20_000
@@ -63,7 +64,7 @@ def produce(target: Target, case: Case, seconds: float) -> tuple[int, Numbers]:
             elapsed = time.perf_counter() - began
         stored = sum(producers[0].end_offset(partition) for partition in range(case.partitions))
     if stored < messages + case.partitions * case.producers:
-        raise RuntimeError(f"of {messages} messages, the server has {stored}")
+        raise ClientFailed(f"of {messages} messages, the server has {stored}")
     return stored, flow(case, messages, elapsed, meter)
 
 
@@ -102,8 +103,16 @@ def _flush(target: Target, producer: Producer) -> None:
             raise TimeoutError(f"not every message was answered within {_ANSWER_S_MAX:g} s")
 
 
-def consume(target: Target, case: Case, stored: int) -> Numbers:
-    """Read back what was produced, from the start of every partition; it is still in the page cache."""
+def fill(target: Target, case: Case, stored: int, wanted: int) -> int:
+    """Produce until there are so many messages, or it takes too long; tells how many there are."""
+    deadline = time.monotonic() + _FILL_S_MAX
+    while stored < wanted and time.monotonic() < deadline:
+        stored, _ = produce(target, case, _FILL_S)
+    return min(stored, wanted)
+
+
+def consume(target: Target, case: Case, wanted: int) -> Numbers:
+    """Read from the start of every partition what was produced; it is still in the page cache."""
     settings = {
         "bootstrap.servers": target.address,
         "log_level": "0",
@@ -121,7 +130,7 @@ def consume(target: Target, case: Case, stored: int) -> Numbers:
         _read(target, consumer, lambda: not seen[COUNT], deadline)
         with Meter(target.pid) as meter:
             first, began = int(seen[COUNT]), time.perf_counter()
-            _read(target, consumer, lambda: seen[COUNT] < stored, deadline)
+            _read(target, consumer, lambda: seen[COUNT] < wanted, deadline)
             elapsed = time.perf_counter() - began
         return flow(case, int(seen[COUNT]) - first, elapsed, meter)
 

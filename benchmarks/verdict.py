@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks.cases import LATENCY
+from benchmarks.cases import KIB, LATENCY, SIZES, size_text
 from benchmarks.latency import ACKNOWLEDGED, END_TO_END
 from benchmarks.requests import IN_FLIGHT, ONE_BY_ONE
 from benchmarks.results import Line, Results
@@ -17,7 +17,6 @@ LEVEL_MIN = 0.95
 """What counts as level: less of a difference than that is seen between two runs of the same server."""
 PRODUCE_USER_S_MAX, CONSUME_USER_S_MAX = 0.7, 0.4
 MEMORY_MB_MAX = 200
-_KIB = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,8 @@ def targets(results: Results) -> list[Target]:
         *_of_limit(results),
         *_against_kafka(results),
         *_against_others(results),
-        _user_cpu(results, PRODUCED, PRODUCE_USER_S_MAX),
-        _user_cpu(results, CONSUMED, CONSUME_USER_S_MAX),
+        *(_user_cpu(results, PRODUCED, PRODUCE_USER_S_MAX, size) for size in SIZES),
+        *(_user_cpu(results, CONSUMED, CONSUME_USER_S_MAX, size) for size in SIZES),
         _memory(results),
     ]
 
@@ -55,7 +54,7 @@ def _of_limit(results: Results) -> Iterator[Target]:
     for direction in (PRODUCED, CONSUMED):
 
         def share(line: Line) -> float | None:
-            return line.ratio("MB/s", MILLSTREAM, LIMIT) if line.case.size_bytes == _KIB else None
+            return line.ratio("MB/s", MILLSTREAM, LIMIT) if line.case.size_bytes == KIB else None
 
         yield _least(f"{direction} at 1 KiB, of the limit", OF_LIMIT_MIN, results, share, direction)
 
@@ -104,11 +103,11 @@ def _least(what: str, wanted: float, results: Results, pick: Pick, *directions: 
     return Target(what, f"at least {wanted:.0%}", good == len(values), found, worst[1].case.name)
 
 
-def _user_cpu(results: Results, direction: str, wanted: float) -> Target:
+def _user_cpu(results: Results, direction: str, wanted: float, size_bytes: int) -> Target:
     def cpu(line: Line) -> float | None:
-        return line.value(MILLSTREAM, "user CPU s/GB")
+        return line.value(MILLSTREAM, "user CPU s/GB") if line.case.size_bytes == size_bytes else None
 
-    what = f"{direction}, user CPU per GB"
+    what = f"{direction} at {size_text(size_bytes)}, user CPU per GB"
     values = [value for line in results.lines(direction) if (value := cpu(line)) is not None]
     worst = results.extreme(cpu, direction, least=False)
     if worst is None:

@@ -25,6 +25,7 @@ RECEIVE_BYTES = 1 << 20
 MARK = b"~mark~"
 """Stands at the start of each message and nowhere else, so that messages can be counted in any stream of bytes."""
 _TIMEOUT_S = 60.0
+_FILL_S, _FILL_S_MAX = 0.5, 3.0
 
 
 class PeerFailed(Exception):
@@ -165,7 +166,11 @@ def measure(session: Session, case: Case, pid: int, seconds: float, window: int,
     sent, produced = _produce(session, case, pid, seconds, window, at_once)
     found = {PRODUCED: produced}
     if case.consumes:
-        found[CONSUMED] = _consume(session, case, pid, sent)
+        wanted = case.messages_to_read(seconds)
+        deadline = time.monotonic() + _FILL_S_MAX
+        while sent < wanted and time.monotonic() < deadline:
+            sent += _produce(session, case, pid, _FILL_S, window, at_once)[0]
+        found[CONSUMED] = _consume(session, case, pid, min(sent, wanted))
     return found
 
 
@@ -186,20 +191,20 @@ def _produce(session: Session, case: Case, pid: int, seconds: float, window: int
     return flying.sent, flow(case, messages, elapsed, meter)
 
 
-def _consume(session: Session, case: Case, pid: int, sent: int) -> Numbers:
-    reading = session.read(sent)
+def _consume(session: Session, case: Case, pid: int, wanted: int) -> Numbers:
+    reading = session.read(wanted)
     first = next(reading)
     with Meter(pid) as meter:
         began = time.perf_counter()
         came = sum(reading)
         elapsed = time.perf_counter() - began
-    if first + came < sent:
-        raise PeerFailed(f"{first + came} of {sent} messages came back")
+    if first + came < wanted:
+        raise PeerFailed(f"{first + came} of {wanted} messages came back")
     return flow(case, came, elapsed, meter)
 
 
 def _requests(session: Session, pid: int, seconds: float) -> Measured:
-    one, many = session.messages(1), session.messages(WINDOW)
+    one = session.messages(1)
     count = session.acknowledgements()
 
     def exchange(request: bytes, answers: int) -> None:
@@ -219,7 +224,7 @@ def _requests(session: Session, pid: int, seconds: float) -> Measured:
     with Meter(pid) as meter:
         began = time.perf_counter()
         while time.perf_counter() < began + seconds:
-            exchange(many, WINDOW)
+            exchange(one * WINDOW, WINDOW)
             pipelined += WINDOW
         elapsed = time.perf_counter() - began
     return {
