@@ -9,6 +9,7 @@ MillstreamError
 │   ├── InvalidAssignment
 │   ├── InvalidGroupId
 │   ├── InvalidSessionTimeout
+│   ├── InvalidTransactionTimeout
 │   ├── InvalidTimestamp
 │   ├── InvalidExpression          a regular expression that cannot be used
 │   ├── MetadataTooLarge           what a consumer wants kept beside its offset
@@ -19,7 +20,8 @@ MillstreamError
 │   ├── UnknownTopic
 │   ├── UnknownTopicId
 │   ├── UnknownGroup
-│   └── UnknownMember
+│   ├── UnknownMember
+│   └── UnknownTransaction
 ├── Conflict
 │   ├── TopicExists
 │   └── GroupNotEmpty
@@ -43,6 +45,13 @@ MillstreamError
 │   ├── OutOfOrderSequence
 │   ├── FencedProducer
 │   └── UnknownProducer
+├── TransactionRejected            what a transaction coordinator answers to a producer
+│   ├── ProducerFenced             a newer producer runs under this transactional id
+│   ├── InvalidProducerMapping     the producer id is not the one of this transactional id
+│   ├── InvalidTransactionState    nothing that can be done in the state the transaction is in
+│   ├── ConcurrentTransactions     another one of the same id is still being ended; try again
+│   ├── TransactionAbortable       this transaction can only be aborted; the next one may succeed
+│   └── TransactionCoordinatorFenced   a newer coordinator has written a marker already
 ├── LogUnavailable                 the log cannot do this now
 │   ├── StorageFailure             the disk is full or failed; reads go on
 │   ├── OffsetOutOfRange
@@ -113,6 +122,10 @@ class InvalidSessionTimeout(InvalidRequest):
     """A member asked for a session timeout outside the broker's bounds."""
 
 
+class InvalidTransactionTimeout(InvalidRequest):
+    """A producer asked for a transaction timeout outside the broker's bounds."""
+
+
 class InvalidTimestamp(InvalidRequest):
     """A record's timestamp is outside what its topic allows."""
 
@@ -155,6 +168,10 @@ class UnknownGroup(NotFound):
 
 class UnknownMember(NotFound):
     """The group has no such member."""
+
+
+class UnknownTransaction(NotFound):
+    """No producer has this transactional id."""
 
 
 class Conflict(MillstreamError):
@@ -251,6 +268,34 @@ class FencedProducer(ProducerRejected):
 
 class UnknownProducer(ProducerRejected):
     """The partition remembers nothing of this producer id."""
+
+
+class TransactionRejected(MillstreamError):
+    """What a transaction coordinator answers to a producer."""
+
+
+class ProducerFenced(TransactionRejected):
+    """A newer producer runs under this transactional id, or the coordinator has ended the transaction itself."""
+
+
+class InvalidProducerMapping(TransactionRejected):
+    """The producer id is not the one that this transactional id has."""
+
+
+class InvalidTransactionState(TransactionRejected):
+    """The transaction is in a state in which this cannot be done."""
+
+
+class ConcurrentTransactions(TransactionRejected):
+    """The last transaction of this id is still being ended; the producer tries again."""
+
+
+class TransactionAbortable(TransactionRejected):
+    """This transaction can only be aborted; the producer goes on with the next one."""
+
+
+class TransactionCoordinatorFenced(TransactionRejected):
+    """A newer coordinator has written a marker for this producer already."""
 
 
 class LogUnavailable(MillstreamError):
