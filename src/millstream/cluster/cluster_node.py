@@ -96,7 +96,7 @@ class ClusterNode:
             random=around.random,
             settings=ReplicaSettings.of(around.config),
             registration=self._registration_revision,
-            may_join=self.view.is_live,
+            may_join=self._may_join,
         )
         self._controller: Controller | None = None
         self._registration: Registration | None = None
@@ -237,6 +237,11 @@ class ClusterNode:
             self.replicas.nodes_changed()
         if change.catalog:
             self._catalog_changed.set()
+
+    def _may_join(self, node: NodeId, registration: int) -> bool:
+        """Whether a replica may come in sync: what it had before it registered anew counts no more."""
+        registered = self.view.nodes.get(node)
+        return registered is not None and registered.revision == registration and self.view.is_live(node)
 
     def _registration_revision(self) -> int:
         registered = self.view.nodes.get(self._id)

@@ -31,10 +31,11 @@ _NOTHING_YET = Offset(0)
 NOT_REGISTERED = -1
 """What a follower says that does not know the revision of its registration; nothing is then expected of it."""
 
-MayJoin = Callable[[NodeId], bool]
+MayJoin = Callable[[NodeId, int], bool]
+"""Whether a node may join that fetched under this registration."""
 
 
-def anybody(_node: NodeId) -> bool:
+def anybody(_node: NodeId, _registration: int) -> bool:
     """Every replica may join."""
     return True
 
@@ -174,15 +175,17 @@ class InSync:
         if self.pending is not None:
             return None
         state = self.state
-        kept = {
-            node
-            for node in state.in_sync
-            if not self._has_lost(node, high_watermark) and not self._lags(node, end=end, now=now, lag_s=lag_s)
-        } | {self._me}
+
+        def keeps_up(node: NodeId) -> bool:
+            return not self._lags(node, end=end, now=now, lag_s=lag_s)
+
+        kept = {node for node in state.in_sync if keeps_up(node) and not self._has_lost(node, high_watermark)}
+        kept.add(self._me)
         joined = {
             node
             for node in state.replicas
-            if node not in state.in_sync and self._has_caught_up(node, high_watermark, may_join)
+            # Also behind by no more than a member may be, or it would leave again at once.
+            if node not in state.in_sync and keeps_up(node) and self._has_caught_up(node, high_watermark, may_join)
         }
         members = kept | joined
         in_sync = tuple(node for node in state.replicas if node in members)
@@ -230,7 +233,7 @@ class InSync:
         follower = self._followers.get(node)
         if follower is None:
             return node == self._me
-        return follower.offset >= max(high_watermark, self._epoch_start) and may_join(node)
+        return follower.offset >= max(high_watermark, self._epoch_start) and may_join(node, follower.registration)
 
     def _recast(self, now: float) -> None:
         """Follow the replicas that the state names; those that are known stay where they are."""

@@ -135,7 +135,7 @@ class TestChanges:
         assert wanted(in_sync, high_watermark=90) is None
         assert wanted(in_sync, high_watermark=80) is not None
         refused = in_sync.wanted(
-            end=Offset(100), high_watermark=Offset(80), now=0.0, lag_s=LAG_S, may_join=lambda node: node != C
+            end=Offset(100), high_watermark=Offset(80), now=0.0, lag_s=LAG_S, may_join=lambda node, _: node != C
         )
         assert refused is None
 
@@ -153,6 +153,15 @@ class TestChanges:
         change = wanted(alone, high_watermark=100)
         assert change is not None
         assert change.state == state(A)
+
+    def test_who_is_still_far_behind_does_not_join_only_to_leave_again(self) -> None:
+        in_sync = leading(state(A, eligible=(B,)))
+        fetched(in_sync, B, 60, end=100, now=50.0)
+        assert wanted(in_sync, high_watermark=60, now=50.0) is None
+        fetched(in_sync, B, 100, end=120, now=51.0)
+        change = wanted(in_sync, end=120, high_watermark=60, now=51.0)
+        assert change is not None
+        assert change.state.in_sync == (A, B)
 
     def test_strangers_are_not_counted(self) -> None:
         in_sync = leading(state(A, B))

@@ -83,7 +83,9 @@ def _has_fetched_something(self: InSync, node: NodeId, high_watermark: Offset, m
 def _has_reached_the_high_watermark(self: InSync, node: NodeId, high_watermark: Offset, may_join: MayJoin) -> bool:
     """A new leader does not know the high watermark yet, so this is not enough before its own epoch has begun."""
     follower = self._followers.get(node)
-    return node == self._me if follower is None else follower.offset >= high_watermark and may_join(node)
+    if follower is None:
+        return node == self._me
+    return follower.offset >= high_watermark and may_join(node, follower.registration)
 
 
 def _advance_with_too_few(self: InSync, own: Offset) -> Offset:
