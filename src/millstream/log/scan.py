@@ -220,9 +220,13 @@ class Scan:
         If these are one batch, two fields of its header tell how many offsets it has, and one bit can have changed
         only one of them. If they are several, at least a record takes more than a byte.
         """
-        if found.base_offset == self.expected or found.next_offset == self._limit:
-            # It goes on where the last good batch ended, or ends where the segment is known to end.
+        if found.next_offset == self._limit:
+            # It ends where the segment is known to end.
             return True
+        if found.base_offset == self.expected:
+            # It goes on where the last good batch ended, which can be true only if nothing fits in between: whatever
+            # was a batch there had offsets of its own.
+            return found.position - self.position < HEADER_BYTES
         head = self._window.at(self.position, HEADER_BYTES)
         if len(head) < HEADER_BYTES:
             return False

@@ -232,3 +232,23 @@ def test_a_batch_whose_offset_was_never_written_is_not_taken_for_the_first() -> 
     assert log.damage == ((0, second),)
     with pytest.raises(DamagedRange):
         log.read(0, max_bytes=10_000, up_to=log.end_offset)
+
+
+@pytest.mark.parametrize("epoch_too", [False, True])
+def test_two_harmed_neighbours_at_the_end_do_not_vouch_for_each_other(epoch_too: bool) -> None:
+    """The last batch claims the offset of the harmed one before it, and nothing behind it tells otherwise."""
+    files = MemoryFiles()
+    # Of batches with 1, 2, 3, 1 and 2 records, those at 6 and 7 are harmed; a flipped bit makes 7 of 6.
+    batches, _ = fill(files, [20, 20, 20, 20, 20], checkpoint_after=-1, clean=False)
+    assert sorted(batches) == [0, 1, 3, 6, 7]
+    places = find(files, batches)
+    path, position = places[6]
+    files.flip_bit(path, position + len(batches[6][1]) - 1, 3)
+    path, position = places[7]
+    files.flip_bit(path, position + 7, 0)
+    if epoch_too:
+        files.flip_bit(path, position + 15, 0)
+    _, log = open_log(files)
+    served, lost = read_all(log)
+    assert served == {base: batches[base][1] for base in (0, 1, 3)}
+    assert lost == set(range(6, int(log.end_offset)))
