@@ -1,0 +1,322 @@
+"""What a partition knows of transactions, against a model that reads everything anew each time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.log.producers import Producers
+from millstream.model.errors import (
+    FencedProducer,
+    InvalidTransactionState,
+    OutOfOrderSequence,
+    TransactionCoordinatorFenced,
+)
+from millstream.model.ids import ProducerEpoch, ProducerId
+from millstream.model.marker import Marker
+from millstream.records.batch import BatchHeader, read_header
+from millstream.records.control import encode_marker
+from millstream.records.record import NewRecord, encode_batch
+
+HOUR_MS = 3_600_000
+SEVEN = 7
+
+
+def batch_of(
+    producer_id: int, epoch: int = 0, sequence: int = 0, *, transactional: bool = True, records: int = 1
+) -> tuple[BatchHeader, bytearray]:
+    batch = encode_batch(
+        [NewRecord(None, b"v")] * records,
+        producer_id=producer_id,
+        producer_epoch=epoch,
+        base_sequence=sequence,
+        transactional=transactional,
+    )
+    return read_header(batch), batch
+
+
+def marker_of(
+    producer_id: int, epoch: int = 0, *, commit: bool = True, coordinator: int = 0, bumps: bool = False
+) -> Marker:
+    return Marker(
+        producer_id=ProducerId(producer_id),
+        producer_epoch=ProducerEpoch(epoch),
+        commit=commit,
+        coordinator_epoch=coordinator,
+        bumps_epoch=bumps,
+    )
+
+
+def write(producers: Producers, offset: int, producer_id: int, epoch: int = 0, sequence: int = 0) -> None:
+    header, batch = batch_of(producer_id, epoch, sequence)
+    producers.take(header, batch, offset, 0)
+
+
+def end(producers: Producers, offset: int, marker: Marker) -> None:
+    assert producers.check_marker(marker)
+    batch = encode_marker(marker, 0)
+    producers.take(read_header(batch), batch, offset, 0)
+
+
+def aborted(producers: Producers) -> list[tuple[int, int, int]]:
+    return [tuple(one)[:3] for one in producers.transactions.aborted]  # type: ignore[misc]
+
+
+# -- what is let in ---------------------------------------------------------------------------------------------
+
+
+def test_a_transaction_begins_only_under_the_guard_that_was_asked_with() -> None:
+    producers = Producers(expiry_ms=HOUR_MS)
+    header, batch = batch_of(SEVEN)
+    with pytest.raises(InvalidTransactionState):
+        producers.check_any(header, 0, None)
+    guard = producers.start_guard(SEVEN, 0, 0, 0, bumps_epoch=False)
+    assert guard is not None
+    assert producers.check_any(header, 0, guard) is None
+    producers.take(header, batch, 0, 0)
+
+    assert producers.start_guard(SEVEN, 0, 1, 0, bumps_epoch=False) is None
+    assert producers.check_any(batch_of(SEVEN, 0, 1)[0], 0, None) is None
+
+
+def test_a_marker_voids_the_guard() -> None:
+    producers = Producers(expiry_ms=HOUR_MS)
+    guard = producers.start_guard(SEVEN, 0, 0, 0, bumps_epoch=False)
+    end(producers, 0, marker_of(SEVEN, commit=False))
+    with pytest.raises(InvalidTransactionState):
+        producers.check_any(batch_of(SEVEN)[0], 0, guard)
+    later = producers.start_guard(SEVEN, 0, 0, 0, bumps_epoch=False)
+    assert later is not None
+    assert later is not guard
+    with pytest.raises(InvalidTransactionState):
+        producers.check_any(batch_of(SEVEN)[0], 0, guard)
+
+
+def test_a_later_batch_waits_for_the_one_that_was_asked_about_first() -> None:
+    producers = Producers(expiry_ms=HOUR_MS)
+    write(producers, 0, SEVEN)
+    end(producers, 1, marker_of(SEVEN))
+    assert producers.start_guard(SEVEN, 0, 1, 0, bumps_epoch=False) is not None
+    guard = producers.start_guard(SEVEN, 0, 2, 0, bumps_epoch=False)
+    with pytest.raises(OutOfOrderSequence):
+        producers.check_any(batch_of(SEVEN, 0, 2)[0], 0, guard)
+    assert producers.check_any(batch_of(SEVEN, 0, 1)[0], 0, guard) is None
+
+
+def test_under_version_two_an_unknown_producer_begins_at_zero() -> None:
+    producers = Producers(expiry_ms=HOUR_MS)
+    guard = producers.start_guard(SEVEN, 0, 5, 0, bumps_epoch=True)
+    with pytest.raises(OutOfOrderSequence):
+        producers.check_any(batch_of(SEVEN, 0, 5)[0], 0, guard)
+
+
+def test_a_batch_without_a_transaction_is_refused_while_one_is_open() -> None:
+    producers = Producers(expiry_ms=HOUR_MS)
+    write(producers, 0, SEVEN)
+    with pytest.raises(InvalidTransactionState):
+        producers.check_any(batch_of(SEVEN, 0, 1, transactional=False)[0], 0, None)
+    end(producers, 1, marker_of(SEVEN))
+    assert producers.check_any(batch_of(SEVEN, 0, 1, transactional=False)[0], 0, None) is None
+
+
+def test_a_retry_after_the_end_is_known_as_a_duplicate() -> None:
+    producers = Producers(expiry_ms=HOUR_MS)
+    write(producers, 0, SEVEN)
+    end(producers, 1, marker_of(SEVEN))
+    first = producers.check_any(batch_of(SEVEN)[0], 0, None)
+    assert first is not None
+    assert first.base_offset == 0
+
+
+def test_a_marker_with_a_higher_epoch_fences_the_one_before() -> None:
+    producers = Producers(expiry_ms=HOUR_MS)
+    write(producers, 0, SEVEN)
+    end(producers, 1, marker_of(SEVEN, 1, bumps=True))
+    with pytest.raises(FencedProducer):
+        producers.start_guard(SEVEN, 0, 1, 0, bumps_epoch=True)
+    with pytest.raises(FencedProducer):
+        producers.check_any(batch_of(SEVEN, 0, 1)[0], 0, None)
+    assert producers.start_guard(SEVEN, 1, 0, 0, bumps_epoch=True) is not None
+
+
+# -- markers ----------------------------------------------------------------------------------------------------
+
+
+def test_markers_of_the_past_are_refused_and_repeated_ones_change_nothing() -> None:
+    producers = Producers(expiry_ms=HOUR_MS)
+    write(producers, 0, SEVEN, 3)
+    end(producers, 1, marker_of(SEVEN, 4, coordinator=5, bumps=True))
+
+    assert not producers.check_marker(marker_of(SEVEN, 4, coordinator=5, bumps=True))
+    with pytest.raises(FencedProducer):
+        producers.check_marker(marker_of(SEVEN, 3, coordinator=5))
+    with pytest.raises(TransactionCoordinatorFenced):
+        producers.check_marker(marker_of(SEVEN, 4, coordinator=4))
+    assert producers.check_marker(marker_of(SEVEN, 4, coordinator=6))
+
+
+def test_a_late_marker_does_not_end_the_next_transaction() -> None:
+    producers = Producers(expiry_ms=HOUR_MS)
+    write(producers, 0, SEVEN, 0)
+    end(producers, 1, marker_of(SEVEN, 1, bumps=True))
+    write(producers, 2, SEVEN, 1)
+    with pytest.raises(FencedProducer):
+        producers.check_marker(marker_of(SEVEN, 1, bumps=True))
+
+
+def test_a_producer_with_an_open_transaction_is_never_forgotten() -> None:
+    producers = Producers(expiry_ms=10, producers_max=2)
+    write(producers, 0, 1)
+    for producer_id in (2, 3, 4):
+        header, batch = batch_of(producer_id, transactional=False)
+        producers.take(header, batch, producer_id, 5)
+    producers.expire(1000)
+
+    assert [known.producer_id for known in producers] == [1]
+    with pytest.raises(OutOfOrderSequence):
+        producers.check(batch_of(1, 0, 5)[0], 1000)
+
+
+def test_the_list_of_an_offset_range_ends_where_nothing_can_follow() -> None:
+    producers = Producers(expiry_ms=HOUR_MS)
+    for at in range(100):
+        write(producers, 2 * at, at)
+        end(producers, 2 * at + 1, marker_of(at, commit=False))
+    found = producers.transactions.aborted.overlapping(10, 13)
+
+    assert [one.producer_id for one in found] == [5, 6]
+
+
+# -- the model --------------------------------------------------------------------------------------------------
+
+
+class Data(NamedTuple):
+    producer: int
+    epoch: int
+    sequence: int
+
+
+class End(NamedTuple):
+    producer: int
+    epoch: int
+    commit: bool
+    coordinator: int
+
+
+class Known(NamedTuple):
+    """All that the model finds by reading a log from its start."""
+
+    epochs: dict[int, int]
+    coordinators: dict[int, int]
+    open: dict[int, int]
+    aborted: list[tuple[int, int, int]]
+    ended: list[tuple[int, int]]
+
+
+def read_all(log: list[Data | End]) -> Known:
+    known = Known({}, {}, {}, [], [])
+    for offset, entry in enumerate(log):
+        known.epochs[entry.producer] = entry.epoch
+        if isinstance(entry, Data):
+            known.open.setdefault(entry.producer, offset)
+            continue
+        known.coordinators[entry.producer] = entry.coordinator
+        first = known.open.pop(entry.producer, None)
+        if first is not None:
+            known.ended.append((first, offset))
+            if not entry.commit:
+                known.aborted.append((entry.producer, first, offset))
+    return known
+
+
+class Pair:
+    """The log as a list, and what `Producers` makes of it."""
+
+    def __init__(self) -> None:
+        self.log: list[Data | End] = []
+        self.producers = Producers(expiry_ms=HOUR_MS)
+        self.watermark = 0
+        self.start = 0
+
+    def data(self, producer: int) -> None:
+        epoch = read_all(self.log).epochs.get(producer, 0)
+        written = [one for one in self.log if isinstance(one, Data) and (one.producer, one.epoch) == (producer, epoch)]
+        entry = Data(producer, epoch, len(written))
+        write(self.producers, len(self.log), *entry)
+        self.log.append(entry)
+
+    def end(self, producer: int, bump: int, commit: bool, coordinator: int) -> None:
+        known = read_all(self.log)
+        entry = End(
+            producer,
+            known.epochs.get(producer, 0) + bump,
+            commit,
+            known.coordinators.get(producer, 0) + coordinator,
+        )
+        marker = marker_of(producer, entry.epoch, commit=commit, coordinator=entry.coordinator)
+        if self.producers.check_marker(marker):
+            end(self.producers, len(self.log), marker)
+            self.log.append(entry)
+
+    def advance(self, count: int) -> None:
+        self.watermark = min(len(self.log), self.watermark + count)
+        self.producers.transactions.settle(self.watermark)
+
+    def cut(self, count: int) -> None:
+        point = max(self.watermark, len(self.log) - count)
+        del self.log[point:]
+        assert self.producers.truncate(point)
+
+    def delete(self, count: int) -> None:
+        self.start = min(self.watermark, self.start + count)
+        self.producers.transactions.cut_before(self.start)
+
+    def reopen(self) -> None:
+        packed, transactions = self.producers.pack(), self.producers.pack_transactions()
+        self.producers = Producers(expiry_ms=HOUR_MS)
+        self.producers.unpack(packed)
+        self.producers.unpack_transactions(transactions)
+
+    def check(self) -> None:
+        known, transactions = read_all(self.log), self.producers.transactions
+        assert {id_: one.open_from for id_, one in transactions.open.items()} == known.open
+        assert list(transactions.open) == sorted(known.open, key=known.open.__getitem__)
+        assert aborted(self.producers) == [one for one in known.aborted if one[2] >= self.start]
+        assert {one.producer_id: one.epoch for one in self.producers} == known.epochs
+        assert {
+            one.producer_id: one.coordinator_epoch for one in self.producers if one.coordinator_epoch >= 0
+        } == known.coordinators
+        unknown = [first for first, marker in known.ended if marker >= self.watermark]
+        stable = min([self.watermark, *known.open.values(), *unknown])
+        assert transactions.stable_offset(self.watermark) == stable
+        for first in range(self.start, len(self.log) + 1):
+            for after in range(first, min(stable, len(self.log)) + 1):
+                found = [tuple(one)[:3] for one in transactions.aborted.overlapping(first, after)]
+                assert found == [one for one in known.aborted if one[1] < after and one[2] >= first]
+
+
+PRODUCERS = st.integers(1, 3)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("data"), PRODUCERS),
+        st.tuples(st.just("data"), PRODUCERS),
+        st.tuples(st.just("end"), PRODUCERS, st.integers(0, 1), st.booleans(), st.integers(0, 1)),
+        st.tuples(st.just("advance"), st.integers(1, 6)),
+        st.tuples(st.just("cut"), st.integers(1, 6)),
+        st.tuples(st.just("delete"), st.integers(1, 6)),
+        st.tuples(st.just("reopen")),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=300)
+@given(STEPS)
+def test_open_and_aborted_transactions_are_those_of_the_model(steps: list[tuple[object, ...]]) -> None:
+    pair = Pair()
+    for name, *arguments in steps:
+        getattr(pair, str(name))(*arguments)
+        pair.check()
