@@ -23,7 +23,9 @@ from millstream.model.errors import (
     NotEnoughReplicas,
     NotLeader,
     OffsetOutOfRange,
+    OutOfOrderSequence,
     PartitionClosed,
+    StorageFailure,
     UnknownLeaderEpoch,
 )
 from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
@@ -110,7 +112,12 @@ class Partition(Replica):
         if in_sync is not None and acks == ACKS_ALL and not in_sync.is_enough:
             raise self._not_enough(in_sync)
         settings = self.log.settings
-        appended = self.log.append(batches, leader_epoch=self.leader_epoch, internal=internal)
+        try:
+            appended = self.log.append(batches, leader_epoch=self.leader_epoch, internal=internal)
+        except OutOfOrderSequence as error:
+            if self.log.failure is None:
+                raise
+            raise self._refused_before() from error
         if not appended.duplicate:
             self.bytes_in += len(batches)
             self.records_in += appended.next_offset - appended.base_offset
@@ -123,6 +130,14 @@ class Partition(Replica):
         else:
             self._advance()
         return appended
+
+    def _refused_before(self) -> StorageFailure:
+        """What is missing may be what the disk has just refused, so the client is told of the disk, and tries again.
+
+        A client that is told of a gap begins a new epoch. What it has under way to other partitions at that moment, and
+        gets no answer to, it then sends once more under the new epoch, where nobody can tell that it is there already.
+        """
+        return StorageFailure(f"{self.log.partition}: the disk refused what comes before: {self.log.failure}")
 
     def acknowledged(self, appended: AppendedRange, acks: int = ACKS_ALL) -> asyncio.Future[None] | None:
         """None when the range is acknowledged already, else a future that tells when it is, or why it never will be."""
