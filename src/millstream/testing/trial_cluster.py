@@ -26,7 +26,7 @@ from millstream.wire.client import Client
 T = TypeVar("T")
 
 DISK_BYTES = 2 * 1024**3
-_LEFT_BYTES = 64 * 1024
+_LEFT_BYTES = 4096
 _ASK_S_MAX = 10.0
 
 

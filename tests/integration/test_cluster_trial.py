@@ -1,0 +1,31 @@
+"""The short form of `make chaos-cluster`: real processes, links through relays, so nobody needs special rights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from millstream.testing.cluster_faults import KINDS
+from millstream.testing.cluster_network import RelayNetwork
+from millstream.testing.cluster_trial import ClusterTrial, Plan
+
+CHEAP = ("kill", "pause", "cut", "cut-from-etcd", "cut-from-all", "clock", "stop")
+
+
+def test_nothing_acknowledged_is_lost_through_one_fault_of_each_cheap_kind(tmp_path: Path) -> None:
+    plan = Plan(
+        kinds={kind: KINDS[kind][1] for kind in CHEAP},
+        each_once=True,
+        partitions=2,
+        producers=2,
+        lease_ms=1000,
+        replica_lag_ms=1500,
+        load_s=(0.0, 0.2),
+        check_every=100,
+    )
+    lines: list[str] = []
+    with ClusterTrial(tmp_path, RelayNetwork(plan.nodes), plan, lines.append) as trial:
+        outcome = trial.run()
+    told = f"seed {plan.seed}\n{outcome.findings()}\n" + "\n".join(lines)
+    assert outcome.ok, told
+    assert outcome.faults == len(CHEAP), told
+    assert outcome.report.acknowledged > 0
