@@ -108,7 +108,8 @@ class ClusterNode:
         """Follow the coordination store, and open what this node carries. Nothing is led or followed yet."""
         self._start("picture of the cluster", self.view.run())
         self._start("changes of the catalog", self._announcer.run())
-        self._start("removed files", self.topics.run())
+        self._start("logs to open", self.topics.open_logs())
+        self._start("removed files", self.topics.tell_removed())
         self._start("quotas", self._follow_quotas())
         await self.view.ready()
         self.topics.when_roles_change(self.replicas.apply)

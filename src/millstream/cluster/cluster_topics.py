@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from uuid import UUID
 
 from millstream.cluster import keys
@@ -41,6 +42,8 @@ from millstream.replication.partition import Partition
 _logger = logging.getLogger(__name__)
 
 _ATTEMPTS_MAX = 5
+_OPENED_AT_ONCE = 100
+"""Logs that are opened before others get their turn on the loop: a node that stalls loses its place."""
 
 
 class ClusterTopics(Topics):
@@ -65,6 +68,8 @@ class ClusterTopics(Topics):
         self._active = False
         self._removed: set[UUID] = set()
         self._removed_some = asyncio.Event()
+        self._unopened: dict[PartitionKey, None] = {}
+        self._unopened_some = asyncio.Event()
         self._role_listeners: list[Callable[[Sequence[Partition]], None]] = []
         self._drop_listeners: list[Callable[[Sequence[Partition]], None]] = []
 
@@ -72,6 +77,9 @@ class ClusterTopics(Topics):
         """Open what this node carries as the first picture of the cluster shows it, and follow from there."""
         for topic in tuple(self._view.topics.values()):
             self._take_topic(topic)
+            while self._unopened:
+                self._open_some()
+                await asyncio.sleep(0)
         for topic_id in tuple(self._view.deleted):
             self._remove_files(topic_id)
         self._warn_of_strangers([*self._view.topics, *self._view.deleted])
@@ -106,10 +114,20 @@ class ClusterTopics(Topics):
             if topic is not None and topic_id not in shown and index < topic.partitions:
                 told.append(self._take_state(topic, index))
         self._tell_roles(told)
+        self._open_some()
         for topic_id in change.deleted:
             self._remove_files(topic_id)
 
-    async def run(self) -> None:
+    async def open_logs(self) -> None:
+        """Open the logs of partitions that are new here, some at a time so that the loop goes on; for ever."""
+        while True:
+            await self._unopened_some.wait()
+            self._unopened_some.clear()
+            while self._unopened:
+                self._open_some()
+                await asyncio.sleep(0)
+
+    async def tell_removed(self) -> None:
         """Tell the cluster which deleted topics have no files here any more; for ever."""
         while True:
             await self._removed_some.wait()
@@ -266,13 +284,9 @@ class ClusterTopics(Topics):
             return None
         partition = self._partitions[topic.name][index]
         if partition is None:
-            if self._me not in versioned.state.replicas:
-                return None
-            try:
-                partition = self._open(topic, index)
-            except MillstreamError as error:
-                _logger.error("a partition cannot be opened", extra={"topic": topic.name, "error": str(error)})
-                return None
+            if self._me in versioned.state.replicas:
+                self._unopened[topic.topic_id, index] = None
+            return None
         if not self._active:
             return None
         before = partition.is_leader, partition.leader_epoch
@@ -280,6 +294,24 @@ class ClusterTopics(Topics):
         if before != (partition.is_leader, partition.leader_epoch):
             self._tell_leadership(partition)
         return partition
+
+    def _open_some(self) -> None:
+        """Open some of the logs that are not open yet, and let their partitions take up their roles."""
+        told = []
+        for topic_id, index in tuple(islice(self._unopened, _OPENED_AT_ONCE)):
+            del self._unopened[topic_id, index]
+            topic = self._by_id.get(topic_id)
+            if topic is None or self._partitions[topic.name][index] is not None:
+                continue
+            try:
+                self._open(topic, index)
+            except MillstreamError as error:
+                _logger.error("a partition cannot be opened", extra={"topic": topic.name, "error": str(error)})
+                continue
+            told.append(self._take_state(topic, index))
+        self._tell_roles(told)
+        if self._unopened:
+            self._unopened_some.set()
 
     def _tell_roles(self, partitions: Iterable[Partition | None]) -> None:
         changed = [partition for partition in partitions if partition is not None]
