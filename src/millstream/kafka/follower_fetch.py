@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import islice
 from typing import Protocol
 from uuid import UUID
 
@@ -48,6 +49,9 @@ WATERMARK_DELAY_S = 0.02
 
 BYTES_MIN = 1024 * 1024
 """So much a follower gets in any case."""
+
+LOOK_MAX = 2000
+"""So many partitions are looked at for one answer; the others come with the next, so that nobody waits for long."""
 
 ROOM_SHARE = 4
 MAX_WAIT_S_MAX = 60.0
@@ -90,7 +94,7 @@ class FollowerFetch:
         if isinstance(session, ErrorCode):
             return _written(header, ReplicaAnswers(session, NO_SESSION))
         found = self._look(session, fetch)
-        if any(map(_is_urgent, found.values())) or fetch.max_wait_ms <= 0 or self._stopping:
+        if session.unread or any(map(_is_urgent, found.values())) or fetch.max_wait_ms <= 0 or self._stopping:
             return self._answer(header, session, found)
         return self._wait(header, fetch, session, found)
 
@@ -126,7 +130,7 @@ class FollowerFetch:
         room = max(BYTES_MIN, self._budget.room_bytes // ROOM_SHARE)
         left = min(fetch.max_bytes, self._bytes_max, room)
         found: dict[PartitionKey, ReplicaAnswer] = {}
-        for key in tuple(session.unread):
+        for key in tuple(islice(session.unread, LOOK_MAX)):
             followed = session.partitions[key]
             # A partition whose turn comes when nothing is left still notes where the follower is.
             answer = self._look_at(session, key, followed, fetch.registration, left)
@@ -193,7 +197,7 @@ class FollowerFetch:
                 # The follower has begun another session meanwhile, on another connection.
                 return _written(header, ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION))
             found.update(self._look(session, fetch))
-            if not woken or self._stopping or any(map(_is_urgent, found.values())):
+            if not woken or self._stopping or session.unread or any(map(_is_urgent, found.values())):
                 return self._answer(header, session, found)
 
     def _answer(

@@ -8,6 +8,7 @@ Kafka leaves out is said here: an answer that an offset is out of range also tel
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -32,6 +33,8 @@ _REPLICA_STATE_TAG: Final = 1
 _DIVERGING_TAG: Final = 0
 _NO_PREFERRED_REPLICA: Final = -1
 _PARTITION_BYTES_MIN: Final = 33
+_POSITION: Final = struct.Struct(">iiqiqi")
+_ANSWER: Final = struct.Struct(">ihqqq")
 
 PartitionKey = tuple[UUID, PartitionIndex]
 
@@ -124,12 +127,8 @@ def write_replica_fetch(fetch: ReplicaFetch) -> bytearray:
 
 
 def _write_position(writer: Writer, index: int, position: ReplicaPosition) -> None:
-    writer.int32(index)
-    writer.int32(position.leader_epoch)
-    writer.int64(position.offset)
-    writer.int32(position.last_epoch)
-    writer.int64(position.log_start)
-    writer.int32(position.max_bytes)
+    offset, last_epoch, leader_epoch, log_start, max_bytes = position
+    writer.buffer += _POSITION.pack(index, leader_epoch, offset, last_epoch, log_start, max_bytes)
     writer.no_tags()
 
 
@@ -179,12 +178,7 @@ def read_replica_fetch(frame: Buffer, body_at: int) -> ReplicaFetch:
 
 
 def _read_position(reader: Reader) -> tuple[PartitionIndex, ReplicaPosition]:
-    index = PartitionIndex(reader.int32())
-    leader_epoch = Epoch(reader.int32())
-    offset = Offset(reader.int64())
-    last_epoch = Epoch(reader.int32())
-    log_start = Offset(reader.int64())
-    max_bytes = reader.int32()
+    index, leader_epoch, offset, last_epoch, log_start, max_bytes = reader.fields(_POSITION)
     reader.skip_tags()
     return index, ReplicaPosition(offset, last_epoch, leader_epoch, log_start, max_bytes)
 
@@ -218,11 +212,8 @@ def write_replica_answers(version: int, correlation_id: int, answers: ReplicaAns
 
 
 def _write_answer(writer: Writer, index: int, answer: ReplicaAnswer) -> None:
-    writer.int32(index)
-    writer.int16(answer.code)
-    writer.int64(answer.high_watermark)
-    writer.int64(answer.high_watermark)
-    writer.int64(answer.log_start)
+    end = answer.high_watermark
+    writer.buffer += _ANSWER.pack(index, answer.code, end, end, answer.log_start)
     writer.array_length(-1)
     writer.int32(_NO_PREFERRED_REPLICA)
     writer.blob_length(len(answer.records))
@@ -256,11 +247,7 @@ def read_replica_answers(frame: memoryview) -> ReplicaAnswers:
 
 
 def _read_answer(reader: Reader) -> tuple[PartitionIndex, ReplicaAnswer]:
-    index = PartitionIndex(reader.int32())
-    code = reader.int16()
-    high_watermark = Offset(reader.int64())
-    reader.int64()
-    log_start = Offset(reader.int64())
+    index, code, high_watermark, _, log_start = reader.fields(_ANSWER)
     for _ in range(max(0, reader.array_length())):
         reader.int64()
         reader.int64()
