@@ -120,14 +120,14 @@ class Scan:
     ) -> None:
         self.position = position
         self.expected = expected
-        self._window = window
+        self.window = window
         self._limit = limit
         self._epochs = epochs
         self._last_epoch = last_epoch
 
     def __iter__(self) -> Iterator[BatchHeader | Bad]:
-        while self.position < self._window.end and self.expected < self._limit:
-            header = batch_at(self._window, self.position)
+        while self.position < self.window.end and self.expected < self._limit:
+            header = batch_at(self.window, self.position)
             if header is None or not self._fits(header):
                 bad, header = self._resume(header)
                 yield bad
@@ -150,7 +150,7 @@ class Scan:
             return self._epochs.epoch_at(header.base_offset) == header.leader_epoch
         if header.leader_epoch <= self._last_epoch:
             return header.leader_epoch == self._last_epoch
-        following = batch_at(self._window, header.end_position)
+        following = batch_at(self.window, header.end_position)
         return (
             following is None
             or following.base_offset != header.next_offset
@@ -167,16 +167,16 @@ class Scan:
                 # Nothing is wrong with this batch: what should come before it is missing from the file.
                 return Bad(start, start, first, header.base_offset), header
         for position in self._candidates(start):
-            found = batch_at(self._window, position)
+            found = batch_at(self.window, position)
             if found is not None and self._plausible(found):
                 return Bad(start, position, first, found.base_offset), found
-        return Bad(start, self._window.end, first, -1), None
+        return Bad(start, self.window.end, first, -1), None
 
     def _votes(self, header: BatchHeader, next_offset: int) -> int:
         """How many more of the batches behind one agree than disagree that it ends at an offset."""
         agreed = 0
         for _ in range(_VOTES_MAX):
-            following = batch_at(self._window, header.end_position)
+            following = batch_at(self.window, header.end_position)
             if following is None:
                 break
             agreed += 1 if following.base_offset == next_offset else -1
@@ -188,15 +188,15 @@ class Scan:
 
         The order matters, since the payload of a batch may hold bytes that look like a batch.
         """
-        head = self._window.at(start, HEADER_BYTES)
+        head = self.window.at(start, HEADER_BYTES)
         if len(head) == HEADER_BYTES:
             length = int.from_bytes(head[8:12], "big")
-            if LENGTH_MIN <= length <= self._window.end - start - LOG_OVERHEAD_BYTES:
+            if LENGTH_MIN <= length <= self.window.end - start - LOG_OVERHEAD_BYTES:
                 yield start + LOG_OVERHEAD_BYTES + length
-        position = self._window.find_magic(start + 1)
+        position = self.window.find_magic(start + 1)
         while position >= 0:
             yield position
-            position = self._window.find_magic(position + 1)
+            position = self.window.find_magic(position + 1)
 
     def _plausible(self, found: BatchHeader) -> bool:
         """Whether a batch behind a bad stretch carries an offset and an epoch that can be believed."""
@@ -224,10 +224,10 @@ class Scan:
             # It ends where the segment is known to end.
             return True
         if found.base_offset == self.expected:
-            # It goes on where the last good batch ended, which can be true only if nothing fits in between: whatever
-            # was a batch there had offsets of its own.
-            return found.position - self.position < HEADER_BYTES
-        head = self._window.at(self.position, HEADER_BYTES)
+            # It goes on where the last good batch ended. Then nothing of the log can lie in between: too few bytes for
+            # a batch, or a whole one that belongs elsewhere. A harmed batch would have had offsets of its own.
+            return found.position - self.position < HEADER_BYTES or batch_at(self.window, self.position) is not None
+        head = self.window.at(self.position, HEADER_BYTES)
         if len(head) < HEADER_BYTES:
             return False
         size, last_offset_delta, record_count = _SIZE_AND_COUNTS.unpack_from(head)
