@@ -39,6 +39,8 @@ def check_client_batch(header: BatchHeader, max_message_bytes: int) -> None:
         )
     if header.attributes & 0x20:
         raise InvalidBatch("clients may not write control batches")
+    if header.is_transactional and header.producer_id < 0:
+        raise InvalidBatch("a record batch of a transaction has to name its producer")
     if header.base_offset != 0:
         raise InvalidBatch(f"the base offset of a record batch from a client is 0, not {header.base_offset}")
     if header.producer_id >= 0 and (header.base_sequence < 0 or header.producer_epoch < 0):

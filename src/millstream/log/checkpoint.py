@@ -139,6 +139,7 @@ class Checkpoints:
 
 
 def _state_of(log: Log) -> LogState:
+    log.settle_transactions()
     return LogState(
         format=FORMAT,
         topic=log.partition.topic,
@@ -152,6 +153,7 @@ def _state_of(log: Log) -> LogState:
         journal_sequence=log.journal_mark[1],
         cleaned_offset=log.cleaned_offset,
         swaps=swap_names(log.swaps),
+        transactions=log.producers.pack_transactions(),
     )
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 from uuid import UUID
 
-from millstream.log.admission import check_keys, check_times, read_headers
 from millstream.log.appended import AppendedRange as AppendedRange
+from millstream.log.checked_append import append_checked
 from millstream.log.contents import Contents
 from millstream.log.damage import LostRange
 from millstream.log.files import Files, write_fully
@@ -29,18 +29,18 @@ from millstream.log.retention import delete_before, delete_expired
 from millstream.log.scan import Bad
 from millstream.log.segment import Segment
 from millstream.log.swap import Swap, settle_swaps
+from millstream.log.transactions import Guard
 from millstream.log.truncation import truncate_to
 from millstream.model.clock import Clock
 from millstream.model.errors import (
     DamagedRange,
-    FencedLeaderEpoch,
     OffsetOutOfRange,
     PartitionClosed,
     StorageFailure,
 )
 from millstream.model.ids import Epoch, Offset
 from millstream.model.topic import FLUSH_OS, TopicPartition, TopicSettings
-from millstream.records.batch import BatchHeader, Buffer, check_crc, place_batch, stamp_append_time
+from millstream.records.batch import Buffer
 
 _logger = logging.getLogger(__name__)
 
@@ -157,6 +157,11 @@ class Log:
         """The ranges of offsets that the disk lost, each as (first, next)."""
         return self.lost.ranges()
 
+    def settle_transactions(self) -> None:
+        """Forget how to take back the markers that cannot be cut off any more."""
+        settled = self.synced_offset if self.acknowledged_offset is None else self.acknowledged_offset()
+        self.producers.transactions.settle(settled)
+
     def end_of_epoch(self, epoch: int) -> tuple[Epoch, Offset]:
         """Where an epoch ended, as `OffsetForLeaderEpoch` asks; (-1, -1) if it is unknown."""
         return self.epochs.end_of(epoch, self.end_offset)
@@ -170,44 +175,25 @@ class Log:
 
     # -- append ---------------------------------------------------------------------------------------------
 
-    def append(self, batches: bytearray | memoryview, *, leader_epoch: Epoch, internal: bool = False) -> AppendedRange:
-        """Check the batches, give them offsets in place, and write them; nothing is synced yet."""
+    def append(
+        self,
+        batches: bytearray | memoryview,
+        *,
+        leader_epoch: Epoch,
+        internal: bool = False,
+        guard: Guard | None = None,
+    ) -> AppendedRange:
+        """Check the batches, give them offsets in place, and write them; nothing is synced yet.
+
+        The guard is what a transaction needs to begin here.
+        """
         if self.closed or self.broken:
             raise self._refusal()
         if not internal:
             appended = append_plain(self, batches, leader_epoch)
             if appended is not None:
                 return appended
-        settings = self.settings
-        headers = read_headers(batches, internal=internal, max_message_bytes=settings.max_message_bytes)
-        for header in headers:
-            check_crc(batches, header)
-        if leader_epoch < self.epochs.latest:
-            raise FencedLeaderEpoch(f"{self.partition} has leader epoch {self.epochs.latest}, not {leader_epoch}")
-        now_ms = self.clock.now_ms()
-        if headers[0].producer_id >= 0 and not internal:
-            first = self.producers.check(headers[0], now_ms)
-            if first is not None:
-                return AppendedRange(
-                    Offset(first.base_offset), Offset(first.next_offset), first.append_time_ms, self.start_offset, True
-                )
-        append_time_ms = -1
-        if settings.message_timestamp_type == "LogAppendTime":
-            append_time_ms = now_ms
-            headers = _stamped(batches, headers, now_ms)
-        elif not internal:
-            check_times(headers[0], settings, now_ms)
-        if not internal and settings.compacts:
-            check_keys(batches, headers[0])
-        base_offset = self.end_offset
-        next_offset = int(base_offset)
-        for header in headers:
-            place_batch(batches, header, next_offset, leader_epoch)
-            next_offset += header.last_offset_delta + 1
-        segment = self.segment_for(len(batches), next_offset, now_ms)
-        index = self.write(segment, batches)
-        self._advance(segment, index, headers, leader_epoch, now_ms, append_time_ms)
-        return AppendedRange(base_offset, self.end_offset, append_time_ms, self.start_offset, False)
+        return append_checked(self, batches, leader_epoch, internal=internal, guard=guard)
 
     def _refusal(self) -> PartitionClosed | StorageFailure:
         if self.closed:
@@ -282,30 +268,6 @@ class Log:
             f"{self.partition}: {self.failure}. Nothing was stored and reads go on; free space on the disk of "
             f"{self.directory} or repair it, and writes resume by themselves"
         )
-
-    def _advance(
-        self,
-        segment: Segment,
-        index: Index,
-        headers: list[BatchHeader],
-        leader_epoch: int,
-        now_ms: int,
-        append_time_ms: int,
-    ) -> None:
-        """Account for batches that were written."""
-        start, offset = segment.size, int(self.end_offset)
-        if not start:
-            segment.first_append_ms = now_ms
-        segment.last_append_ms = now_ms
-        if leader_epoch > self.epochs.latest:
-            self.epochs.begin(leader_epoch, offset)
-        for header in headers:
-            segment.note(header, offset, start + header.position, index, self.settings.index_interval_bytes)
-            if header.producer_id >= 0:
-                self.producers.record(header, offset, now_ms, append_time_ms)
-            offset += header.last_offset_delta + 1
-        self.end_offset = Offset(offset)
-        self.grown(segment.size - start)
 
     def grown(self, size: int) -> None:
         """See to what follows from more bytes in the log."""
@@ -588,10 +550,3 @@ class Log:
 
 def _takes_plain(settings: TopicSettings) -> bool:
     return settings.message_timestamp_type == "CreateTime" and not settings.compacts
-
-
-def _stamped(batches: bytearray | memoryview, headers: list[BatchHeader], now_ms: int) -> list[BatchHeader]:
-    """Put the broker's time into the batches and their headers."""
-    for header in headers:
-        stamp_append_time(batches, header, now_ms)
-    return [header._replace(max_timestamp_ms=now_ms) for header in headers]

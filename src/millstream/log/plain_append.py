@@ -19,6 +19,7 @@ from millstream.records.batch import (
     LOG_OVERHEAD_BYTES,
     MAGIC,
     OFFSET_LENGTH_EPOCH,
+    TRANSACTIONAL_FLAG,
     BatchHeader,
 )
 
@@ -31,9 +32,9 @@ _CODEC_AND_CONTROL = COMPRESSION_MASK | CONTROL_FLAG
 def append_plain(log: Log, batches: bytearray | memoryview, leader_epoch: int) -> AppendedRange | None:
     """Append one batch of a client if there is nothing to say about it; None, and nothing done, otherwise.
 
-    That is: it is whole and valid and within all limits, new to the log, keeps the producer's time, goes into the
-    segment that is open, and comes from the leader that wrote last. `Log.append` sees to everything else, and its
-    checks decide: each condition here is one of them, turned around.
+    That is: it is whole and valid and within all limits, new to the log, keeps the producer's time, begins no
+    transaction, goes into the segment that is open, and comes from the leader that wrote last. `append_checked` sees
+    to everything else, and its checks decide: each condition here is one of them, turned around.
     """
     size = len(batches)
     if size < HEADER_BYTES or not log.segments:
@@ -68,8 +69,14 @@ def append_plain(log: Log, batches: bytearray | memoryview, leader_epoch: int) -
     header = None
     if producer_id >= 0:
         header = BatchHeader(0, *fields)
+        known = log.producers.transactions.open.get(producer_id)
+        if (known is None) == bool(attributes & TRANSACTIONAL_FLAG) or (known and known.epoch != header.producer_epoch):
+            # It begins a transaction, or does not belong to the one that is open.
+            return None
         if header.base_sequence < 0 or header.producer_epoch < 0 or log.producers.check(header, now_ms) is not None:
             return None
+    elif attributes & TRANSACTIONAL_FLAG:
+        return None
     OFFSET_LENGTH_EPOCH.pack_into(batches, 0, offset, length, leader_epoch)
     index = log.write(segment, batches)
     segment.grow(size, offset, next_offset, newest_ms, index, settings.index_interval_bytes)

@@ -11,6 +11,7 @@ coordinator was asked; see `transactions`. A producer with an open transaction i
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -26,6 +27,7 @@ from millstream.log.transactions import (
     Transactions,
 )
 from millstream.model.errors import (
+    CorruptBatch,
     FencedProducer,
     InvalidTransactionState,
     OutOfOrderSequence,
@@ -34,6 +36,8 @@ from millstream.model.errors import (
 from millstream.model.marker import Marker
 from millstream.records.batch import CONTROL_FLAG, TRANSACTIONAL_FLAG, BatchHeader, Buffer
 from millstream.records.control import read_marker
+
+_logger = logging.getLogger(__name__)
 
 BATCHES_REMEMBERED = 5
 PRODUCERS_MAX = 10_000
@@ -57,6 +61,11 @@ class Producers:
         self._expiry_ms = expiry_ms
         self._producers_max = producers_max
         self.transactions = Transactions()
+
+    @property
+    def expiry_ms(self) -> int:
+        """For how long a silent producer is remembered."""
+        return self._expiry_ms
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -205,9 +214,17 @@ class Producers:
             self.record(header, base_offset, now_ms, append_time_ms)
             self.transactions.began(self._by_id[header.producer_id], base_offset)
         else:
+            self._take_control(header, batches, base_offset, now_ms)
+
+    def _take_control(self, header: BatchHeader, batches: Buffer, base_offset: int, now_ms: int) -> None:
+        try:
             marker = read_marker(batches, header)
-            if marker is not None:
-                self._end(marker, base_offset, now_ms)
+        except CorruptBatch as error:
+            # Its checksum is right, so this is what somebody wrote; nothing follows from it.
+            _logger.warning("a control batch is passed over", extra={"offset": base_offset, "error": str(error)})
+            return
+        if marker is not None:
+            self._end(marker, base_offset, now_ms)
 
     def record(self, header: BatchHeader, base_offset: int, now_ms: int, append_time_ms: int = -1) -> None:
         """Remember a batch that was written at an offset."""

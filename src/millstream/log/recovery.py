@@ -19,6 +19,7 @@ from millstream.log.files import Files
 from millstream.log.folder import folders_above
 from millstream.log.index import Index
 from millstream.log.indexes import build_index, load_index
+from millstream.log.producer_replay import replay_batch
 from millstream.log.producers import Producers
 from millstream.log.scan import Bad, Scan, Window
 from millstream.log.segment import (
@@ -32,7 +33,7 @@ from millstream.log.segment import (
 )
 from millstream.log.state import LogState
 from millstream.log.swap import complete_swaps
-from millstream.records.batch import TIMESTAMP_TYPE_FLAG, BatchHeader
+from millstream.records.batch import BatchHeader
 
 _NO_LIMIT = 2**63 - 1
 _UNFINISHED = (DELETED_SUFFIX, REPAIR_SUFFIX, CLEANED_SUFFIX)
@@ -71,6 +72,8 @@ def _believe(opening: Opening, directory: str, state: LogState) -> Contents:
     """The log as its state describes it."""
     producers = Producers(expiry_ms=opening.producer_expiry_ms)
     producers.unpack(state.producers)
+    if state.transactions is not None:
+        producers.unpack_transactions(state.transactions)
     segments = [Segment.from_state(directory, known) for known in state.segments]
     for segment in segments[:-1]:
         segment.sealed = True
@@ -226,7 +229,7 @@ class Recovery:
             last_epoch = self._contents.epochs.latest if replay else -1
             for found in Scan(window, start, segment.next_offset, limit=limit, last_epoch=last_epoch):
                 if not isinstance(found, Bad):
-                    self._note(segment, found, index, replay=replay)
+                    self._note(segment, found, index, window, replay=replay)
                 elif found.next_offset >= 0:
                     self._lose_at(segment, found)
                 else:
@@ -250,7 +253,7 @@ class Recovery:
             segment.index = build_index(scan, segment, self._opening.index_interval_bytes)
         return segment.index
 
-    def _note(self, segment: Segment, header: BatchHeader, index: Index, *, replay: bool) -> None:
+    def _note(self, segment: Segment, header: BatchHeader, index: Index, window: Window, *, replay: bool) -> None:
         now_ms = self._opening.now_ms
         if segment.first_append_ms < 0:
             segment.first_append_ms = now_ms
@@ -259,9 +262,7 @@ class Recovery:
         self._report.scanned_batches += 1
         if replay:
             self._contents.epochs.begin(header.leader_epoch, header.base_offset)
-            if header.producer_id >= 0:
-                append_time_ms = header.max_timestamp_ms if header.attributes & TIMESTAMP_TYPE_FLAG else -1
-                self._contents.producers.record(header, header.base_offset, now_ms, append_time_ms)
+            replay_batch(self._contents.producers, header, window, now_ms)
 
     # -- decisions ------------------------------------------------------------------------------------------
 

@@ -57,8 +57,9 @@ def append_replica(log: Log, batches: Buffer, leader_epoch: int, files: Files) -
         segment.note(header, header.base_offset, start + header.position, index, interval_bytes)
         if header.producer_id >= 0:
             append_time_ms = header.max_timestamp_ms if header.attributes & TIMESTAMP_TYPE_FLAG else -1
-            log.producers.record(header, header.base_offset, now_ms, append_time_ms)
+            log.producers.take(header, batches, header.base_offset, now_ms, append_time_ms)
     log.end_offset = headers[-1].next_offset
+    log.settle_transactions()
     log.grown(segment.size - start)
     if log.start_offset < start_offset:
         log.delete_before(start_offset)
@@ -121,7 +122,7 @@ def restart_at(log: Log, offset: int, files: Files) -> None:
     log.start_offset = log.end_offset = log.synced_offset = log.stored_offset = Offset(offset)
     log.cleaned_offset = offset
     log.epochs.cut_after(0)
-    log.producers.drop_range(0, _EVERYTHING)
+    log.producers.clear()
     log.lost.cut_before(_EVERYTHING)
     log.journal_mark = log.keeper.journal_mark()
     # The state goes first: after a crash in between, the old files are not taken for a part of the log.

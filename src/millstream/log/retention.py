@@ -71,6 +71,7 @@ def _drop_front(log: Log, count: int) -> None:
     log.start_offset = max(log.start_offset, Offset(kept[0].base_offset))
     log.epochs.cut_before(kept[0].base_offset)
     log.lost.cut_before(log.start_offset)
+    log.producers.transactions.cut_before(log.start_offset)
     log.keeper.checkpoint_soon(log)
 
 
@@ -86,6 +87,7 @@ def delete_before(log: Log, offset: int) -> None:
         log.roll()
     log.start_offset = Offset(offset)
     log.lost.cut_before(offset)
+    log.producers.transactions.cut_before(offset)
     log.changed = True
     count = 0
     while count + 1 < len(log.segments) and log.segments[count + 1].base_offset <= offset:

@@ -14,6 +14,7 @@ from crc32c import crc32c
 from millstream.log.damage import LostRange
 from millstream.log.files import Files, write_fully
 from millstream.log.producers import PackedProducer
+from millstream.log.transactions import PackedTransactions
 
 FORMAT = 1
 SwapName = tuple[int, str]
@@ -53,6 +54,7 @@ class LogState(msgspec.Struct, frozen=True, array_like=True):
     """Up to where compaction has been."""
     swaps: list[SwapName] = []
     """Segments whose file may still have to take its place."""
+    transactions: PackedTransactions | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from millstream.log.files import Files
+from millstream.log.producer_replay import producers_up_to
 from millstream.log.segment import Segment
 from millstream.model.errors import OffsetOutOfRange, StorageFailure
 from millstream.model.ids import Offset
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from millstream.log.log import Log
 
 _logger = logging.getLogger(__name__)
-_EVERYTHING = 2**63 - 1
 
 
 def truncate_to(log: Log, offset: int, files: Files) -> None:
@@ -46,6 +46,8 @@ def truncate_to(log: Log, offset: int, files: Files) -> None:
 
 def _cut_end(log: Log, offset: int) -> None:
     last, position, end = log.boundary(offset)
+    if end < log.producers.transactions.decided_from:
+        log.producers = producers_up_to(log, end)
     lost = log.lost.at(end)
     if lost is not None and lost.first == end and lost.segment == last.base_offset:
         # The damaged stretch is forgotten with its offsets; its bytes go too, or they would be read as what comes next.
@@ -65,7 +67,7 @@ def _cut_end(log: Log, offset: int) -> None:
     log.stored_offset = min(log.stored_offset, log.end_offset)
     log.cleaned_offset = min(log.cleaned_offset, end)
     log.epochs.cut_after(end)
-    log.producers.drop_range(end, _EVERYTHING)
+    log.producers.truncate(end)
     log.lost.cut_after(end, last.base_offset, position)
     last.holes = log.lost.holes_of(last.base_offset)
     if last.broken and not last.size and last in kept:
