@@ -13,7 +13,7 @@ SOAK_ARGS ?=
 CHAOS_ARGS ?=
 SIMULATE_ARGS ?=
 
-.PHONY: help demo test check bench serve kill-trial chaos-cluster conformance compare fuzz simulate docs lock clean
+.PHONY: help demo test check bench bench-cluster serve kill-trial chaos-cluster conformance compare fuzz simulate docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -52,6 +52,9 @@ check: $(DEV_STAMP) ## Lint, types, layers
 
 bench: $(DEV_STAMP) ## Measure against the limit server, Apache Kafka and other peers (15 minutes; BENCH_ARGS=--quick: 1)
 	@$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+
+bench-cluster: $(DEV_STAMP) ## Measure three nodes against one, failover over 50 kills, and 10,000 partitions (half an hour; BENCH_ARGS=--quick: 3)
+	@$(BIN)/python -m benchmarks.cluster $(BENCH_ARGS)
 
 kill-trial: $(DEV_STAMP) ## Kill a loaded broker 20 times and check every acknowledged message
 	@$(BIN)/python -m benchmarks.kill_trial

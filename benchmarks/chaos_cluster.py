@@ -91,11 +91,12 @@ def trial(plan: Plan, network: Network, folder: Path, report: Path | None) -> in
 
 def account(struck: Sequence[Struck]) -> list[str]:
     """How long producers waited, by kind of fault."""
-    lines = [f"{'kind of fault':32} count  next produce: median  longest  whole again: longest"]
+    lines = [f"{'kind of fault':32} count  next produce: median  longest  longest wait  whole again: longest"]
     for kinds in sorted({one.kinds for one in struck}):
         of_kind = [one for one in struck if one.kinds == kinds]
         waits, whole = [one.next_produce_s for one in of_kind], max(one.whole_s for one in of_kind)
-        numbers = f"{statistics.median(waits):18.2f} s {max(waits):6.2f} s {whole:18.2f} s"
+        longest = max(one.longest_wait_s for one in of_kind)
+        numbers = f"{statistics.median(waits):18.2f} s {max(waits):6.2f} s {longest:11.2f} s {whole:19.2f} s"
         lines.append(f"{' + '.join(kinds):32} {len(of_kind):5}  {numbers}")
     return lines
 
@@ -112,7 +113,13 @@ def as_json(plan: Plan, network: Network, outcome: Outcome) -> dict[str, Any]:
         "read": outcome.report.read,
         "findings": outcome.findings().splitlines(),
         "struck": [
-            {"kinds": one.kinds, "what": one.what, "next produce s": one.next_produce_s, "whole s": one.whole_s}
+            {
+                "kinds": one.kinds,
+                "what": one.what,
+                "next produce s": one.next_produce_s,
+                "longest wait s": one.longest_wait_s,
+                "whole s": one.whole_s,
+            }
             for one in outcome.struck
         ],
     }

@@ -87,11 +87,14 @@ class Struck:
     what: str
     next_produce_s: float
     """From the fault until every partition had acknowledged a message that was sent after it."""
+    longest_wait_s: float
+    """The longest that any message waited for its acknowledgement, until the cluster was whole again."""
     whole_s: float
     """From the repair until every node was ready and every replica in sync."""
 
     def __str__(self) -> str:
-        return f"{self.what}: next produce after {self.next_produce_s:.2f} s, whole {self.whole_s:.2f} s after repair"
+        waits = f"next produce after {self.next_produce_s:.2f} s, longest wait {self.longest_wait_s:.2f} s"
+        return f"{self.what}: {waits}, whole {self.whole_s:.2f} s after repair"
 
 
 @dataclass(slots=True)
@@ -217,7 +220,8 @@ class ClusterTrial:
         self._wait_until_whole(what)
         whole_s = time.monotonic() - repaired
         kinds = tuple(kind for kind, _ in faults)
-        self._struck.append(Struck(kinds=kinds, what=what, next_produce_s=recovery.slowest_s, whole_s=whole_s))
+        waits = {"next_produce_s": recovery.slowest_s, "longest_wait_s": recovery.longest_s}
+        self._struck.append(Struck(kinds=kinds, what=what, whole_s=whole_s, **waits))
         self._tell(f"{self._counted():4} {self._struck[-1]}")
 
     def _await_produce(self, when: str) -> None:

@@ -32,16 +32,20 @@ class TrialFailed(Exception):
 
 
 class Recovery:
-    """When each partition first acknowledged a message that was sent after some moment."""
+    """When each partition first acknowledged a message sent after some moment, and how long messages waited."""
 
     def __init__(self) -> None:
         self.since = time.monotonic()
         self.first: dict[Place, float] = {}
+        self.longest_s = 0.0
+        """The longest that any message, sent before or after, waited for its acknowledgement."""
 
     def acknowledged(self, place: Place, sent_at: float) -> None:
         """Take note of an acknowledgement that has just come."""
+        now = time.monotonic()
+        self.longest_s = max(self.longest_s, now - sent_at)
         if sent_at >= self.since:
-            self.first.setdefault(place, time.monotonic())
+            self.first.setdefault(place, now)
 
     @property
     def slowest_s(self) -> float:

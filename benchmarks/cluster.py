@@ -1,0 +1,152 @@
+"""`make bench-cluster`: three nodes on one machine against one, failover, and very many partitions.
+
+    python -m benchmarks.cluster [--quick] [--only throughput,failover,partitions] [--json FILE]
+
+Everything runs on this machine and shares its cores: three nodes, etcd, PostgreSQL and the client. So the ratio says
+what replication costs when no core is added, not how fast three machines are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import cluster_failover, cluster_partitions, cluster_throughput, machine
+from benchmarks.cluster_throughput import ONE, THREE
+from benchmarks.percentiles import percentile
+from benchmarks.report import Table
+from benchmarks.results import Results
+from benchmarks.target import Numbers
+from benchmarks.verdict import Target
+from rich.console import Console
+
+PARTS = ("throughput", "failover", "partitions")
+SHARE_MIN = 0.30
+FAILOVER_S_MAX = 5.0
+IDLE_PERCENT_MAX = 2.0
+"""CPU of one core that a node may use at rest."""
+
+
+def main() -> int:
+    """Measure, tell, and write it down; 1 when a target was not reached."""
+    arguments = _arguments()
+    parts = arguments.only.split(",")
+    facts = machine.facts()
+    tell(", ".join(f"{name}: {value}" for name, value in facts.items()))
+    results, failovers, many = Results(), [], {}
+    if "throughput" in parts:
+        results = cluster_throughput.run(arguments.rounds, arguments.seconds)
+    if "failover" in parts:
+        failovers = cluster_failover.run(arguments.kills, tell)
+    if "partitions" in parts:
+        many = cluster_partitions.run(arguments.partitions, arguments.idle, tell)
+    verdict = targets(results, failovers, many)
+    console = Console()
+    for table in (
+        _throughput(results),
+        _failover(failovers),
+        _partitions(many, arguments.partitions),
+        _verdict(verdict),
+    ):
+        if table.rows:
+            console.print(table.rich())
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(_as_json(facts, results, failovers, many, verdict), indent=1) + "\n")
+    return 1 if any(target.reached is False for target in verdict) else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one short round, 3 kills, 1,000 partitions")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts to measure, of throughput,failover,partitions")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each line is measured")
+    parser.add_argument("--seconds", type=float, default=5.0, help="how long a line is measured")
+    parser.add_argument("--kills", type=int, default=50, help="how many leaders are killed")
+    parser.add_argument("--partitions", type=int, default=10_000, help="how many partitions are very many")
+    parser.add_argument("--idle", type=float, default=60.0, help="for how many seconds rest is measured")
+    parser.add_argument("--json", type=Path, help="write everything to this file")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.seconds, arguments.kills = 1, 2.0, 3
+        arguments.partitions, arguments.idle = 1000, 10.0
+    return arguments
+
+
+def targets(results: Results, failovers: Sequence[float], many: Numbers) -> list[Target]:
+    """What was to be reached, and whether it was."""
+    worst = results.extreme(lambda line: line.ratio("MB/s", THREE, ONE), least=True)
+    wanted = f"at least {SHARE_MIN:.0%} of one node"
+    share = Target("replication 3, acks=all", wanted, None, "")
+    if worst is not None:
+        share = Target(share.what, wanted, worst[0] >= SHARE_MIN, f"least {worst[0]:.0%}", worst[1].case.name)
+    slow = Target("failover, p99", f"below {FAILOVER_S_MAX:g} s", None, "")
+    if failovers:
+        found = percentile(failovers, 99)
+        slow = Target(slow.what, slow.wanted, found < FAILOVER_S_MAX, f"{found:.2f} s over {len(failovers)} kills")
+    rest = Target("CPU of a node at rest", f"below {IDLE_PERCENT_MAX:g} % of a core", None, "")
+    used = [value for name, value in many.items() if name.endswith("CPU %")]
+    if used:
+        rest = Target(rest.what, rest.wanted, max(used) < IDLE_PERCENT_MAX, f"most {max(used):.2f} %")
+    return [share, slow, rest]
+
+
+def _throughput(results: Results) -> Table:
+    table = Table(
+        "Produce at most, MB/s: one node, three nodes", ["line", ONE, THREE, "share", "CPU s/GB: one", "three"]
+    )
+    for line in results.lines():
+        cpu = [sum(line.value(name, f"{kind} CPU s/GB") or 0 for kind in ("user", "system")) for name in (ONE, THREE)]
+        rates = [f"{line.value(name, 'MB/s') or 0:.1f}" for name in (ONE, THREE)]
+        share = f"{line.ratio('MB/s', THREE, ONE) or 0:.0%}"
+        table.rows.append([line.case.name, *rates, share, *(f"{value:.2f}" for value in cpu)])
+    return table
+
+
+def _failover(failovers: Sequence[float]) -> Table:
+    table = Table(
+        "From kill -9 of a leader to the next acknowledged produce, in s", ["kills", "p50", "p99", "max"], words=0
+    )
+    if failovers:
+        shares = [f"{percentile(failovers, share):.2f}" for share in (50, 99, 100)]
+        table.rows.append([str(len(failovers)), *shares])
+    return table
+
+
+def _partitions(many: Numbers, partitions: int) -> Table:
+    table = Table(f"{partitions:,} partitions on three nodes, replication 3", ["what", "found"])
+    table.rows.extend([name, f"{value:,.2f}"] for name, value in many.items())
+    return table
+
+
+def _verdict(verdict: Sequence[Target]) -> Table:
+    table = Table("Targets", ["target", "wanted", "verdict", "found", "where"], words=5)
+    table.rows.extend([each.what, each.wanted, each.mark, each.found, each.where] for each in verdict)
+    return table
+
+
+def _as_json(
+    facts: dict[str, Any], results: Results, failovers: Sequence[float], many: Numbers, verdict: Sequence[Target]
+) -> dict[str, Any]:
+    return {
+        "machine": facts,
+        "throughput": results.as_json(),
+        "failover s": list(failovers),
+        "partitions": many,
+        "targets": [
+            {"target": one.what, "wanted": one.wanted, "reached": one.reached, "found": one.found} for one in verdict
+        ],
+    }
+
+
+def tell(line: str) -> None:
+    """Say something with the time."""
+    print(time.strftime("%H:%M:%S ") + line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

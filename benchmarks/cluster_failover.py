@@ -1,0 +1,128 @@
+"""How long producers wait when a leader is killed: from kill -9 to the next acknowledged message of what it led."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.cli.cluster_status import cluster_status
+from millstream.cli.connection import ask
+from millstream.cli.exit_code import CommandFailed
+from millstream.cli.local_etcd import LocalEtcd
+from millstream.model.errors import MillstreamError
+from millstream.testing.postgres_server import PostgresServer
+from millstream.testing.server_group import ServerGroup
+from millstream.testing.trial_clients import Load, Notes, Place
+
+TOPIC = "failover"
+PARTITIONS = 6
+NODES = 3
+_MESSAGES_PER_S = 300
+_HEAL_S_MAX = 120.0
+_PROBE_S = 0.2
+_ASK_S_MAX = 10.0
+
+
+class Failover:
+    """A cluster with everything at its defaults, and an idempotent producer with acks=all at its defaults."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._cluster: ServerGroup
+        self._notes = Notes()
+        self._kills = 0
+
+    def __enter__(self) -> Self:
+        stack = self._stack
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
+        try:
+            etcd = stack.enter_context(LocalEtcd(folder / "etcd"))
+            postgres = stack.enter_context(PostgresServer())
+            # Leaders go back at once, so that there is something to kill on every node.
+            settings = {"leader-balance-ms": 500}
+            group = ServerGroup(folder, etcd.url, postgres.new_database(), nodes=NODES, settings=settings)
+            self._cluster = stack.enter_context(group)
+            self._start_load()
+        except BaseException:
+            stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._notes.stopping.set()
+        self._stack.close()
+
+    def kill(self) -> float:
+        """Kill the next node; seconds until all that it led has acknowledged a message that was sent after that."""
+        self._wait_until_whole()
+        number = 1 + self._kills % NODES
+        self._kills += 1
+        led = self._wait_for_leadership(number)
+        killed = self._cluster[number]
+        recovery = self._notes.recovers()
+        killed.kill()
+        self._notes.wait(lambda: led <= recovery.first.keys(), "not every partition acknowledged a message")
+        killed.start()
+        return max(recovery.first[place] for place in led) - recovery.since
+
+    def _start_load(self) -> None:
+        address = {"bootstrap.servers": self._cluster.kafka}
+        admin = AdminClient(address | {"log_level": 0})
+        topic = NewTopic(TOPIC, PARTITIONS, NODES)
+        admin.create_topics([topic], operation_timeout=_HEAL_S_MAX)[TOPIC].result(_HEAL_S_MAX)
+        settings = address | {"enable.idempotence": True, "acks": "all", "linger.ms": 5}
+        topics = {TOPIC: PARTITIONS}
+        load = Load("producer", self._notes, settings, topics, seed=1, messages_per_s=_MESSAGES_PER_S, steady=True)
+        self._notes.loading.set()
+        load.start()
+        self._stack.callback(load.join, _HEAL_S_MAX)
+
+    def _wait_for_leadership(self, node: int) -> set[Place]:
+        led: set[Place] = set()
+
+        def leads() -> bool:
+            led.clear()
+            led.update((TOPIC, index) for index, leader in self._leaders().items() if leader == node)
+            return bool(led)
+
+        _wait(leads, f"node {node} leads nothing")
+        return led
+
+    def _leaders(self) -> dict[int, int]:
+        metadata = ask(self._cluster.kafka, _ASK_S_MAX, lambda client: client.metadata([TOPIC]))
+        return {int(index): int(one.leader_id) for index, one in metadata.topics[TOPIC].partitions.items()}
+
+    def _wait_until_whole(self) -> None:
+        def is_whole() -> bool:
+            try:
+                status = ask(self._cluster.kafka, _ASK_S_MAX, cluster_status)
+            except (MillstreamError, CommandFailed, OSError):
+                return False
+            return not status.troubled and [node.state for node in status.nodes] == ["ready"] * NODES
+
+        _wait(is_whole, "the cluster is not whole")
+
+
+def _wait(condition: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + _HEAL_S_MAX
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{otherwise} after {_HEAL_S_MAX:g} s")
+        time.sleep(_PROBE_S)
+
+
+def run(kills: int, tell: Callable[[str], None]) -> list[float]:
+    """Kill so many leaders, one after the other; the seconds of each."""
+    found: list[float] = []
+    with Failover() as failover:
+        for number in range(1, kills + 1):
+            found.append(failover.kill())
+            tell(f"kill {number}: next acknowledged produce after {found[-1]:.2f} s")
+    return found

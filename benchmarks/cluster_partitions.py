@@ -1,0 +1,146 @@
+"""A cluster with very many partitions: how long it takes to start and to move leaders, and what rest costs."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.processes import cpu_of, resident_of_tree
+from benchmarks.target import Numbers
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.cli.connection import ask
+from millstream.cli.exit_code import CommandFailed
+from millstream.cli.local_etcd import LocalEtcd
+from millstream.model.errors import MillstreamError
+from millstream.testing.postgres_server import PostgresServer
+from millstream.testing.server_group import ServerGroup
+from millstream.wire.cluster_metadata import ClusterMetadata, PartitionMetadata
+
+NODES = 3
+TOPICS = 10
+_READY_S_MAX = 600.0
+_PROBE_S = 0.1
+_ASK_S_MAX = 60.0
+_SETTLE_S = 10.0
+
+Tell = Callable[[str], None]
+
+
+def run(partitions: int, idle_s: float, tell: Tell) -> Numbers:
+    """Everything in a row, on a cluster of its own."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
+        etcd = stack.enter_context(LocalEtcd(folder / "etcd"))
+        postgres = stack.enter_context(PostgresServer())
+        settings = {"leader-balance-ms": 1000}
+        group = ServerGroup(folder, etcd.url, postgres.new_database(), nodes=NODES, settings=settings)
+        cluster = stack.enter_context(group)
+        found: Numbers = {}
+        for step in (_create, _start_again, _rest, _lose_a_node, _come_back):
+            for name, value in step(cluster, partitions, idle_s):
+                found[name] = value
+                tell(f"{partitions:,} partitions: {name} {value:.2f}")
+        return found
+
+
+Found = Iterable[tuple[str, float]]
+
+
+def _create(cluster: ServerGroup, partitions: int, _idle_s: float) -> Found:
+    began = time.monotonic()
+    admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
+    topics = [NewTopic(f"many-{number}", partitions // TOPICS, NODES) for number in range(TOPICS)]
+    for created in admin.create_topics(topics, operation_timeout=_READY_S_MAX, request_timeout=_READY_S_MAX).values():
+        created.result(_READY_S_MAX)
+    _wait(cluster, lambda metadata: _all(metadata, partitions, _is_whole))
+    yield "created s", time.monotonic() - began
+
+
+def _start_again(cluster: ServerGroup, partitions: int, _idle_s: float) -> Found:
+    """Stop everything in order, and start it: how long until all is led, and until all is in sync."""
+    _settle(cluster, partitions)
+    began = time.monotonic()
+    for node in cluster:
+        node.stop()
+    yield "stopped s", time.monotonic() - began
+    began = time.monotonic()
+    cluster.start()
+    yield "start: nodes ready s", time.monotonic() - began
+    _wait(cluster, lambda metadata: _all(metadata, partitions, lambda one: one.leader_id >= 0))
+    yield "start: all led s", time.monotonic() - began
+    _wait(cluster, lambda metadata: _all(metadata, partitions, _is_whole))
+    yield "start: all in sync s", time.monotonic() - began
+
+
+def _rest(cluster: ServerGroup, partitions: int, idle_s: float) -> Found:
+    """What each node costs while nobody does anything."""
+    _settle(cluster, partitions)
+    before = {number: cpu_of(node.pid) for number, node in cluster.nodes.items()}
+    time.sleep(idle_s)
+    for number, node in cluster.nodes.items():
+        used = cpu_of(node.pid).since(before[number])
+        yield f"rest: node {number} CPU %", 100 * (used.user_s + used.system_s) / idle_s
+        yield f"rest: node {number} MB", resident_of_tree(node.pid) / 1e6
+
+
+def _lose_a_node(cluster: ServerGroup, partitions: int, _idle_s: float) -> Found:
+    """Kill the node that leads the most; how long until everything it led has another leader."""
+    metadata = _metadata(cluster)
+    leaders = [int(one.leader_id) for one in _partitions(metadata)]
+    lost = max(cluster.nodes, key=leaders.count)
+    yield "lost: partitions led", leaders.count(lost)
+    cluster[lost].kill()
+    began = time.monotonic()
+    _wait(cluster, lambda metadata: _all(metadata, partitions, lambda one: one.leader_id not in (lost, -1)))
+    yield "lost: all led again s", time.monotonic() - began
+
+
+def _come_back(cluster: ServerGroup, partitions: int, _idle_s: float) -> Found:
+    """Start the node again after the kill: how long until it is ready, and until all is in sync."""
+    began = time.monotonic()
+    cluster.start()
+    yield "back: node ready s", time.monotonic() - began
+    _wait(cluster, lambda metadata: _all(metadata, partitions, _is_whole))
+    yield "back: all in sync s", time.monotonic() - began
+
+
+def _settle(cluster: ServerGroup, partitions: int) -> None:
+    """Let preferred leaders take over, so that what follows begins from rest."""
+    _wait(cluster, lambda metadata: _all(metadata, partitions, lambda one: one.leader_id == one.replicas[0]))
+    time.sleep(_SETTLE_S)
+
+
+def _is_whole(one: PartitionMetadata) -> bool:
+    return one.leader_id >= 0 and len(one.in_sync) == len(one.replicas)
+
+
+def _all(metadata: ClusterMetadata, partitions: int, holds: Callable[[PartitionMetadata], bool]) -> bool:
+    every = _partitions(metadata)
+    return len(every) >= partitions // TOPICS * TOPICS and all(map(holds, every))
+
+
+def _partitions(metadata: ClusterMetadata) -> list[PartitionMetadata]:
+    topics = [topic for name, topic in metadata.topics.items() if name.startswith("many-")]
+    return [one for topic in topics for one in topic.partitions.values()]
+
+
+def _metadata(cluster: ServerGroup) -> ClusterMetadata:
+    return ask(cluster.kafka, _ASK_S_MAX, lambda client: client.metadata())
+
+
+def _wait(cluster: ServerGroup, holds: Callable[[ClusterMetadata], bool]) -> None:
+    deadline = time.monotonic() + _READY_S_MAX
+    while True:
+        try:
+            if holds(_metadata(cluster)):
+                return
+        except (MillstreamError, CommandFailed, OSError):
+            pass
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the cluster did not get there within {_READY_S_MAX:g} s")
+        time.sleep(_PROBE_S)
