@@ -6,7 +6,7 @@ before it acknowledges and one that does not; `everything()` is the whole produc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -119,14 +119,13 @@ def everything() -> list[Case]:
     ) + [case for case in default() if case.kind != PRODUCE]
 
 
-def chosen(cases: Iterable[Case], only: str) -> list[Case]:
-    """The cases that have one of the words given: a kind, or else a part of the name."""
-    words = [word.strip() for word in only.split(",") if word.strip()]
-    return [case for case in cases if not words or any(_has(case, word) for word in words)]
+def chosen(cases: Iterable[Case], only: Sequence[str]) -> list[Case]:
+    """The cases that are of one of the kinds given, or have one of the texts given in their names; all if none is."""
+    return [case for case in cases if not only or any(_has(case, text) for text in only)]
 
 
-def _has(case: Case, word: str) -> bool:
-    return word == case.kind if word in KINDS else word in case.name
+def _has(case: Case, text: str) -> bool:
+    return text == case.kind if text in KINDS else text in case.name
 
 
 def _throughput() -> Iterator[Case]:

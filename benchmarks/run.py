@@ -1,6 +1,6 @@
 """`make bench`: Millstream beside the limit server, Apache Kafka and other peers, interleaved in the same run.
 
-    python -m benchmarks.run [--quick | --full] [--only WORDS] [--subjects NAMES] [--rounds N] [--seconds S]
+    python -m benchmarks.run [--quick | --full] [--only LINES] [--subjects NAMES] [--rounds N] [--seconds S]
                              [--out FOLDER] [--show FILE]
 
 The limit server moves the same bytes over the same event loop with the same flush policy and does nothing else, so
@@ -77,7 +77,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     extent = parser.add_mutually_exclusive_group()
     extent.add_argument("--quick", action="store_true", help="a few lines, measured once: is something very wrong?")
     extent.add_argument("--full", action="store_true", help="every combination of the factors: takes hours")
-    parser.add_argument("--only", default="", help=f"lines whose name has one of these words: {', '.join(cases.KINDS)}")
+    kinds = ", ".join(cases.KINDS)
+    parser.add_argument("--only", action="append", default=[], help=f"{kinds}, or a part of a name; may be repeated")
     parser.add_argument("--subjects", default=",".join(SUBJECTS), help=", ".join(SUBJECTS))
     parser.add_argument("--rounds", type=int, help=f"how often each server is measured (default: {ROUNDS})")
     parser.add_argument("--seconds", type=float, help=f"how long each time, about (default: {SECONDS:g})")
