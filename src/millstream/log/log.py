@@ -23,7 +23,7 @@ from millstream.log.indexes import LoadedIndexes
 from millstream.log.lookup import Found, Lookup
 from millstream.log.plain_append import append_plain
 from millstream.log.producers import Producers
-from millstream.log.reader import BrokenSegment, Reader
+from millstream.log.reader import BrokenSegment, Reader, Stretch
 from millstream.log.replica import append_replica, restart_at
 from millstream.log.retention import delete_before, delete_expired
 from millstream.log.scan import Bad
@@ -285,10 +285,14 @@ class Log:
 
     def read(self, offset: int, *, max_bytes: int, up_to: int) -> bytes | memoryview:
         """Whole batches from the one that holds `offset`: at least one, then no more than `max_bytes`."""
+        return self.stretch(offset, max_bytes=max_bytes, up_to=up_to).data
+
+    def stretch(self, offset: int, *, max_bytes: int, up_to: int) -> Stretch:
+        """The same, and where it ends."""
         if not self.start_offset <= offset <= self.end_offset or self.closed:
             raise self._out_of_range(offset)
         if offset >= up_to or offset >= self.end_offset:
-            return b""
+            return Stretch(b"", 0, offset)
         if self.lost:
             up_to = self._undamaged(offset, up_to)
         try:
@@ -302,11 +306,11 @@ class Log:
             stretch = self.reader.read(segment, position, max_bytes, limit, limit_offset)
         except BrokenSegment as broken:
             self._inspect(broken)
-            return self.read(offset, max_bytes=max_bytes, up_to=up_to)
+            return self.stretch(offset, max_bytes=max_bytes, up_to=up_to)
         except OSError as error:
             raise self._unreadable(error) from error
         self.hint(stretch.next_offset, segment, stretch.end_position)
-        return stretch.data
+        return stretch
 
     def _out_of_range(self, offset: int) -> OffsetOutOfRange | PartitionClosed:
         if self.closed:

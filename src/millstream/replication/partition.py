@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from millstream.log.log import AppendedRange, Log
 from millstream.log.store import LogStore
+from millstream.log.transactions import Guard, OpenTransaction
 from millstream.model.clock import Clock, SystemClock
 from millstream.model.errors import (
     FencedLeaderEpoch,
@@ -29,9 +30,11 @@ from millstream.model.errors import (
     UnknownLeaderEpoch,
 )
 from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.model.marker import Marker
 from millstream.model.partition_state import PartitionState, Versioned
 from millstream.model.topic import FLUSH_ALWAYS, Topic, TopicSettings
 from millstream.records.batch import Buffer
+from millstream.records.control import encode_marker
 from millstream.replication.acknowledgement import AcknowledgementListener, Told, acknowledge
 from millstream.replication.epochs import EpochEnd, diverging_end
 from millstream.replication.in_sync import NOT_REGISTERED, InSync, InSyncChange, MayJoin, anybody
@@ -50,6 +53,13 @@ class FollowerRead(NamedTuple):
     diverging: EpochEnd | None
     high_watermark: Offset
     log_start: Offset
+
+
+class CommittedRead(NamedTuple):
+    """Batches of decided transactions, and the aborted ones among these: producer id and first offset."""
+
+    records: Buffer
+    aborted: list[tuple[int, int]]
 
 
 class Partition(Replica):
@@ -99,13 +109,13 @@ class Partition(Replica):
         if not alone:
             log.acknowledged_offset = lambda: self.high_watermark
 
-    @property
-    def last_stable_offset(self) -> Offset:
-        """Up to where `read_committed` consumers may read; there are no open transactions yet."""
-        return self.high_watermark
+    def write(
+        self, batches: bytearray | memoryview, *, acks: int, internal: bool = False, guard: Guard | None = None
+    ) -> AppendedRange:
+        """Append without waiting; `acknowledged` tells when a reply may be sent.
 
-    def write(self, batches: bytearray | memoryview, *, acks: int, internal: bool = False) -> AppendedRange:
-        """Append without waiting; `acknowledged` tells when a reply may be sent."""
+        A transaction begins here only under the guard of `start_transaction`.
+        """
         if not self.is_leader:
             raise self._not_leader()
         in_sync = self._in_sync
@@ -113,7 +123,7 @@ class Partition(Replica):
             raise self._not_enough(in_sync)
         settings = self.log.settings
         try:
-            appended = self.log.append(batches, leader_epoch=self.leader_epoch, internal=internal)
+            appended = self.log.append(batches, leader_epoch=self.leader_epoch, internal=internal, guard=guard)
         except OutOfOrderSequence as error:
             if self.log.failure is None:
                 raise
@@ -172,9 +182,66 @@ class Partition(Replica):
         """Whole batches from the one that holds `offset` up to the high watermark."""
         if not self.is_leader:
             raise self._not_leader()
-        records = self.log.read(offset, max_bytes=max_bytes, up_to=self.high_watermark)
+        records = self.log.stretch(offset, max_bytes=max_bytes, up_to=self.high_watermark).data
         self.bytes_out += len(records)
         return records
+
+    # -- transactions ---------------------------------------------------------------------------------------
+
+    @property
+    def last_stable_offset(self) -> Offset:
+        """Up to where `read_committed` consumers may read: below it the end of every transaction is acknowledged."""
+        transactions = self.log.producers.transactions
+        if not transactions.is_unsettled:
+            return self.high_watermark
+        return Offset(max(transactions.stable_offset(self.high_watermark), self.log.start_offset))
+
+    def read_committed(self, offset: Offset, *, max_bytes: int) -> CommittedRead:
+        """Whole batches up to the last stable offset, and which of the transactions in them were aborted."""
+        if not self.is_leader:
+            raise self._not_leader()
+        stretch = self.log.stretch(offset, max_bytes=max_bytes, up_to=self.last_stable_offset)
+        self.bytes_out += len(stretch.data)
+        return CommittedRead(stretch.data, self.aborted_in(offset, Offset(stretch.next_offset)))
+
+    def aborted_in(self, first: Offset, next_offset: Offset) -> list[tuple[int, int]]:
+        """The aborted transactions with something between two offsets, each as producer id and first offset."""
+        aborted = self.log.producers.transactions.aborted
+        return [one[:2] for one in aborted.overlapping(first, next_offset)] if aborted else []
+
+    def has_open_transaction(self, producer_id: int, epoch: int) -> bool:
+        """Whether a producer has a transaction open here in an epoch."""
+        return self.log.producers.has_open(producer_id, epoch)
+
+    def open_transactions(self) -> list[OpenTransaction]:
+        """Every transaction that is open here, the oldest first."""
+        return self.log.producers.open_transactions()
+
+    def start_transaction(self, producer_id: int, epoch: int, sequence: int, *, bumps_epoch: bool) -> Guard | None:
+        """A guard under which to ask the coordinator and then to write; None when the transaction is open here.
+
+        A marker that is written in between voids it. `FencedProducer` for an epoch that is over.
+        """
+        if not self.is_leader:
+            raise self._not_leader()
+        now_ms = self.log.clock.now_ms()
+        return self.log.producers.start_guard(producer_id, epoch, sequence, now_ms, bumps_epoch=bumps_epoch)
+
+    def write_marker(self, marker: Marker) -> AppendedRange:
+        """End a transaction here without waiting; `acknowledged` tells when it is certain. May be repeated.
+
+        `FencedProducer` and `TransactionCoordinatorFenced` for a marker that comes from the past.
+        """
+        if not self.is_leader:
+            raise self._not_leader()
+        log = self.log
+        if log.producers.check_marker(marker):
+            return self.write(encode_marker(marker, log.clock.now_ms()), acks=ACKS_ALL, internal=True)
+        # It is there already. Whoever asked the coordinator before it came must not begin anything now.
+        log.producers.transactions.guards.pop(marker.producer_id, None)
+        return AppendedRange(log.end_offset, log.end_offset, -1, log.start_offset, True)
+
+    # -- what others ask for --------------------------------------------------------------------------------
 
     def check_leader_epoch(self, epoch: int) -> None:
         """Raise when the caller knows another leader than this one; -1 means that it does not say."""

@@ -1,7 +1,7 @@
-"""DescribeProducers (key 61), version 0: the idempotent producers that partitions remember.
+"""DescribeProducers (key 61), version 0: the producers that partitions remember, and their open transactions.
 
-A producer is remembered for as long as `producer-expiry-ms` says. Without transactions none has one open, and none has
-a coordinator.
+A producer is remembered for as long as `producer-expiry-ms` says, and while it has a transaction open. The epoch of its
+coordinator is known once that has ended a transaction here.
 
 Version notes: version 0 is the only one.
 """
@@ -25,12 +25,11 @@ from millstream.cluster.topics import Topics
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.throttle import NO_THROTTLE
-from millstream.log.producers import Producer
+from millstream.log.producer import Producer
 from millstream.model.errors import MillstreamError
 from millstream.model.ids import NO_EPOCH
 from millstream.model.topic import check_topic_name
 
-_NO_COORDINATOR: Final = i32(-1)
 _NO_SEQUENCE: Final = -1
 
 
@@ -79,5 +78,6 @@ def _described(producer: Producer) -> ProducerState:
         producer_epoch=i32(producer.epoch),
         last_sequence=i32(last_sequence),
         last_timestamp=i64(producer.last_ms),
-        coordinator_epoch=_NO_COORDINATOR,
+        coordinator_epoch=i32(producer.coordinator_epoch),
+        current_txn_start_offset=i64(producer.open_from),
     )

@@ -1,7 +1,8 @@
 """Fetch (key 1), versions 4 to 18: reads batches, with topic ids, sessions, and a long poll that wakes on append.
 
 Hand-laid, since this is the hot path: stored batches go to the socket as they are. A request that finds fewer than
-`min_bytes` waits for its partitions' high watermarks to move or for `max_wait`, whichever comes first.
+`min_bytes` waits for its partitions' high watermarks to move or for `max_wait`, whichever comes first. The last stable
+offset moves only with the high watermark, so that goes for `read_committed` too.
 
 Version notes: 7 brings sessions (KIP-227), 9 the leader epoch, 11 the rack, 12 is flexible, 13 names topics by id,
 15 moves the replica id into a tag, 18 adds a tag that only followers send. A request of a follower is handed over to
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 from uuid import UUID
@@ -82,6 +83,9 @@ class _Found(NamedTuple):
     high_watermark: int
     log_start: int
     records: Buffer
+    last_stable: int = -1
+    aborted: Sequence[tuple[int, int]] | None = None
+    """The aborted transactions among the records, each as producer id and first offset; None if nobody asked."""
 
 
 class _Context(NamedTuple):
@@ -187,25 +191,32 @@ class Fetch:
         left = min(context.bytes_max, -(-self._budget.room_bytes // ROOM_SHARE))
         found: list[_Found] = []
         size = 0
+        committed = context.request.read_committed
         for key, position in context.positions.items():
-            one = self._look_at(key, position, left)
+            one = self._look_at(key, position, left, committed=committed)
             left -= len(one.records)
             size += len(one.records)
             if not context.incremental or _is_news(one, position):
                 found.append(one)
         return found, size
 
-    def _look_at(self, key: PartitionKey, position: Position, left: int) -> _Found:
+    def _look_at(self, key: PartitionKey, position: Position, left: int, *, committed: bool) -> _Found:
         try:
             partition = self._partition(key)
             partition.check_leader_epoch(position.leader_epoch)
             records: Buffer = b""
+            aborted: Sequence[tuple[int, int]] | None = () if committed else None
             max_bytes = min(position.max_bytes, left)
-            if max_bytes > 0 or position.offset > partition.high_watermark:
-                records = partition.read(position.offset, max_bytes=max(max_bytes, 0))
-            return _Found(key, ErrorCode.none, partition.high_watermark, partition.log_start, records)
+            watermark = partition.high_watermark
+            if max_bytes > 0 or position.offset > watermark:
+                if committed:
+                    records, aborted = partition.read_committed(position.offset, max_bytes=max(max_bytes, 0))
+                else:
+                    records = partition.read(position.offset, max_bytes=max(max_bytes, 0))
+            stable = partition.last_stable_offset
+            return _Found(key, ErrorCode.none, watermark, partition.log_start, records, stable, aborted)
         except MillstreamError as error:
-            return _Found(key, error_code(error), -1, -1, b"")
+            return _Found(key, error_code(error), -1, -1, b"", -1, () if committed else None)
 
     def _is_enough(self, context: _Context, found: list[_Found], size: int) -> bool:
         return (
@@ -266,8 +277,7 @@ class Fetch:
                 if one.records:
                     session.served(one.key)
         session_id = 0 if session is None else session.session_id
-        committed = context.request.read_committed
-        return _write(header, ErrorCode.none, session_id, found, throttle_ms=throttle_ms, read_committed=committed)
+        return _write(header, ErrorCode.none, session_id, found, throttle_ms=throttle_ms)
 
 
 def _is_news(one: _Found, position: Position) -> bool:
@@ -348,7 +358,6 @@ def _write(
     found: list[_Found],
     *,
     throttle_ms: int = 0,
-    read_committed: bool = False,
 ) -> Buffers:
     """Lay out the reply as a list of buffers, so that records are sent from where they were read to."""
     version = header.version
@@ -369,7 +378,7 @@ def _write(
             writer.string(topic)
         writer.array_length(len(of_topic))
         for one in of_topic:
-            _write_found(writer, version, one, read_committed=read_committed)
+            _write_found(writer, version, one)
             if one.records:
                 pieces += (writer.buffer, one.records)
                 writer.buffer = bytearray()
@@ -381,14 +390,19 @@ def _write(
     return [response_head(1, version, header.correlation_id, size), *pieces]
 
 
-def _write_found(writer: Writer, version: int, one: _Found, *, read_committed: bool) -> None:
-    end = one.high_watermark  # Also the last stable offset: there are no open transactions.
+def _write_found(writer: Writer, version: int, one: _Found) -> None:
     if version >= FIRST_WITH_LOG_START:
-        writer.buffer += _FOUND_WITH_START.pack(one.key[1], one.code, end, end, one.log_start)
+        writer.buffer += _FOUND_WITH_START.pack(
+            one.key[1], one.code, one.high_watermark, one.last_stable, one.log_start
+        )
     else:
-        writer.buffer += _FOUND.pack(one.key[1], one.code, end, end)
-    # Aborted transactions: there are none, and only `read_committed` asks for the list.
-    writer.array_length(0 if read_committed else -1)
+        writer.buffer += _FOUND.pack(one.key[1], one.code, one.high_watermark, one.last_stable)
+    # Only `read_committed` asks for the aborted transactions.
+    writer.array_length(-1 if one.aborted is None else len(one.aborted))
+    for producer_id, first_offset in one.aborted or ():
+        writer.int64(producer_id)
+        writer.int64(first_offset)
+        writer.no_tags()
     if version >= FIRST_WITH_RACK:
         writer.int32(_NO_PREFERRED_REPLICA)
     writer.blob_length(len(one.records))
