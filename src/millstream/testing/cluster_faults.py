@@ -6,6 +6,7 @@ again, which needs everything else to be there.
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -105,6 +106,18 @@ class GracefulStop(Kill):
 
     def __str__(self) -> str:
         return f"node {self._node} stopped, away for {self.duration_s:.1f} s"
+
+
+class LoseDisk(Kill):
+    """A node is killed and comes back with an empty disk: all it has to offer is its number."""
+
+    def end(self) -> None:
+        """Start it on nothing."""
+        shutil.rmtree(self._cluster.nodes[self._node].data)
+        super().end()
+
+    def __str__(self) -> str:
+        return f"node {self._node} killed, away for {self.duration_s:.1f} s, back without its data"
 
 
 class KillAll(Fault):
@@ -283,6 +296,7 @@ KINDS: Mapping[str, tuple[type[Fault], int]] = {
     "cut-from-all": (CutFromAll, 4),
     "disk": (FullDisk, 2),
     "clock": (ClockStep, 2),
+    "lose-disk": (LoseDisk, 2),
     "kill-all": (KillAll, 1),
     "stop": (GracefulStop, 3),
     "etcd": (PauseEtcd, 2),
