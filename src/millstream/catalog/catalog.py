@@ -146,7 +146,11 @@ class Catalog:
             if row is None:
                 raise UnknownTopic(f"topic {topic_id} is not in the catalog")
             changed = change(_topic(row))
-            values = {"partitions": changed.partitions, "overrides": dict(changed.overrides)}
+            values = {
+                "partitions": changed.partitions,
+                "replication": changed.replication,
+                "overrides": dict(changed.overrides),
+            }
             connection.execute(update(topics).where(here).values(values))
             return changed
 

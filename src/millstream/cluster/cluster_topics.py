@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from uuid import UUID
@@ -18,7 +18,8 @@ from millstream.cluster.backoff import Backoff
 from millstream.cluster.declarations import Declarations
 from millstream.cluster.election import elect, prefer
 from millstream.cluster.keys import PartitionKey
-from millstream.cluster.store import CoordinationStore, Expect, Put
+from millstream.cluster.reassignment import Reassignment, beginning, ending, narrowed
+from millstream.cluster.store import Change, CoordinationStore, Delete, Expect, Put
 from millstream.cluster.told import Placement, placement_to_json
 from millstream.cluster.topics import AGREEMENT_S, Topics
 from millstream.cluster.view import ClusterView, ViewChange
@@ -28,12 +29,14 @@ from millstream.model.clock import Clock
 from millstream.model.errors import (
     ElectionNotNeeded,
     EligibleUnavailable,
+    InvalidAssignment,
     MillstreamError,
+    NoReassignment,
     PreferredUnavailable,
     RequestTimedOut,
     StoreUnavailable,
 )
-from millstream.model.ids import PartitionIndex
+from millstream.model.ids import NodeId, PartitionIndex
 from millstream.model.metric import Metric, gauge
 from millstream.model.partition_state import PartitionState, Versioned
 from millstream.model.topic import Topic, TopicPartition, TopicSettings
@@ -67,6 +70,7 @@ class ClusterTopics(Topics):
         self._backoff = backoff
         self._active = False
         self._removed: set[UUID] = set()
+        self._removed_replicas: set[PartitionKey] = set()
         self._removed_some = asyncio.Event()
         self._unopened: dict[PartitionKey, None] = {}
         self._unopened_some = asyncio.Event()
@@ -82,6 +86,8 @@ class ClusterTopics(Topics):
                 await asyncio.sleep(0)
         for topic_id in tuple(self._view.deleted):
             self._remove_files(topic_id)
+        for partition in tuple(self._view.removed):
+            self._remove_replica(partition)
         self._warn_of_strangers([*self._view.topics, *self._view.deleted])
         self._view.listen(self.apply)
 
@@ -117,6 +123,8 @@ class ClusterTopics(Topics):
         self._open_some()
         for topic_id in change.deleted:
             self._remove_files(topic_id)
+        for partition in change.moved | change.partitions:
+            self._remove_replica(partition)
 
     async def open_logs(self) -> None:
         """Open the logs of partitions that are new here, some at a time so that the loop goes on; for ever."""
@@ -136,6 +144,9 @@ class ClusterTopics(Topics):
                 for topic_id in tuple(self._removed):
                     await self._coordination.change([Put(keys.done_key(topic_id, self._me), "")])
                     self._removed.discard(topic_id)
+                for partition in tuple(self._removed_replicas):
+                    await self._coordination.change([Delete(keys.removed_key(partition, self._me))])
+                    self._removed_replicas.discard(partition)
                 self._backoff.succeeded()
             except StoreUnavailable as error:
                 _logger.warning("removed files could not be told yet", extra={"error": str(error)})
@@ -161,17 +172,48 @@ class ClusterTopics(Topics):
 
         Any node may do so, since the state is compared before it is changed.
         """
+
+        def elected(key: PartitionKey, state: PartitionState) -> list[Change]:
+            return [Put(keys.partition_key(key), self._elected(topic, state, unclean=unclean).to_json())]
+
+        await self._change_state(topic, index, elected)
+
+    async def reassign(self, topic: Topic, index: int, target: tuple[NodeId, ...] | None) -> None:
+        """Begin to move a partition to other nodes, which the controller ends; None cancels a move under way."""
+
+        def moving(key: PartitionKey, state: PartitionState) -> list[Change]:
+            move = self._view.reassignments.get(key)
+            if target is None:
+                if move is None:
+                    raise NoReassignment("the partition is not being moved")
+                back = narrowed(state, move.before, self._view.live)
+                if back is None:
+                    raise InvalidAssignment("none of the replicas before the move can lead now")
+                return ending(key, state, back)
+            before = move.before if move is not None else state.replicas
+            return beginning(key, state, Reassignment(target=target, before=before), self._view.removed.get(key, ()))
+
+        await self._change_state(topic, index, moving)
+
+    def reassignments(self) -> Mapping[PartitionKey, Reassignment]:
+        """Every move under way."""
+        return self._view.reassignments
+
+    async def _change_state(
+        self, topic: Topic, index: int, work_out: Callable[[PartitionKey, PartitionState], list[Change]]
+    ) -> None:
+        """Change what is agreed on for a partition, worked out anew when somebody else was faster."""
         self._check_index(topic, index)
         key = topic.topic_id, PartitionIndex(index)
         for _ in range(_ATTEMPTS_MAX):
             versioned = self.versioned(key)
             if versioned is None:
                 raise EligibleUnavailable("the partition has no state yet")
-            elected = self._elected(topic, versioned.state, unclean=unclean)
-            put = Put(keys.partition_key(key), elected.to_json())
-            revision = await self._coordination.change([put], [Expect(put.key, versioned.revision)])
+            changes = work_out(key, versioned.state)
+            expected = Expect(keys.partition_key(key), versioned.revision)
+            revision = await self._coordination.change(changes, [expected])
             seen = versioned.revision + 1 if revision is None else revision
-            await self._view.until(partial(self._has_seen, key, seen), AGREEMENT_S, what="the election")
+            await self._view.until(partial(self._has_seen, key, seen), AGREEMENT_S, what=f"{topic.name}-{index}")
             if revision is not None:
                 return
         raise RequestTimedOut("the partition changes too often; ask again")
@@ -352,4 +394,29 @@ class ClusterTopics(Topics):
             _logger.error("a deleted topic's files stay", extra={"topic": deletion.name, "error": str(error)})
             return
         self._removed.add(topic_id)
+        self._removed_some.set()
+
+    def _remove_replica(self, key: PartitionKey) -> None:
+        """Remove the files of a partition that this node carries no more, if it is told to."""
+        versioned = self._view.states.get(key)
+        if self._me not in self._view.removed.get(key, ()) or (
+            versioned is not None and self._me in versioned.state.replicas
+        ):
+            return
+        topic = self._by_id.get(key[0])
+        partition = self._partitions[topic.name][key[1]] if topic is not None else None
+        try:
+            if topic is not None and partition is not None:
+                self._partitions[topic.name][key[1]] = None
+                partition.close()
+                self._tell_leadership(partition)
+                for listener in self._drop_listeners:
+                    listener([partition])
+                self._store.delete_log(partition.log)
+            else:
+                self._remove_leftovers(key[0], key[1])
+        except MillstreamError as error:
+            _logger.error("files of a partition stay", extra={"topic_id": str(key[0]), "error": str(error)})
+            return
+        self._removed_replicas.add(key)
         self._removed_some.set()

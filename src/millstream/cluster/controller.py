@@ -19,6 +19,7 @@ from millstream.cluster.backoff import Backoff
 from millstream.cluster.declarations import Declarations
 from millstream.cluster.election import elect, prefer, relieve
 from millstream.cluster.keys import PartitionKey
+from millstream.cluster.reassignment import ending, finished
 from millstream.cluster.reconciliation import Reconciliation
 from millstream.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put
 from millstream.cluster.term import Proposal, Term
@@ -163,9 +164,9 @@ class Controller:
         if change.topics:
             # Their settings may say something else about elections now.
             self._dirty.update(key for key in self._view.states if key[0] in change.topics)
-        if self._dirty or change.nodes:
+        if self._dirty or change.nodes or change.moved:
             self._wake.set()
-        if change.catalog or change.nodes or change.deleted or change.placements:
+        if change.catalog or change.nodes or change.deleted or change.placements or change.moved:
             self._reconciliation.wake()
 
     # -- leaders --------------------------------------------------------------------------------------------
@@ -180,6 +181,7 @@ class Controller:
                     if not self._view.is_live(registered.node.node_id):
                         await admit(registered, term, self._view.live)
                 await self._elect(term)
+                await self._finish_moves(term)
                 if self._balance_due:
                     await self._balance(term)
                 backoff.succeeded()
@@ -252,6 +254,19 @@ class Controller:
             if versioned is not None and preferred is not None:
                 proposals.append(Proposal(partition, preferred, versioned.revision))
         await self._propose(term, proposals)
+
+    async def _finish_moves(self, term: Term) -> None:
+        """Take the old replicas out of partitions whose new ones are in sync."""
+        for partition, move in tuple(self._view.reassignments.items()):
+            versioned = self._view.states.get(partition)
+            if versioned is None:
+                continue
+            after = finished(versioned.state, move, self._view.live)
+            if after is not None and await term.change(
+                ending(partition, versioned.state, after),
+                [Expect(keys.partition_key(partition), versioned.revision)],
+            ):
+                _logger.info("partition moved", extra={"partition": partition[1], "replicas": str(after.replicas)})
 
     async def _propose(self, term: Term, proposals: list[Proposal]) -> None:
         if not proposals:

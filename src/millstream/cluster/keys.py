@@ -6,6 +6,8 @@ leaving/<id>                    a node that is about to stop and wants to lead n
 controller                      the id of the node that decides; leased. Its revision fences the node before it
 topics/<topic id>               a topic as the catalog declares it, as JSON
 partitions/<topic id>/<index>   the `PartitionState` of a partition, as JSON
+reassignments/<topic id>/<index>     a move of a partition to other nodes that is under way, as JSON
+removed/<topic id>/<index>/<id>      a node that carries the partition no more, and may remove its files
 placements/<topic id>           replicas that somebody chose by hand for partitions that are not there yet, as JSON
 deleted/<topic id>              a topic whose files may go, as JSON
 deleted/<topic id>/done/<id>    a node that has no files of it any more
@@ -25,6 +27,8 @@ LEAVING = "leaving/"
 CONTROLLER = "controller"
 TOPICS = "topics/"
 PARTITIONS = "partitions/"
+REASSIGNMENTS = "reassignments/"
+REMOVED = "removed/"
 PLACEMENTS = "placements/"
 DELETED = "deleted/"
 DONE = "/done/"
@@ -58,6 +62,16 @@ def topic_key(topic_id: UUID) -> str:
 def partition_key(partition: PartitionKey) -> str:
     """Where the state of a partition is kept."""
     return f"{PARTITIONS}{partition[0]}/{partition[1]}"
+
+
+def reassignment_key(partition: PartitionKey) -> str:
+    """Where a move of a partition is told."""
+    return f"{REASSIGNMENTS}{partition[0]}/{partition[1]}"
+
+
+def removed_key(partition: PartitionKey, node: NodeId) -> str:
+    """Where a node is told to remove its files of a partition."""
+    return f"{REMOVED}{partition[0]}/{partition[1]}/{node}"
 
 
 def placement_key(topic_id: UUID) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import islice
 from uuid import UUID
 
@@ -79,6 +80,8 @@ class Reconciliation:
         for topic in declared:
             if topic.topic_id not in deleted and topic != self._view.topics.get(topic.topic_id):
                 await self._carry_out(topic)
+        for topic in declared:
+            await self._count_replicas(topic)
         for topic_id, deletion in tuple(self._view.deleted.items()):
             if set(deletion.replicas) <= self._view.done.get(topic_id, set()):
                 await self._forget(topic_id, deletion)
@@ -133,6 +136,20 @@ class Reconciliation:
         versioned = self._view.states.get((topic.topic_id, PartitionIndex(index)))
         return None if versioned is None else versioned.state
 
+    async def _count_replicas(self, topic: Topic) -> None:
+        """Declare another replication factor when all partitions of a topic have moved to so many nodes."""
+        if topic != self._view.topics.get(topic.topic_id):
+            return
+        states = [self._state_of(topic, index) for index in range(topic.partitions)]
+        counts = {0 if state is None else len(state.replicas) for state in states}
+        moving = any(key[0] == topic.topic_id for key in self._view.reassignments)
+        if moving or counts == {topic.replication} or len(counts) != 1:
+            return
+        changed = await self._declarations.alter_topic(
+            topic.topic_id, lambda current: replace(current, replication=max(counts))
+        )
+        await self._carry_out(changed)
+
     # -- topics that go -------------------------------------------------------------------------------------
 
     async def _delete(self, topic_id: UUID) -> None:
@@ -153,8 +170,9 @@ class Reconciliation:
     async def _forget(self, topic_id: UUID, deletion: Deletion) -> None:
         """Every file is gone: drop the record. The catalog first, since the store's record brings us here again."""
         await self._declarations.forget_deleted(topic_id)
-        left = [key for key in self._view.states if key[0] == topic_id]
-        await self._remove(map(partition_key, left))
+        await self._remove(partition_key(key) for key in tuple(self._view.states) if key[0] == topic_id)
+        moves = tuple(self._view.reassignments)
+        await self._remove(keys.reassignment_key(key) for key in moves if key[0] == topic_id)
         await self._remove(done_key(topic_id, node) for node in deletion.replicas)
         await self._remove([deleted_key(topic_id)])
 

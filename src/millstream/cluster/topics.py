@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from uuid import UUID
 
 from millstream.cluster.declarations import Declarations
+from millstream.cluster.keys import PartitionKey
+from millstream.cluster.reassignment import Reassignment
 from millstream.cluster.told import Placement
 from millstream.config import Config
 from millstream.log.store import LogStore
@@ -24,6 +26,7 @@ from millstream.model.errors import (
     InvalidReplication,
     InvalidTopicName,
     MillstreamError,
+    NoReassignment,
     NotLeader,
     PolicyViolation,
     TopicExists,
@@ -159,6 +162,16 @@ class Topics:
         """Have the preferred replica lead or, with `unclean`, any replica when nobody can."""
         self._check_index(topic, index)
         raise ElectionNotNeeded("the partition is led by its preferred replica")
+
+    async def reassign(self, topic: Topic, index: int, target: tuple[NodeId, ...] | None) -> None:
+        """Move a partition to other nodes; None cancels a move under way."""
+        self._check_index(topic, index)
+        if target is None:
+            raise NoReassignment("the partition is not being moved")
+
+    def reassignments(self) -> Mapping[PartitionKey, Reassignment]:
+        """Every move under way."""
+        return {}
 
     def when_leadership_changes(self, name: str, listener: LeadershipListener) -> None:
         """Tell `listener` about each partition of a topic that this node leads, now and whenever that changes."""
@@ -381,10 +394,10 @@ class Topics:
             created_ms=self._clock.now_ms(),
         )
 
-    def _remove_leftovers(self, topic_id: UUID) -> None:
-        """Carry a deletion to its end that a crash interrupted."""
+    def _remove_leftovers(self, topic_id: UUID, only: int | None = None) -> None:
+        """Carry a deletion to its end that a crash interrupted, of a topic or of one partition."""
         for stored_id, index in tuple(self._store.stored()):
-            if stored_id == topic_id:
+            if stored_id == topic_id and only in (None, index):
                 log = self._store.open_log(topic_id, TopicPartition(f"deleted-{topic_id}", index), self._defaults)
                 self._store.delete_log(log)
 

@@ -16,6 +16,7 @@ from millstream.cluster import keys
 from millstream.cluster.backoff import Backoff
 from millstream.cluster.keys import PartitionKey, parse_partition
 from millstream.cluster.membership import Node
+from millstream.cluster.reassignment import Reassignment
 from millstream.cluster.store import CoordinationStore, Event, Snapshot
 from millstream.cluster.told import Deletion, Placement, Registered, placement_from_json, topic_from_json
 from millstream.model.errors import CorruptState, RequestTimedOut, StoreUnavailable, WatchLost
@@ -35,6 +36,8 @@ class ViewChange:
     topics: set[UUID] = field(default_factory=set)
     partitions: set[PartitionKey] = field(default_factory=set)
     deleted: set[UUID] = field(default_factory=set)
+    moved: set[PartitionKey] = field(default_factory=set)
+    """Partitions that begin or end to move, or of which a node may remove its files."""
     placements: bool = False
     controller: bool = False
     catalog: bool = False
@@ -61,6 +64,8 @@ class ClusterView:
         self.controller_revision = 0
         self.topics: dict[UUID, Topic] = {}
         self.states: dict[PartitionKey, Versioned] = {}
+        self.reassignments: dict[PartitionKey, Reassignment] = {}
+        self.removed: dict[PartitionKey, set[NodeId]] = {}
         self.placements: dict[UUID, Placement] = {}
         self.deleted: dict[UUID, Deletion] = {}
         self.done: dict[UUID, set[NodeId]] = {}
@@ -73,6 +78,8 @@ class ClusterView:
             (keys.LEAVING, self._read_leaving),
             (keys.TOPICS, self._read_topic),
             (keys.DELETED, self._read_deleted),
+            (keys.REASSIGNMENTS, self._read_reassignment),
+            (keys.REMOVED, self._read_removed),
             (keys.PLACEMENTS, self._read_placement),
             (keys.CONTROLLER, self._read_controller),
             (keys.CATALOG_VERSION, self._read_catalog),
@@ -236,6 +243,23 @@ class ClusterView:
             self.done.pop(topic_id, None)
         else:
             self.deleted[topic_id] = Deletion.from_json(value)
+
+    def _read_reassignment(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
+        key = parse_partition(rest)
+        if value is None:
+            self.reassignments.pop(key, None)
+        else:
+            self.reassignments[key] = Reassignment.from_json(value)
+        change.moved.add(key)
+
+    def _read_removed(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
+        partition, _, node = rest.rpartition("/")
+        key = parse_partition(partition)
+        if value is None:
+            self.removed.get(key, set()).discard(NodeId(int(node)))
+        else:
+            self.removed.setdefault(key, set()).add(NodeId(int(node)))
+        change.moved.add(key)
 
     def _read_placement(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
         if value is None:

@@ -32,6 +32,7 @@ _CODES: Final[dict[type[errors.MillstreamError], ErrorCode]] = {
     errors.NotFound: ErrorCode.resource_not_found,
     errors.UnknownTopic: ErrorCode.unknown_topic_or_partition,
     errors.UnknownTopicId: ErrorCode.unknown_topic_id,
+    errors.NoReassignment: ErrorCode.no_reassignment_in_progress,
     errors.UnknownGroup: ErrorCode.group_id_not_found,
     errors.UnknownMember: ErrorCode.unknown_member_id,
     errors.UnknownTransaction: ErrorCode.transactional_id_not_found,

@@ -134,7 +134,7 @@ class Served:
         yield DescribeLogDirs(topics, folder=self._parts.node.data)
         yield ElectLeaders(topics)
         yield AlterPartitionReassignments(topics, membership)
-        yield ListPartitionReassignments()
+        yield ListPartitionReassignments(topics)
 
     def _group_apis(self) -> Iterable[Api[Any, Any]]:
         groups, topics = self._groups, self._parts.topics

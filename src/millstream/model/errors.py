@@ -19,6 +19,7 @@ MillstreamError
 ├── NotFound
 │   ├── UnknownTopic
 │   ├── UnknownTopicId
+│   ├── NoReassignment             the partition is not being moved
 │   ├── UnknownGroup
 │   ├── UnknownMember
 │   └── UnknownTransaction
@@ -162,6 +163,10 @@ class UnknownTopicId(NotFound):
     """No topic has this id."""
 
 
+class NoReassignment(NotFound):
+    """The partition is not being moved."""
+
+
 class UnknownGroup(NotFound):
     """No consumer group has this id."""
 
@@ -291,7 +296,7 @@ class ConcurrentTransactions(TransactionRejected):
 
 
 class TransactionAbortable(TransactionRejected):
-    """This transaction can only be aborted; the producer goes on with the next one."""
+    """The transaction can only be aborted; the producer goes on with the next one."""
 
 
 class TransactionCoordinatorFenced(TransactionRejected):

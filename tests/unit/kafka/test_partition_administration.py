@@ -164,6 +164,6 @@ class TestReassignments:
             ErrorCode.unknown_topic_or_partition,
         ]
 
-    async def test_nothing_is_being_moved(self) -> None:
-        answer = await ask(ListPartitionReassignments(), MOVES.ListPartitionReassignmentsRequest(topics=None))
+    async def test_nothing_is_being_moved(self, topics: Topics) -> None:
+        answer = await ask(ListPartitionReassignments(topics), MOVES.ListPartitionReassignmentsRequest(topics=None))
         assert (answer.error_code, answer.error_message, answer.topics) == (ErrorCode.none, None, ())

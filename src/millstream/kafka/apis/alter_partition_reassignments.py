@@ -1,9 +1,11 @@
-"""AlterPartitionReassignments (key 45), versions 0 and 1: moves partitions to other nodes, of which there are none.
+"""AlterPartitionReassignments (key 45), versions 0 and 1: moves partitions to other nodes.
 
-A request for the nodes that a partition has already is answered with success and changes nothing; other nodes are
-INVALID_REPLICA_ASSIGNMENT. No nodes means to cancel a move under way: NO_REASSIGNMENT_IN_PROGRESS.
+The answer comes when a move has begun: its new replicas are added and follow, and once all of them are in sync the old
+ones are taken out. No nodes means to cancel a move under way: NO_REASSIGNMENT_IN_PROGRESS where there is none. Nodes
+that are not alive are INVALID_REPLICA_ASSIGNMENT. A single node has nowhere to move anything to.
 
-Version notes: 1 adds whether the number of replicas may change.
+Version notes: 1 adds whether the number of replicas may change; if it may not, another number is
+INVALID_REPLICATION_FACTOR.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.assignment import check_replicas
 from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.throttle import NO_THROTTLE
-from millstream.model.errors import MillstreamError
+from millstream.kafka.topic_lookup import topic_named
+from millstream.model.errors import InvalidReplication, MillstreamError
+from millstream.model.ids import NodeId
 
 
 class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterPartitionReassignmentsResponse]):
-    """Leaves partitions where they are."""
+    """Begins and cancels moves of partitions."""
 
     key = 45
     versions = (0, 1)
@@ -42,29 +46,41 @@ class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterP
         self, request: AlterPartitionReassignmentsRequest, client: ClientInfo
     ) -> AlterPartitionReassignmentsResponse:
         """Answer each partition on its own."""
+        responses = []
+        for topic in request.topics:
+            answers = [
+                await self._answer(topic.name, wanted, may_change=request.allow_replication_factor_change)
+                for wanted in topic.partitions
+            ]
+            responses.append(ReassignableTopicResponse(name=topic.name, partitions=tuple(answers)))
         return AlterPartitionReassignmentsResponse(
             throttle_time=NO_THROTTLE,
             allow_replication_factor_change=request.allow_replication_factor_change,
             error_code=ErrorCode.none,
             error_message=None,
-            responses=tuple(
-                ReassignableTopicResponse(
-                    name=topic.name, partitions=tuple(self._answer(topic.name, wanted) for wanted in topic.partitions)
-                )
-                for topic in request.topics
-            ),
+            responses=tuple(responses),
         )
 
-    def _answer(self, topic: str, wanted: ReassignablePartition) -> ReassignablePartitionResponse:
+    async def _answer(
+        self, topic: str, wanted: ReassignablePartition, *, may_change: bool
+    ) -> ReassignablePartitionResponse:
         code, message = ErrorCode.none, None
         try:
-            self._topics.partition(topic, wanted.partition_index)
-            if wanted.replicas is None:
-                code, message = ErrorCode.no_reassignment_in_progress, "the partition is not being moved"
-            else:
-                check_replicas(wanted.replicas, self._membership)
+            await self._move(topic, wanted, may_change=may_change)
         except MillstreamError as error:
             code, message = error_code(error), error_message(error)
         return ReassignablePartitionResponse(
             partition_index=wanted.partition_index, error_code=code, error_message=message
         )
+
+    async def _move(self, name: str, wanted: ReassignablePartition, *, may_change: bool) -> None:
+        topic = topic_named(self._topics, name)
+        target: tuple[NodeId, ...] | None = None
+        if wanted.replicas is not None:
+            # A partition that is not there is told before nodes that are not.
+            self._topics.state_of(topic, wanted.partition_index)
+            check_replicas(wanted.replicas, self._membership)
+            target = tuple(NodeId(node) for node in wanted.replicas)
+            if not may_change and len(target) != topic.replication:
+                raise InvalidReplication(f"topic {name!r} has {topic.replication} replicas, and that may not change")
+        await self._topics.reassign(topic, wanted.partition_index, target)
