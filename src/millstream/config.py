@@ -137,6 +137,13 @@ class Config:
         minimum=1,
         maximum=1000,
     )
+    transactions_partitions: int = setting(
+        "transactions-partitions",
+        4,
+        "Partitions of `__transaction_state`; fixed once the topic exists.",
+        minimum=1,
+        maximum=1000,
+    )
     default_flush: str = setting(
         "default-flush",
         "auto",
@@ -181,6 +188,18 @@ class Config:
         64 * 1024 * 1024,
         "The size of one file of the shared journal, which commits that touch many partitions go through.",
         minimum=1024 * 1024,
+    )
+    transaction_timeout_max_ms: int = setting(
+        "transaction-timeout-max-ms",
+        900_000,
+        "The longest timeout that a transactional producer may ask for.",
+        minimum=1,
+    )
+    transactional_id_expiry_ms: int = setting(
+        "transactional-id-expiry-ms",
+        604_800_000,
+        "How long a transactional id is remembered after its last use.",
+        minimum=1,
     )
     group_session_min_ms: int = setting(
         "group-session-min-ms", 6_000, "The shortest session timeout a group member may ask for.", minimum=1

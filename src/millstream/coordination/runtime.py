@@ -142,6 +142,13 @@ class Runtime(Generic[S]):
             raise NotCoordinator(f"this node does not coordinate {name!r}")
         return shard
 
+    def shard_at(self, index: PartitionIndex) -> Shard[S]:
+        """The shard of one partition of the topic."""
+        shard = self._shards.get(index)
+        if shard is None:
+            raise NotCoordinator(f"this node does not lead {self._topic.name}-{index}")
+        return shard
+
     def lead(self, index: PartitionIndex, partition: StateLog) -> None:
         """Begin to run the shard of one partition: this node leads it now."""
         if index in self._shards or self._closed:

@@ -34,7 +34,7 @@ from millstream.model.errors import (
     NotLeader,
     PartitionClosed,
 )
-from millstream.model.ids import Offset
+from millstream.model.ids import Epoch, Offset
 from millstream.records.batch import Buffer
 from millstream.records.record import NewRecord, encode_batch
 
@@ -68,6 +68,10 @@ class StateLog(Protocol):
     @property
     def log_start(self) -> Offset:
         """The first offset that can still be read."""
+
+    @property
+    def leader_epoch(self) -> Epoch:
+        """The epoch in which this node leads."""
 
     @property
     def log(self) -> TrimmableLog:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 from uuid import UUID
@@ -33,10 +34,12 @@ from millstream.groups.requests import (
     SyncRequest,
 )
 from millstream.groups.shard import GroupShard
+from millstream.groups.transactional import Producer
 from millstream.model.clock import Clock
 from millstream.model.errors import InvalidGroupId, InvalidSessionTimeout, MillstreamError
-from millstream.model.ids import NodeId, PartitionIndex
-from millstream.model.topic import CONSUMER_OFFSETS
+from millstream.model.ids import NodeId, PartitionIndex, ProducerId
+from millstream.model.marker import Marker
+from millstream.model.topic import CONSUMER_OFFSETS, TopicPartition
 
 GROUP_ID_CHARACTERS_MAX = 1024
 
@@ -45,6 +48,10 @@ _TOPIC_SETTINGS = {
     "segment.bytes": str(64 * 1024 * 1024),
     "max.message.bytes": str(32 * 1024 * 1024),
 }
+
+
+Admit = Callable[[TopicPartition], Awaitable[None]]
+"""Asks the coordinator of a transaction whether a partition belongs to it; raises when it does not."""
 
 
 class GroupTopics(StateTopics, TopicView, Protocol):
@@ -145,6 +152,31 @@ class GroupCoordinator:
         # Kafka lets consumers outside any group commit under an empty id.
         _check_length(request.member.group_id)
         return await self._runtime.run(request.member.group_id, lambda shard: shard.commit(request), pure=True)
+
+    async def commit_in_transaction(
+        self, request: CommitRequest, producer_id: ProducerId, epoch: int, *, admit: Admit
+    ) -> CommitAnswer:
+        """Keep offsets that count when the transaction is committed, if `admit` says that it is open.
+
+        It is asked which partition of the offsets topic is written to, and raises when that may not be.
+        """
+        group_id = request.member.group_id
+        _check_group_id(group_id)
+        await self._runtime.ensure()
+        shard = self._runtime.shard_of(group_id)
+        guard = await shard.run(lambda state: state.transactional.watch(producer_id), pure=True)
+        try:
+            await admit(TopicPartition(CONSUMER_OFFSETS, self._runtime.partition_of(group_id)))
+            producer = Producer(producer_id, epoch, guard)
+            return await shard.run(lambda state: state.commit_in_transaction(request, producer), pure=True)
+        finally:
+            with suppress(MillstreamError):
+                shard.submit(lambda state: state.transactional.release(guard), pure=True)
+
+    async def end_transaction(self, index: int, marker: Marker) -> None:
+        """A transaction that may have committed offsets in one partition of the offsets topic has ended."""
+        shard = self._runtime.shard_at(PartitionIndex(index))
+        await shard.run(lambda state: state.transactional.end(marker), pure=True)
 
     async def fetch(
         self,

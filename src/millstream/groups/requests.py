@@ -129,6 +129,8 @@ class FetchedOffset:
     offset: int = -1
     leader_epoch: int = -1
     metadata: str = ""
+    is_stable: bool = True
+    """False while a transaction that is not decided yet has committed another offset."""
 
 
 FetchedOffsets = Mapping[str, Mapping[int, FetchedOffset]]

@@ -9,6 +9,7 @@ later. Nothing here reads a clock that was not given to it, waits, or does I/O.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from itertools import islice
 from typing import Final
 
 from millstream.coordination.later import Later
@@ -23,6 +24,7 @@ from millstream.groups.group import Group, GroupState
 from millstream.groups.join import Join, random_suffix
 from millstream.groups.member import Member
 from millstream.groups.offsets import Offsets, TopicIds
+from millstream.groups.pending_offsets import MarkerKey, PendingKey, pending_tombstone, read_pending_key
 from millstream.groups.rebalance import Rebalance, Records
 from millstream.groups.records import (
     NO_TIME_MS,
@@ -56,6 +58,7 @@ from millstream.groups.requests import (
     Synced,
     SyncRequest,
 )
+from millstream.groups.transactional import AsRecord, Producer, Transactional
 from millstream.model.clock import Clock
 from millstream.model.errors import (
     BatchTooLarge,
@@ -66,6 +69,7 @@ from millstream.model.errors import (
     MillstreamError,
     NotCoordinator,
     RebalanceInProgress,
+    StaleMemberEpoch,
     SubscribedToTopic,
     UnknownGroup,
     UnknownMember,
@@ -96,6 +100,7 @@ class GroupShard:
         self._clock = clock
         self._topic_id_of = topic_id_of
         self._offsets = Offsets(topic_id_of)
+        self.transactional = Transactional(clock)
         self._groups = Registry(self._offsets, groups_max=limits.groups_max)
         self._rebalance = Rebalance(self._groups, timers, limits, clock)
         self._join = Join(self._rebalance, limits, new_suffix=new_suffix)
@@ -202,6 +207,14 @@ class GroupShard:
     def commit(self, request: CommitRequest) -> Outcome[CommitAnswer]:
         """Keep offsets. The state changes when the records are replayed, not before."""
         self._check_commit(request)
+        return self._kept(request, offset_record)
+
+    def commit_in_transaction(self, request: CommitRequest, producer: Producer) -> Outcome[CommitAnswer]:
+        """Keep offsets that count only when the transaction is committed."""
+        self._check_transactional_commit(request)
+        return self._kept(request, self.transactional.recorder(producer))
+
+    def _kept(self, request: CommitRequest, as_record: AsRecord) -> Outcome[CommitAnswer]:
         now_ms = self._clock.now_ms()
         expire_ms = NO_TIME_MS if request.retention_ms is None else now_ms + request.retention_ms
         records: Records = []
@@ -222,7 +235,7 @@ class GroupShard:
                         topic_id=topic_id,
                     )
                     key = OffsetKey(request.member.group_id, topic, commit.partition)
-                    records.append(offset_record(key, committed))
+                    records.append(as_record(key, committed))
         return records, answer
 
     def fetch(
@@ -235,9 +248,9 @@ class GroupShard:
     ) -> Outcome[FetchedOffsets]:
         """Committed offsets of some partitions, or of all when `wanted` is None."""
         self.consumers.check_fetch(group_id, member_id, epoch)
-        if wanted is None:
-            return [], self._offsets.fetch_all(group_id)
-        return [], self._offsets.fetch(group_id, wanted)
+        offsets = self._offsets
+        fetched = offsets.fetch_all(group_id) if wanted is None else offsets.fetch(group_id, wanted)
+        return [], self.transactional.pending.marked(group_id, fetched)
 
     def delete_offsets(
         self, group_id: str, unwanted: Mapping[str, Iterable[int]]
@@ -279,6 +292,7 @@ class GroupShard:
         records = [offset_tombstone(OffsetKey(group_id, *place)) for place in places[:limit]]
         done = len(places) <= limit
         if done:
+            records += map(pending_tombstone, self.transactional.pending.of_group(group_id))
             records += [group_tombstone(group_id)] if isinstance(group, Group) else take_away(group)
         return records, done
 
@@ -292,9 +306,7 @@ class GroupShard:
         elif isinstance(key, GroupKey):
             self._replay_group(key.group_id, record)
         else:
-            consumer_key = read_consumer_key(record.key)
-            if consumer_key is not None:
-                self.consumers.replay(consumer_key, record)
+            self._replay_other(record)
 
     def loaded(self) -> None:
         """Give every member a session to be heard of, and begin to look for what has expired."""
@@ -316,7 +328,8 @@ class GroupShard:
     def durable_keys(self) -> list[Hashable]:
         """A name for every record that the log has to hold."""
         stored = [GroupKey(group.group_id) for group in self._groups if group.stored_value is not None]
-        return [*stored, *self.consumers.durable_keys(), *self._offsets.all_keys()]
+        pending = self.transactional.pending.durable_keys()
+        return [*stored, *self.consumers.durable_keys(), *self._offsets.all_keys(), *pending]
 
     def durable_record(self, key: Hashable) -> StateRecord | None:
         """The record of this name, as it stands now."""
@@ -327,6 +340,8 @@ class GroupShard:
         if isinstance(key, OffsetKey):
             committed = self._offsets.get(key)
             return None if committed is None else offset_record(key, committed)
+        if isinstance(key, PendingKey | MarkerKey):
+            return self.transactional.pending.durable_record(key)
         return self.consumers.durable_record(key) if isinstance(key, ConsumerKey) else None
 
     def sweep_soon(self) -> None:
@@ -394,11 +409,32 @@ class GroupShard:
             raise RebalanceInProgress(f"group {group.group_id!r} is rebalancing")
         self._rebalance.keep_alive(group, member)
 
+    def _check_transactional_commit(self, request: CommitRequest) -> None:
+        """As for other commits, but producers of old clients name no member, and a rebalance does not hinder them."""
+        who = request.member
+        if who.generation < 0 and not who.member_id and who.instance_id is None:
+            return
+        try:
+            self._check_commit(request)
+        except RebalanceInProgress:
+            return
+        except (StaleMemberEpoch, UnknownGroup) as error:
+            raise IllegalGeneration(str(error)) from None
+
     def _check_metadata(self, commit: PartitionCommit) -> MillstreamError | None:
         limit = self._limits.offset_metadata_max
         if len(commit.metadata or "") <= limit:
             return None
         return MetadataTooLarge(f"at most {limit} characters are kept beside an offset")
+
+    def _replay_other(self, record: StateRecord) -> None:
+        pending_key = read_pending_key(record.key)
+        if pending_key is not None:
+            self.transactional.pending.replay(pending_key, record)
+            return
+        consumer_key = read_consumer_key(record.key)
+        if consumer_key is not None:
+            self.consumers.replay(consumer_key, record)
 
     def _replay_offset(self, key: OffsetKey, record: StateRecord) -> None:
         group = self._groups.get(key.group_id)
@@ -467,10 +503,12 @@ class GroupShard:
 
     def _begin_sweep(self) -> Records:
         self._to_sweep = self._groups.ids()
-        return self._sweep()
+        forgotten = self.transactional.forgotten(self._limits.offsets_retention_ms)
+        return [*islice(forgotten, self._limits.tombstones_max), *self._sweep()]
 
     def _dispose(self, group: Group | ConsumerGroup, now_ms: int) -> Records:
-        keys = self._offsets.disposable(group, now_ms, self._limits.offsets_retention_ms)
+        expired = self._offsets.disposable(group, now_ms, self._limits.offsets_retention_ms)
+        keys = [key for key in expired if not self.transactional.pending.is_pending(key)]
         limit = self._limits.tombstones_max
         if len(keys) > limit:
             self._to_sweep.append(group.group_id)

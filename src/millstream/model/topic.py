@@ -18,7 +18,8 @@ NAME_LENGTH_MAX = 249
 _NAME = re.compile(r"[a-zA-Z0-9._-]+\Z")
 
 CONSUMER_OFFSETS = "__consumer_offsets"
-INTERNAL_TOPICS = frozenset({CONSUMER_OFFSETS, "__transaction_state", "__subscriptions", "__deliveries"})
+TRANSACTION_STATE = "__transaction_state"
+INTERNAL_TOPICS = frozenset({CONSUMER_OFFSETS, TRANSACTION_STATE, "__subscriptions", "__deliveries"})
 
 OWNER = "millstream.owner"
 DESCRIPTION = "millstream.description"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from millstream.log.log import AppendedRange
 from millstream.model.errors import MillstreamError, OffsetOutOfRange, TopicExists
-from millstream.model.ids import NodeId, Offset, PartitionIndex
+from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.model.partition_state import PartitionState, sole
 from millstream.model.topic import Topic
 from millstream.records.batch import Buffer, place_batch, read_header
@@ -35,6 +35,7 @@ class MemoryPartition:
         """What every append is refused with, if it is."""
         self.high_watermark = Offset(0)
         self.log_start = Offset(0)
+        self.leader_epoch = Epoch(0)
         self._batches: list[_Batch] = []
         self._waiting: list[tuple[Offset, asyncio.Future[None]]] = []
 

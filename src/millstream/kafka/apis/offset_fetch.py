@@ -1,8 +1,8 @@
 """OffsetFetch (key 9), versions 1 to 10: how far groups have come.
 
 An offset of -1 means that none is committed. A list of topics that is null asks for all of them (from 2 on). Every
-answer is durable: an offset whose append is not acknowledged yet is waited for, so `require_stable` (from 7 on)
-changes nothing while there are no transactions. Version notes: up to 7 for one group, from 8 on for several; 1 has no
+answer is durable: an offset whose append is not acknowledged yet is waited for. With `require_stable` (from 7 on), a
+partition whose offset an open transaction is about to change gets UNSTABLE_OFFSET_COMMIT. Version notes: up to 7 for one group, from 8 on for several; 1 has no
 error for the group, so that each partition carries it; 10 names topics by id, where an unknown one gets
 UNKNOWN_TOPIC_ID. From 9 on a member of a consumer group tells its id and epoch: an unknown one gets UNKNOWN_MEMBER_ID,
 another epoch STALE_MEMBER_EPOCH.
@@ -11,6 +11,7 @@ another epoch STALE_MEMBER_EPOCH.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Final
 from uuid import UUID
@@ -55,6 +56,7 @@ class GroupQuery:
     group_id: str
     member_id: str | None = None
     member_epoch: int = -1
+    require_stable: bool = False
     topics: tuple[TopicQuery, ...] | None
 
 
@@ -99,6 +101,7 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
                 group_id=group.group_id,
                 member_id=getattr(group, "member_id", None),
                 member_epoch=getattr(group, "member_epoch", -1),
+                require_stable=getattr(request, "require_stable", False),
                 topics=None if group.topics is None else tuple(_topic_query(topic) for topic in group.topics),
             )
             for group in asked
@@ -139,7 +142,8 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
         )
 
     async def _offsets(self, query: GroupQuery, wanted: dict[str, list[int]] | None) -> FetchedOffsets:
-        return await self._groups.fetch(query.group_id, wanted, member_id=query.member_id, epoch=query.member_epoch)
+        fetched = await self._groups.fetch(query.group_id, wanted, member_id=query.member_id, epoch=query.member_epoch)
+        return fetched if query.require_stable else _all_stable(fetched)
 
     def _all_topics(self, version: int, fetched: FetchedOffsets) -> tuple[TopicAnswer, ...]:
         answers = []
@@ -172,8 +176,24 @@ def _answered(topic: TopicQuery, offsets: Any) -> TopicAnswer:
     return TopicAnswer(
         name=topic.name,
         topic_id=topic.topic_id,
-        partitions=tuple((index, offsets[index], ErrorCode.none) for index in topic.partitions),
+        partitions=tuple(_checked(index, offsets[index]) for index in topic.partitions),
     )
+
+
+def _checked(index: int, offset: FetchedOffset) -> tuple[int, FetchedOffset, ErrorCode]:
+    if offset.is_stable:
+        return index, offset, ErrorCode.none
+    return index, _NO_OFFSET, ErrorCode.unstable_offset_commit
+
+
+def _all_stable(fetched: FetchedOffsets) -> FetchedOffsets:
+    """For clients that take what is committed, whatever a transaction is about to do."""
+    if all(offset.is_stable for offsets in fetched.values() for offset in offsets.values()):
+        return fetched
+    return {
+        topic: {index: dataclasses.replace(offset, is_stable=True) for index, offset in offsets.items()}
+        for topic, offsets in fetched.items()
+    }
 
 
 def _refused(topic: TopicQuery, code: ErrorCode) -> TopicAnswer:

@@ -1,0 +1,139 @@
+"""The batches of queries in one shard: which attempts there are, which batch was the last, and how one is decided.
+
+The decision is one append: the last batch of the query, every member as committed and every other attempt as aborted
+are the records of a single batch in the log, which is there as a whole or not at all. Markers follow from there as for
+any other transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from millstream.coordination.state import Outcome, StateRecord
+from millstream.model.clock import Clock
+from millstream.model.errors import InvalidProducerMapping, InvalidRequest, InvalidTransactionState, ProducerFenced
+from millstream.transactions.batch import NO_BATCH, Member, attempt_of, check_members
+from millstream.transactions.records import query_record, transaction_record, transaction_tombstone
+from millstream.transactions.requests import ProducerRef
+from millstream.transactions.transaction import (
+    ENDING,
+    EPOCH_PER_TRANSACTION,
+    IDLE,
+    Transaction,
+    TransactionState,
+)
+
+_MAY_PREPARE = frozenset({TransactionState.EMPTY, TransactionState.ONGOING})
+
+
+class Batches:
+    """Looks at the transactions of the shard, and says what becomes of those that belong to batches."""
+
+    def __init__(
+        self,
+        transactions: Mapping[str, Transaction],
+        *,
+        clock: Clock,
+        abort: Callable[[Transaction], Transaction],
+    ) -> None:
+        self._transactions = transactions
+        self._clock = clock
+        self._abort = abort
+        self.queries: dict[str, int] = {}
+        """The last batch of every query that has one."""
+        self._attempts: dict[str, dict[str, None]] = {}
+
+    def last_batch_of(self, query: str) -> int:
+        """The last batch of a query that was committed; -1 if none was."""
+        return self.queries.get(query, NO_BATCH)
+
+    def last_batch(self, query: str) -> Outcome[int]:
+        """Which batch of a query was committed last."""
+        return [], self.last_batch_of(query)
+
+    def prepare(self, who: ProducerRef) -> Outcome[None]:
+        """A writer has written all of its part: from here on only the batch decides."""
+        attempt = attempt_of(who.transactional_id)
+        if attempt is None:
+            raise InvalidRequest(f"{who.transactional_id!r} does not belong to a batch")
+        transaction = self._checked(Member(*who))
+        if attempt.batch <= self.last_batch_of(attempt.query):
+            raise ProducerFenced(f"batch {attempt.batch} of query {attempt.query!r} is committed already")
+        if transaction.state is TransactionState.PREPARED:
+            return [], None
+        if transaction.state not in _MAY_PREPARE:
+            raise InvalidTransactionState(f"{who.transactional_id!r} is {transaction.state.value}")
+        return [transaction_record(transaction.prepared(now_ms=self._clock.now_ms()))], None
+
+    def complete(self, query: str, batch: int, members: tuple[Member, ...]) -> Outcome[bool]:
+        """Commit all members together, and abort every other attempt up to this batch; False if that was done before.
+
+        A member that is not prepared fails the whole: nothing is decided then.
+        """
+        check_members(query, batch, members)
+        if batch <= self.last_batch_of(query):
+            return self._cleared(query, self.last_batch_of(query)), False
+        named = {member.transactional_id for member in members}
+        records = [query_record(query, batch)]
+        for member in dict.fromkeys(members):
+            transaction = self._checked(member)
+            if transaction.state is not TransactionState.PREPARED:
+                raise InvalidTransactionState(f"{member.transactional_id!r} is {transaction.state.value}, not prepared")
+            committed = transaction.ending(commit=True, version=EPOCH_PER_TRANSACTION, now_ms=self._clock.now_ms())
+            records.append(transaction_record(committed))
+        return records + self._cleared(query, batch, but=named), True
+
+    def abort(self, query: str, batch: int) -> Outcome[int]:
+        """Abort every attempt at one batch that is not decided; the answer is how many there were."""
+        if batch <= self.last_batch_of(query):
+            raise InvalidTransactionState(f"batch {batch} of query {query!r} is committed already")
+        undecided = [one for number, one in self._of(query) if number == batch and one.state not in ENDING]
+        return [self._ended(one) for one in undecided], len(undecided)
+
+    def replay_query(self, query: str, last_batch: int) -> None:
+        """Take over the last batch of a query."""
+        if last_batch == NO_BATCH:
+            self.queries.pop(query, None)
+        else:
+            self.queries[query] = last_batch
+
+    def note(self, transactional_id: str) -> None:
+        """A transactional id is there."""
+        attempt = attempt_of(transactional_id)
+        if attempt is not None:
+            self._attempts.setdefault(attempt.query, {})[transactional_id] = None
+
+    def forget(self, transactional_id: str) -> None:
+        """A transactional id is gone."""
+        attempt = attempt_of(transactional_id)
+        if attempt is not None and attempt.query in self._attempts:
+            self._attempts[attempt.query].pop(transactional_id, None)
+            if not self._attempts[attempt.query]:
+                del self._attempts[attempt.query]
+
+    def _of(self, query: str) -> Iterator[tuple[int, Transaction]]:
+        for transactional_id in self._attempts.get(query, ()):
+            attempt = attempt_of(transactional_id)
+            if attempt is not None:
+                yield attempt.batch, self._transactions[transactional_id]
+
+    def _cleared(self, query: str, batch: int, but: Collection[str] = ()) -> list[StateRecord]:
+        """What ends every attempt up to a batch that lost."""
+        return [
+            self._ended(one)
+            for number, one in self._of(query)
+            if number <= batch and one.transactional_id not in but and one.state not in ENDING
+        ]
+
+    def _ended(self, transaction: Transaction) -> StateRecord:
+        if transaction.state in IDLE:
+            return transaction_tombstone(transaction.transactional_id)
+        return transaction_record(self._abort(transaction))
+
+    def _checked(self, member: Member) -> Transaction:
+        transaction = self._transactions.get(member.transactional_id)
+        if transaction is None or transaction.producer_id != member.producer_id:
+            raise InvalidProducerMapping(f"{member.transactional_id!r} has no producer id {member.producer_id}")
+        if transaction.epoch != member.epoch:
+            raise ProducerFenced(f"{member.transactional_id!r} is at epoch {transaction.epoch}, not {member.epoch}")
+        return transaction

@@ -1,0 +1,226 @@
+"""The transaction coordinator of this node: checks what can be checked without the state, and finds the shard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from millstream.config import Config
+from millstream.coordination.runtime import Runtime, StateTopic, StateTopics
+from millstream.coordination.shard import RETRY_FIRST_S, Shard
+from millstream.coordination.state import Outcome
+from millstream.coordination.timers import Timers
+from millstream.model.clock import Clock
+from millstream.model.errors import (
+    ConcurrentTransactions,
+    CoordinatorUnavailable,
+    InvalidRequest,
+    InvalidTransactionTimeout,
+    MillstreamError,
+)
+from millstream.model.ids import NodeId, PartitionIndex
+from millstream.model.topic import TRANSACTION_STATE, TopicPartition
+from millstream.transactions.batch import Member, placement_of
+from millstream.transactions.requests import (
+    Initialized,
+    InitRequest,
+    ProducerRef,
+    TransactionDescription,
+    TransactionFilter,
+    TransactionLimits,
+)
+from millstream.transactions.shard import TransactionShard
+from millstream.transactions.spare_ids import ProducerIds, SpareIds
+
+T = TypeVar("T")
+
+ID_CHARACTERS_MAX: Final = 4096
+PATIENCE_S: Final = 0.5
+"""How long a producer waits here for its last transaction to be ended, before it is told to ask again."""
+
+_TOPIC_SETTINGS: Final = {
+    "cleanup.policy": "compact",
+    "segment.bytes": str(64 * 1024 * 1024),
+    "max.message.bytes": str(32 * 1024 * 1024),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransactionsStatus:
+    """The transactions of this node in numbers."""
+
+    by_state: Mapping[str, int]
+    shards: int
+    shards_loading: int
+
+
+class TransactionCoordinator:
+    """Transactional ids, kept in `__transaction_state`."""
+
+    def __init__(
+        self,
+        topics: StateTopics,
+        config: Config,
+        clock: Clock,
+        producer_ids: ProducerIds,
+        *,
+        retry_first_s: float = RETRY_FIRST_S,
+    ) -> None:
+        self._clock = clock
+        self._limits = TransactionLimits(
+            timeout_max_ms=config.transaction_timeout_max_ms, id_expiration_ms=config.transactional_id_expiry_ms
+        )
+        self._spare = SpareIds(producer_ids)
+        self._on_ending: Callable[[], None] = lambda: None
+        topic = StateTopic(name=TRANSACTION_STATE, partitions=config.transactions_partitions, overrides=_TOPIC_SETTINGS)
+        self._runtime: Runtime[TransactionShard] = Runtime(
+            topics, topic, self._make_shard, clock=clock, retry_first_s=retry_first_s
+        )
+
+    @property
+    def shards(self) -> list[Shard[TransactionShard]]:
+        """Every shard that this node runs."""
+        return self._runtime.shards
+
+    def when_ending(self, listener: Callable[[], None]) -> None:
+        """Tell whoever writes markers that there may be some to be written."""
+        self._on_ending = listener
+
+    async def start(self) -> None:
+        """Begin to load what the log has; requests meanwhile are told to wait."""
+        await self._runtime.start()
+
+    async def wait_loaded(self) -> None:
+        """Wait until no shard is loading any more."""
+        await self._runtime.wait_loaded()
+
+    async def close(self) -> None:
+        """Send producers who wait away, and let what was appended be acknowledged."""
+        await self._runtime.close()
+
+    async def ensure(self) -> None:
+        """Make the topic if this is its first use."""
+        await self._runtime.ensure()
+
+    def partition_of(self, transactional_id: str) -> PartitionIndex:
+        """The partition of the topic that holds a transactional id."""
+        return self._runtime.partition_of(placement_of(transactional_id))
+
+    def leader_of(self, transactional_id: str) -> NodeId | None:
+        """The node that coordinates a transactional id; None while nobody does."""
+        return self._runtime.leader_of(placement_of(transactional_id))
+
+    # Producers
+
+    async def init(self, request: InitRequest) -> Initialized:
+        """A producer begins, or begins anew."""
+        _check_id(request.transactional_id)
+        if not 0 < request.timeout_ms <= self._limits.timeout_max_ms:
+            raise InvalidTransactionTimeout(
+                f"a transaction may take from 1 to {self._limits.timeout_max_ms} ms, not {request.timeout_ms}"
+            )
+        await self._spare.fill()
+        return await self._patiently(request.transactional_id, lambda shard: shard.init(request))
+
+    async def add_partitions(self, who: ProducerRef, partitions: Collection[TopicPartition], *, version: int) -> None:
+        """Partitions become part of the producer's transaction."""
+        _check_id(who.transactional_id)
+        await self._patiently(
+            who.transactional_id, lambda shard: shard.add_partitions(who, partitions, version=version)
+        )
+
+    async def verify(
+        self, who: ProducerRef, partitions: Collection[TopicPartition]
+    ) -> Mapping[TopicPartition, MillstreamError | None]:
+        """Whether partitions are part of the producer's transaction."""
+        _check_id(who.transactional_id)
+        return await self._run(who.transactional_id, lambda shard: shard.verify(who, partitions))
+
+    async def end(self, who: ProducerRef, *, commit: bool, version: int) -> Initialized:
+        """Commit or abort; answered when the decision is durable, while markers are still being written."""
+        _check_id(who.transactional_id)
+        await self._spare.fill()
+        return await self._run(who.transactional_id, lambda shard: shard.end(who, commit=commit, version=version))
+
+    # The batch commit
+
+    async def last_batch(self, query: str) -> int:
+        """Which batch of a query was committed last; -1 if none was."""
+        return await self._runtime.run(query, lambda shard: shard.batches.last_batch(query), pure=True)
+
+    async def prepare(self, who: ProducerRef) -> None:
+        """A writer has written all of its part of a batch."""
+        await self._run(who.transactional_id, lambda shard: shard.batches.prepare(who))
+
+    async def complete_batch(self, query: str, batch: int, members: tuple[Member, ...]) -> bool:
+        """Commit all members of a batch together; False if that was done before."""
+        await self._spare.fill()
+        return await self._runtime.run(query, lambda shard: shard.batches.complete(query, batch, members), pure=True)
+
+    async def abort_batch(self, query: str, batch: int) -> int:
+        """Abort every attempt at a batch; the answer is how many there were."""
+        await self._spare.fill()
+        return await self._runtime.run(query, lambda shard: shard.batches.abort(query, batch), pure=True)
+
+    # For administrators
+
+    async def abort(self, transactional_id: str) -> str:
+        """End a transaction that hangs; the answer is the state that it was in."""
+        _check_id(transactional_id)
+        await self._spare.fill()
+        return await self._run(transactional_id, lambda shard: shard.abort(transactional_id))
+
+    async def describe(self, transactional_id: str) -> TransactionDescription:
+        """One transactional id."""
+        _check_id(transactional_id)
+        return await self._run(transactional_id, lambda shard: shard.describe(transactional_id))
+
+    async def listing(self, wanted: TransactionFilter) -> list[TransactionDescription]:
+        """The transactional ids of this node."""
+        answers = [shard.submit(lambda state: state.listing(wanted), pure=True) for shard in self.shards]
+        return [one for listing in await asyncio.gather(*answers) for one in listing]
+
+    def status(self) -> TransactionsStatus:
+        """The transactions of this node in numbers."""
+        states = [shard.state for shard in self.shards]
+        counts: Counter[str] = Counter()
+        for state in states:
+            if state is not None:
+                counts.update(state.counts())
+        return TransactionsStatus(
+            by_state=counts, shards=len(states), shards_loading=sum(state is None for state in states)
+        )
+
+    async def _run(self, transactional_id: str, operation: Callable[[TransactionShard], Outcome[T]]) -> T:
+        return await self._runtime.run(placement_of(transactional_id), operation, pure=True)
+
+    async def _patiently(self, transactional_id: str, operation: Callable[[TransactionShard], Outcome[T]]) -> T:
+        """Wait a moment for the last transaction to be ended: sooner than the client would ask again."""
+        try:
+            return await self._run(transactional_id, operation)
+        except ConcurrentTransactions as concurrent:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await self._run(transactional_id, lambda shard: shard.until_ended(transactional_id))
+            except (TimeoutError, CoordinatorUnavailable):
+                raise concurrent from None
+        return await self._run(transactional_id, operation)
+
+    def _make_shard(self, timers: Timers) -> TransactionShard:
+        return TransactionShard(
+            timers,
+            limits=self._limits,
+            clock=self._clock,
+            take_producer_id=self._spare.take,
+            on_ending=lambda: self._on_ending(),
+        )
+
+
+def _check_id(transactional_id: str) -> None:
+    if not transactional_id:
+        raise InvalidRequest("a transactional id cannot be empty")
+    if len(transactional_id) > ID_CHARACTERS_MAX:
+        raise InvalidRequest(f"a transactional id has at most {ID_CHARACTERS_MAX} characters")
