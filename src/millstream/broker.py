@@ -147,7 +147,8 @@ class Broker:
         undo.push_async_callback(gateway.stop)
         undo.callback(listener.stop_accepting)
         if core.node is not None:
-            await dispatch.loaded()
+            # Others send requests as soon as they know of this node.
+            await self._served_or_failed()
             await core.node.join(core.membership.me, self.http_address)
             undo.push_async_callback(core.node.leave)
         _logger.info("ready", extra={"kafka": self.kafka_address, "http": self.http_address, "data": config.data})
@@ -253,6 +254,12 @@ class Broker:
         await self._served.start()
         dispatch.serve(self._served.apis)
         leave_what_stays_alone()
+
+    async def _served_or_failed(self) -> None:
+        if self._serving is not None:
+            await asyncio.wait([self._serving, self.failed], return_when=asyncio.FIRST_COMPLETED)
+        if self.failed.done():
+            await self.failed
 
     async def _run_gateway(self, gateway: HttpChild, dispatch: Dispatch) -> None:
         # The gateway's own imports would slow down those of the APIs, which clients wait for.

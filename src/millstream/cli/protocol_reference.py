@@ -110,7 +110,7 @@ NOT_SERVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "metrics of clients are not collected": ("GetTelemetrySubscriptions", "PushTelemetry"),
         "a node has one folder": ("AlterReplicaLogDirs",),
-        "there is no KRaft quorum; a single node decides for itself": (
+        "there is no KRaft quorum: a single node decides for itself, and a cluster agrees through etcd": (
             "DescribeQuorum",
             "UnregisterBroker",
             "AddRaftVoter",
