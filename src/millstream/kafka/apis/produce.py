@@ -7,11 +7,15 @@ arrived in. All partitions of a request are appended before the first await, in 
 requests of one connection are appended in the order they were sent, and the reply is a promise that is kept once
 every partition is acknowledged as `acks` and the topic's `flush` say.
 
+A batch with which a transaction begins on a partition is appended once the coordinator of the transaction knows of it
+(`transaction_opening`); the connection waits meanwhile. All further ones go the way of any other batch.
+
 What only the internals of the broker may write is refused here: internal topics, and batches of a transaction that
 the request does not name.
 
 Version notes: 7 is the first that may send zstd, 8 adds the error message, 9 is flexible, 10 adds the current leader
-(a tag we leave out), 13 names topics by id. With `acks=0` there is no reply; an error then closes the connection, as in
+(a tag we leave out), 11 knows TRANSACTION_ABORTABLE, from 12 on a partition is added to the transaction by writing to
+it, 13 names topics by id. With `acks=0` there is no reply; an error then closes the connection, as in
 Kafka.
 """
 
@@ -19,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 from kio.schema.errors import ErrorCode
@@ -29,7 +33,9 @@ from millstream.kafka.api import ClientInfo
 from millstream.kafka.errors import error_code
 from millstream.kafka.produce_layout import Portion, Request, read, write
 from millstream.kafka.quota_meter import QuotaMeter
+from millstream.kafka.transaction_opening import Opening
 from millstream.log.log import AppendedRange
+from millstream.log.transactions import Guard
 from millstream.model.errors import (
     CorruptBatch,
     InvalidBatch,
@@ -40,7 +46,7 @@ from millstream.model.errors import (
 )
 from millstream.model.metric import Metric, counter, gauge
 from millstream.net.connection import Answer
-from millstream.net.promise import Promise
+from millstream.net.promise import Buffers, Promise
 from millstream.records.batch import (
     COMPRESSION_MASK,
     COMPRESSION_ZSTD,
@@ -51,6 +57,7 @@ from millstream.records.batch import (
     read_header,
 )
 from millstream.replication.partition import Partition
+from millstream.replication.transaction_gate import TransactionGate
 from millstream.wire.codec import RequestHeader
 
 FIRST_SERVED = 3
@@ -121,8 +128,9 @@ class Produce:
     key = 0
     versions = (0, 13)
 
-    def __init__(self, topics: Topics, quota: QuotaMeter) -> None:
+    def __init__(self, topics: Topics, quota: QuotaMeter, gate: TransactionGate | None = None) -> None:
         self._topics = topics
+        self._gate = gate
         self._quota = quota
         self._pending: dict[_Pending, None] = {}
         self._sweep: asyncio.TimerHandle | None = None
@@ -138,15 +146,39 @@ class Produce:
         if header.version < FIRST_SERVED:
             raise ProtocolViolation(f"Produce v{header.version} is not served; versions 3 and later are")
         request = read(frame, header)
+        if request.transactional_id is not None:
+            opening = Opening(self._topics, request, header.version)
+            if opening:
+                opening.keep_records()
+                return self._begin(header, request, client, opening, len(frame))
+        return self._answer(header, request, client, len(frame), None)
+
+    async def _begin(
+        self, header: RequestHeader, request: Request, client: ClientInfo, opening: Opening, size: int
+    ) -> Buffers | None:
+        """Have the coordinator asked before anything is appended."""
+        if self._gate is not None:
+            await opening.ask(self._gate)
+        answer = self._answer(header, request, client, size, opening.guards)
+        return await answer if isinstance(answer, Promise) else answer
+
+    def _answer(
+        self,
+        header: RequestHeader,
+        request: Request,
+        client: ClientInfo,
+        size: int,
+        guards: Mapping[Portion, Guard] | None,
+    ) -> Buffers | Promise | None:
         version = header.version
         waiting: list[tuple[Partition, Portion]] = []
         for portion in request.portions:
-            partition = self._append(portion, request, version)
+            partition = self._append(portion, request, version, guards)
             if partition is not None:
                 waiting.append((partition, portion))
         client.produce_requests += 1
-        client.produced_bytes += len(frame)
-        throttle_ms = self._quota.charge(client, len(frame)) if self._quota.is_limiting else 0
+        client.produced_bytes += size
+        throttle_ms = self._quota.charge(client, size) if self._quota.is_limiting else 0
         if request.acks == ACKS_NONE:
             _check_unanswered(request.portions)
             return None
@@ -156,24 +188,26 @@ class Produce:
         self._wait(pending, waiting, request)
         return pending
 
-    def _append(self, portion: Portion, request: Request, version: int) -> Partition | None:
+    def _append(
+        self, portion: Portion, request: Request, version: int, guards: Mapping[Portion, Guard] | None
+    ) -> Partition | None:
         """Append what is given for one partition; returns the partition if it has to be waited for."""
         if request.acks not in _ACKS_VALID:
             portion.fail(ErrorCode.invalid_required_acks, f"acks must be -1, 0 or 1, not {request.acks}")
-        elif request.transactional_id is not None:
-            portion.fail(ErrorCode.invalid_producer_id_mapping, "transactions are not available yet")
-        elif _flags(portion.records) & TRANSACTIONAL_FLAG:
+        elif request.transactional_id is None and _flags(portion.records) & TRANSACTIONAL_FLAG:
             portion.fail(ErrorCode.transactional_id_authorization_failed, _NO_TRANSACTION)
+        elif portion.code is not ErrorCode.none:
+            self.batches_rejected += 1
         else:
             try:
-                return self._store(portion, request.acks, version)
+                return self._store(portion, request.acks, version, guards.get(portion) if guards else None)
             except CorruptBatch as error:
                 self._reject(portion, _as_told(error, portion.records))
             except MillstreamError as error:
                 self._reject(portion, error)
         return None
 
-    def _store(self, portion: Portion, acks: int, version: int) -> Partition | None:
+    def _store(self, portion: Portion, acks: int, version: int, guard: Guard | None) -> Partition | None:
         records = portion.records
         if records is None:
             raise CorruptBatch("the request holds no records for this partition")
@@ -183,7 +217,7 @@ class Produce:
         else:
             partition = self._topics.partition_by_id(topic, portion.index)
         _check_allowed(partition, records, version)
-        appended = portion.appended = partition.write(records, acks=acks)
+        appended = portion.appended = partition.write(records, acks=acks, guard=guard)
         # The memory they lie in is not the request's any more once it is answered or promised.
         portion.records = None
         return None if partition.is_acknowledged(appended, acks) else partition

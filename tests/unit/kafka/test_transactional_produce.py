@@ -1,0 +1,354 @@
+"""Transactions as a partition has them: through Produce, markers, Fetch and ListOffsets, over the wire's own layout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.catalog.catalog import Catalog
+from millstream.cluster.declarations import CatalogDeclarations
+from millstream.cluster.quotas import ClientQuotas
+from millstream.cluster.topics import Topics
+from millstream.config import Config
+from millstream.kafka.api import ClientInfo
+from millstream.kafka.apis.describe_producers import DescribeProducers
+from millstream.kafka.apis.fetch import Fetch
+from millstream.kafka.apis.list_offsets import ListOffsets
+from millstream.kafka.apis.produce import Produce
+from millstream.kafka.quota_meter import QuotaMeter
+from millstream.log.files import DiskFiles
+from millstream.log.store import LogStore
+from millstream.model.clock import SystemClock
+from millstream.model.errors import (
+    ConcurrentTransactions,
+    CoordinatorLoading,
+    FencedProducer,
+    MillstreamError,
+    ProducerFenced,
+    TransactionAbortable,
+    TransactionCoordinatorFenced,
+)
+from millstream.model.ids import Offset, ProducerEpoch, ProducerId
+from millstream.model.marker import Marker
+from millstream.model.quota import PRODUCER_BYTE_RATE
+from millstream.model.topic import TopicPartition
+from millstream.net.budget import Budget
+from millstream.records.record import NewRecord, encode_batch
+from millstream.replication.partition import Partition
+from millstream.wire.codec import load_request_class, read_request_header, read_response, write_request
+from millstream.wire.shape import reshape
+
+CLIENT = ClientInfo(connection_id=1, host="127.0.0.1")
+PRODUCER = 70
+COMMITTED, UNCOMMITTED = 1, 0
+
+
+class Gate:
+    """Says what it is told to, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, int, tuple[TopicPartition, ...], bool]] = []
+        self.errors: list[MillstreamError] = []
+        self.meanwhile: Any = None
+
+    async def admit(
+        self,
+        transactional_id: str,
+        producer_id: int,
+        producer_epoch: int,
+        partitions: Sequence[TopicPartition],
+        *,
+        add: bool,
+    ) -> Mapping[TopicPartition, MillstreamError | None]:
+        self.asked.append((transactional_id, producer_id, producer_epoch, tuple(partitions), add))
+        await asyncio.sleep(0)
+        if self.meanwhile is not None:
+            self.meanwhile()
+        error = self.errors.pop(0) if self.errors else None
+        return dict.fromkeys(partitions, error)
+
+
+class Broker:
+    def __init__(self, topics: Topics, topic_id: UUID) -> None:
+        self.topics = topics
+        self.topic_id = topic_id
+        self.gate = Gate()
+        quota = QuotaMeter(ClientQuotas(CatalogDeclarations(Catalog("sqlite://"))), PRODUCER_BYTE_RATE)
+        self._produce = Produce(topics, quota, self.gate)
+        self._fetch = Fetch(topics, Budget(1 << 30), quota, bytes_max=1 << 25)
+
+    @property
+    def partition(self) -> Partition:
+        return self.topics.partition("t", 0)
+
+    async def ask(self, api: Produce | Fetch, request: Any) -> Any:
+        frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
+        answer = api.handle_frame(frame, read_request_header(frame), CLIENT)
+        # The memory of a frame is used for another one at once.
+        frame[8:] = bytes(len(frame) - 8)
+        if answer is not None and not isinstance(answer, list):
+            answer = await answer
+        return None if answer is None else read_response(api.key, request.__version__, b"".join(answer)[4:])
+
+    async def produce(
+        self,
+        batches: dict[int, bytes],
+        *,
+        version: int = 12,
+        transactional_id: str | None = "tx",
+    ) -> dict[int, ErrorCode]:
+        cls = load_request_class(0, version)
+        module = __import__(cls.__module__, fromlist=["*"])
+        name = {"topic_id": self.topic_id} if version >= 13 else {"name": "t"}
+        parts = tuple(module.PartitionProduceData(index=index, records=batch) for index, batch in batches.items())
+        data = module.TopicProduceData(partition_data=parts, **name)
+        request = cls(transactional_id=transactional_id, acks=-1, timeout=timedelta(seconds=5), topic_data=(data,))
+        answer = await self.ask(self._produce, request)
+        return {int(one.index): one.error_code for one in answer.responses[0].partition_responses}
+
+    async def write(self, sequence: int, value: bytes = b"v", *, epoch: int = 0, **other: Any) -> ErrorCode:
+        answer = await self.produce({0: batch(sequence, value, epoch=epoch, **other)})
+        return answer[0]
+
+    async def fetch(self, offset: int = 0, *, isolation: int = COMMITTED, version: int = 12, wait_ms: int = 0) -> Any:
+        from kio.schema.fetch.v12 import request as named
+        from kio.schema.fetch.v18 import request as newest
+
+        module: Any = newest if version >= 13 else named
+        name = {"topic_id": self.topic_id} if version >= 13 else {"topic": "t"}
+        wanted = module.FetchPartition(partition=0, fetch_offset=offset, partition_max_bytes=1 << 20)
+        request = module.FetchRequest(
+            max_wait=timedelta(milliseconds=wait_ms),
+            min_bytes=1,
+            isolation_level=isolation,
+            topics=(module.FetchTopic(partitions=(wanted,), **name),),
+            forgotten_topics_data=(),
+        )
+        answer = await self.ask(self._fetch, reshape(request, load_request_class(1, version)))
+        return answer.responses[0].partitions[0]
+
+    async def end(self, *, commit: bool = True, epoch: int = 0, coordinator: int = 0, bumps: bool = False) -> None:
+        appended = self.partition.write_marker(
+            Marker(
+                producer_id=ProducerId(PRODUCER),
+                producer_epoch=ProducerEpoch(epoch),
+                commit=commit,
+                coordinator_epoch=coordinator,
+                bumps_epoch=bumps,
+            )
+        )
+        acknowledged = self.partition.acknowledged(appended)
+        if acknowledged is not None:
+            await acknowledged
+
+
+def batch(
+    sequence: int, value: bytes = b"v", *, epoch: int = 0, producer_id: int = PRODUCER, transactional: bool = True
+) -> bytes:
+    return bytes(
+        encode_batch(
+            [NewRecord(b"k", value, (), 1000)],
+            producer_id=producer_id,
+            producer_epoch=epoch,
+            base_sequence=sequence,
+            transactional=transactional,
+        )
+    )
+
+
+@asynccontextmanager
+async def broker_in(data: Path) -> AsyncIterator[Broker]:
+    store = LogStore.open(
+        data, files=DiskFiles(), clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=1 << 40
+    )
+    running = asyncio.create_task(store.run())
+    catalog = Catalog.open_folder(data)
+    topics = Topics(CatalogDeclarations(catalog), store, Config(), SystemClock())
+    await topics.load()
+    topic = topics.get("t") or await topics.create("t", partitions=2)
+    try:
+        yield Broker(topics, topic.topic_id)
+    finally:
+        topics.close()
+        await store.close()
+        await running
+        catalog.close()
+
+
+@pytest.mark.parametrize("version", range(4, 19))
+async def test_committed_records_are_read_once_their_marker_is_there(tmp_path: Path, version: int) -> None:
+    async with broker_in(tmp_path) as broker:
+        assert await broker.write(0, b"a") is ErrorCode.none
+        assert await broker.write(1, b"b") is ErrorCode.none
+
+        held = await broker.fetch(version=version)
+        assert (held.high_watermark, held.last_stable_offset, held.records or b"") == (2, 0, b"")
+        assert not held.aborted_transactions
+        seen = await broker.fetch(isolation=UNCOMMITTED, version=version)
+        assert len(seen.records) > 0
+        assert seen.aborted_transactions is None
+
+        await broker.end(commit=False)
+        after = await broker.fetch(version=version)
+        assert (after.high_watermark, after.last_stable_offset) == (3, 3)
+        assert [(one.producer_id, one.first_offset) for one in after.aborted_transactions] == [(PRODUCER, 0)]
+
+
+@pytest.mark.parametrize("version", range(3, 14))
+async def test_the_coordinator_is_asked_once_for_each_transaction(tmp_path: Path, version: int) -> None:
+    async with broker_in(tmp_path) as broker:
+        for sequence in range(3):
+            answer = await broker.produce({0: batch(sequence), 1: batch(sequence)}, version=version)
+            assert answer == {0: ErrorCode.none, 1: ErrorCode.none}
+        both = (TopicPartition("t", broker.partition.index), broker.topics.partition("t", 1).log.partition)
+        assert broker.gate.asked == [("tx", PRODUCER, 0, both, version >= 12)]
+
+        await broker.end()
+        assert await broker.write(3) is ErrorCode.none
+        assert len(broker.gate.asked) == 2
+
+
+async def test_a_long_poll_is_woken_by_the_marker(tmp_path: Path) -> None:
+    async with broker_in(tmp_path) as broker:
+        await broker.write(0)
+        poll = asyncio.create_task(broker.fetch(wait_ms=60_000))
+        await asyncio.sleep(0)
+        assert not poll.done()
+        await broker.end()
+        found = await asyncio.wait_for(poll, 30)
+        assert len(found.records) > 0
+        assert found.aborted_transactions == ()
+
+
+async def test_what_comes_behind_an_open_transaction_waits(tmp_path: Path) -> None:
+    async with broker_in(tmp_path) as broker:
+        plain = batch(0, b"plain", producer_id=9, transactional=False)
+        assert await broker.produce({0: plain}, transactional_id=None) == {0: ErrorCode.none}
+        await broker.write(0)
+        assert await broker.produce({0: batch(1, producer_id=9, transactional=False)}, transactional_id=None) == {
+            0: ErrorCode.none
+        }
+        assert broker.partition.last_stable_offset == 1
+        assert broker.partition.has_open_transaction(PRODUCER, 0)
+        assert [one.first_offset for one in broker.partition.open_transactions()] == [1]
+        await broker.end()
+        assert broker.partition.last_stable_offset == 4
+        assert broker.partition.open_transactions() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "version", "code"),
+    [
+        (CoordinatorLoading("loading"), 12, ErrorCode.not_enough_replicas),
+        (ConcurrentTransactions("busy"), 11, ErrorCode.not_enough_replicas),
+        (ProducerFenced("newer"), 12, ErrorCode.invalid_producer_epoch),
+        (TransactionAbortable("no"), 10, ErrorCode.invalid_txn_state),
+        (TransactionAbortable("no"), 11, ErrorCode.transaction_abortable),
+    ],
+)
+async def test_refusals_are_told_as_the_version_understands(
+    tmp_path: Path, error: MillstreamError, version: int, code: ErrorCode
+) -> None:
+    async with broker_in(tmp_path) as broker:
+        broker.gate.errors = [error]
+        assert await broker.produce({0: batch(0)}, version=version) == {0: code}
+        assert broker.partition.log.end_offset == 0
+
+
+async def test_while_the_last_transaction_ends_the_next_is_asked_about_again(tmp_path: Path) -> None:
+    async with broker_in(tmp_path) as broker:
+        broker.gate.errors = [ConcurrentTransactions("busy"), ConcurrentTransactions("busy")]
+        assert await broker.produce({0: batch(0)}) == {0: ErrorCode.none}
+        assert len(broker.gate.asked) == 3
+        broker.gate.errors = [ConcurrentTransactions("busy")] * 100
+        assert await broker.produce({1: batch(0)}) == {1: ErrorCode.concurrent_transactions}
+
+
+async def test_a_marker_between_question_and_append_keeps_the_batch_out(tmp_path: Path) -> None:
+    async with broker_in(tmp_path) as broker:
+        marker = Marker(
+            producer_id=ProducerId(PRODUCER), producer_epoch=ProducerEpoch(0), commit=False, coordinator_epoch=0
+        )
+        broker.gate.meanwhile = lambda: broker.partition.write_marker(marker)
+        assert await broker.write(0) is ErrorCode.invalid_txn_state
+        assert await broker.write(0) is ErrorCode.invalid_txn_state
+        broker.gate.meanwhile = None
+        assert await broker.write(0) is ErrorCode.none
+
+
+async def test_batches_that_do_not_fit_their_transaction_are_refused(tmp_path: Path) -> None:
+    async with broker_in(tmp_path) as broker:
+        unnamed = await broker.produce({0: batch(0)}, transactional_id=None)
+        assert unnamed == {0: ErrorCode.transactional_id_authorization_failed}
+        two = await broker.produce({0: batch(0), 1: batch(0, producer_id=8)})
+        assert two == {0: ErrorCode.invalid_producer_id_mapping, 1: ErrorCode.invalid_producer_id_mapping}
+        assert await broker.write(0) is ErrorCode.none
+        plain = await broker.produce({0: batch(1, transactional=False)})
+        assert plain == {0: ErrorCode.invalid_txn_state}
+        assert await broker.write(2) is ErrorCode.out_of_order_sequence_number
+
+
+async def test_markers_that_bump_the_epoch_fence_what_comes_late(tmp_path: Path) -> None:
+    async with broker_in(tmp_path) as broker:
+        assert await broker.write(0) is ErrorCode.none
+        await broker.end(epoch=1, coordinator=3, bumps=True)
+        assert await broker.write(1) is ErrorCode.invalid_producer_epoch
+        end = broker.partition.log.end_offset
+        await broker.end(epoch=1, coordinator=3, bumps=True)
+        assert broker.partition.log.end_offset == end
+        with pytest.raises(TransactionCoordinatorFenced):
+            await broker.end(epoch=1, coordinator=2, bumps=True)
+        with pytest.raises(FencedProducer):
+            await broker.end(epoch=0, coordinator=3)
+        assert await broker.write(0, epoch=1) is ErrorCode.none
+        with pytest.raises(FencedProducer):
+            await broker.end(epoch=1, coordinator=3, bumps=True)
+        assert broker.partition.has_open_transaction(PRODUCER, 1)
+
+
+async def test_offsets_and_producers_tell_of_open_transactions(tmp_path: Path) -> None:
+    from kio.schema.describe_producers.v0 import request as producers_of
+    from kio.schema.list_offsets.v11 import request as offsets_of
+
+    async def latest(broker: Broker, isolation: int) -> int:
+        module: Any = offsets_of
+        one = module.ListOffsetsPartition(partition_index=0, timestamp=-1)
+        topic = module.ListOffsetsTopic(name="t", partitions=(one,))
+        asked = module.ListOffsetsRequest(
+            replica_id=-1, isolation_level=isolation, topics=(topic,), timeout=timedelta(seconds=1)
+        )
+        answer = await ListOffsets(broker.topics).handle(asked, CLIENT)
+        return int(answer.topics[0].partitions[0].offset)
+
+    async with broker_in(tmp_path) as broker:
+        await broker.write(0)
+        await broker.end(coordinator=4)
+        await broker.write(1)
+        assert (await latest(broker, UNCOMMITTED), await latest(broker, COMMITTED)) == (3, 2)
+        module: Any = producers_of
+        asked = module.DescribeProducersRequest(topics=(module.TopicRequest(name="t", partition_indexes=(0,)),))
+        answer = await DescribeProducers(broker.topics).handle(asked, CLIENT)
+        (producer,) = answer.topics[0].partitions[0].active_producers
+        assert (producer.coordinator_epoch, producer.current_txn_start_offset) == (4, 2)
+
+
+async def test_everything_is_known_again_after_a_restart(tmp_path: Path) -> None:
+    async with broker_in(tmp_path) as broker:
+        await broker.write(0)
+        await broker.end(commit=False)
+        await broker.write(1)
+    async with broker_in(tmp_path) as broker:
+        assert broker.partition.last_stable_offset == 2
+        assert broker.partition.aborted_in(Offset(0), Offset(2)) == [(PRODUCER, 0)]
+        assert await broker.write(2) is ErrorCode.none
+        assert broker.gate.asked == []
+        await broker.end()
+        assert broker.partition.last_stable_offset == 5
