@@ -115,7 +115,7 @@ BUGS = (
     PlantedBug(
         "a leader shrinks its in-sync set alone while its lease should hold",
         ((InSyncWriter, "_write_alone", _believe_in_the_lease),),
-        ("store away", "cut", "pause"),
+        ("store away", "cut"),
     ),
     PlantedBug(
         "a machine that crashed counts as if it had lost nothing",

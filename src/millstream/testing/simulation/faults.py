@@ -11,13 +11,18 @@ from random import Random
 from typing import Protocol
 
 from millstream.testing.simulation.network import Network
+from millstream.testing.simulation.plan import CRASH
 from millstream.testing.simulation.store import STORE
 
-KINDS_MIN, KINDS_MAX = 2, 6
 FAULTS_MIN, FAULTS_MAX = 3, 9
 BETWEEN_S = 3.0
 SHORT_S, LONG_S = 0.05, 12.0
 CLOCK_STEP_MAX_MS = 3_600_000
+LEADER_CHANCE = 0.4
+STARTS_MAX = 3
+DIES_AGAIN_CHANCE = 0.25
+DIES_AFTER_S = 0.03
+"""About how long a node needs to register and be let in."""
 
 Fault = Callable[[float], Awaitable[None]]
 
@@ -49,6 +54,9 @@ class Machine(Protocol):
     def step_clock(self, milliseconds: int) -> None:
         """Set its wall clock."""
 
+    def fail_disk(self) -> None:
+        """Let the next sync of a segment fail."""
+
 
 class Scene(Protocol):
     """What the faults happen to."""
@@ -62,6 +70,12 @@ class Scene(Protocol):
     def may_crash(self, machine: Machine) -> bool:
         """Whether a machine may lose its memory now, without everybody having lost what was acknowledged."""
 
+    def leading(self) -> Machine | None:
+        """A node that leads something, if any does."""
+
+    async def change_min_in_sync(self, minimum: int) -> None:
+        """Have a topic ask for another number of replicas in sync."""
+
     def pause_store(self) -> None:
         """Let the coordination store answer nobody."""
 
@@ -72,34 +86,35 @@ class Scene(Protocol):
 class Faults:
     """Draws faults and lets them happen."""
 
-    def __init__(self, scene: Scene, chance: Random, kinds: Sequence[str] = ()) -> None:
+    def __init__(self, scene: Scene, chance: Random, kinds: Sequence[str]) -> None:
         self._scene = scene
         self._chance = chance
-        known: tuple[tuple[str, Fault], ...] = (
-            ("kill", self._kill),
-            ("crash", self._crash),
-            ("pause", self._pause),
-            ("restart", self._restart),
-            ("cut", self._cut),
-            ("cut one way", self._cut_one_way),
-            ("isolate", self._isolate),
-            ("cut from store", self._cut_from_store),
-            ("store away", self._store_away),
-            ("loss", self._loss),
-            ("lateness", self._lateness),
-            ("clock", self._clock),
-        )
-        drawn = chance.sample(known, chance.randint(KINDS_MIN, KINDS_MAX))
-        self._kinds = [kind for kind in known if kind[0] in kinds] or drawn
+        known: dict[str, Fault] = {
+            "kill": self._kill,
+            CRASH: self._crash,
+            "pause": self._pause,
+            "restart": self._restart,
+            "cut": self._cut,
+            "cut one way": self._cut_one_way,
+            "isolate": self._isolate,
+            "cut from store": self._cut_from_store,
+            "store away": self._store_away,
+            "loss": self._loss,
+            "lateness": self._lateness,
+            "clock": self._clock,
+            "disk": self._disk,
+            "settings": self._settings,
+        }
+        self._faults = [known[kind] for kind in kinds]
+        self._kinds = kinds
 
     async def run(self) -> None:
         """Let faults happen, some at the same time, and wait until all are over."""
-        self._scene.tell("faults", "kinds: " + ", ".join(name for name, _ in self._kinds))
+        self._scene.tell("faults", "kinds: " + ", ".join(self._kinds))
         async with asyncio.TaskGroup() as happening:
             for _ in range(self._chance.randint(FAULTS_MIN, FAULTS_MAX)):
                 await asyncio.sleep(self._chance.expovariate(1 / BETWEEN_S))
-                _, fault = self._chance.choice(self._kinds)
-                happening.create_task(self._run_one(fault))
+                happening.create_task(self._run_one(self._chance.choice(self._faults)))
 
     async def _run_one(self, fault: Fault) -> None:
         await fault(SHORT_S * (LONG_S / SHORT_S) ** self._chance.random())
@@ -108,7 +123,9 @@ class Faults:
         self._scene.tell("faults", what)
 
     def _machine(self) -> Machine:
-        return self._chance.choice(self._scene.machines)
+        """Any node, but more often one that leads: most of what can go wrong goes wrong with these."""
+        drawn = self._chance.choice(self._scene.machines)
+        return (self._scene.leading() or drawn) if self._chance.random() < LEADER_CHANCE else drawn
 
     # -- nodes ------------------------------------------------------------------------------------------------
 
@@ -137,10 +154,19 @@ class Faults:
         await self._start_later(machine, duration_s)
 
     async def _start_later(self, machine: Machine, duration_s: float) -> None:
+        """Start a node again, which sometimes dies while it starts."""
         await asyncio.sleep(duration_s)
-        if not machine.is_running:
+        for _ in range(STARTS_MAX):
+            if machine.is_running:
+                return
             self._tell(f"start {machine.name}")
             machine.start()
+            if self._chance.random() > DIES_AGAIN_CHANCE:
+                return
+            await asyncio.sleep(self._chance.expovariate(1 / DIES_AFTER_S))
+            self._tell(f"kill {machine.name} again")
+            machine.kill()
+        machine.start()
 
     async def _pause(self, duration_s: float) -> None:
         machine = self._machine()
@@ -157,6 +183,16 @@ class Faults:
         step_ms = self._chance.randint(-CLOCK_STEP_MAX_MS, CLOCK_STEP_MAX_MS // 2)
         self._tell(f"the clock of {machine.name} goes {step_ms} ms")
         machine.step_clock(step_ms)
+
+    async def _disk(self, _duration_s: float) -> None:
+        machine = self._machine()
+        self._tell(f"the next sync on {machine.name} fails")
+        machine.fail_disk()
+
+    async def _settings(self, _duration_s: float) -> None:
+        minimum = self._chance.randint(1, 3)
+        self._tell(f"min.insync.replicas becomes {minimum}")
+        await self._scene.change_min_in_sync(minimum)
 
     # -- links ------------------------------------------------------------------------------------------------
 

@@ -194,7 +194,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def run_until_complete(self, future: Any) -> Any:
         """Run until the future or coroutine is done; raise `Deadlock` or `Runaway` when that cannot be."""
         with _Running(self):
-            main = future if isinstance(future, asyncio.Future) else self.create_task(future)
+            main = future if isinstance(future, asyncio.Future) else self.spawn(self.world, future)
             while not main.done():
                 process = self._step()
                 if self.after_step is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
+from uuid import UUID
 
 from millstream.cluster import keys
 from millstream.cluster.cluster_node import ClusterNode, Surroundings
@@ -218,6 +219,11 @@ class SimulatedNode:
         """Set the wall clock."""
         self.clock.jump_ms(milliseconds)
 
+    def fail_disk(self) -> None:
+        """Let the next sync of a segment fail; one that fails while the log is opened would keep it closed."""
+        if self.is_running:
+            self.files.fail_next_syncs(".log")
+
     def _end(self) -> bool:
         process = self._process
         if not self.is_running or process is None:
@@ -266,6 +272,15 @@ class SimulatedNode:
     async def fetch(self, key: PartitionKey, offset: int, max_bytes: int) -> bytes:
         """Read committed batches, as a consumer asks."""
         return bytes(self._partition(key).read(Offset(offset), max_bytes=max_bytes))
+
+    async def change_setting(self, topic_id: UUID, name: str, value: str) -> None:
+        """Change a setting of a topic, as an administrator asks."""
+        if self._run is None:
+            raise UnknownTopic(f"{self.name} starts")
+        topics = self._run.cluster.topics
+        topic = topics.by_id(topic_id)
+        if topic is not None:
+            await topics.alter(topic.name, {name: value}, timeout_s=PRODUCE_TIMEOUT_S)
 
     async def leader_of(self, key: PartitionKey) -> NodeId | None:
         """Who leads a partition, as far as this node knows."""

@@ -12,6 +12,26 @@ from millstream.model.ids import NodeId
 from millstream.model.topic import FLUSH_ALWAYS, FLUSH_OS, Topic
 
 NODES = 3
+CRASH = "crash"
+KINDS = (
+    "kill",
+    CRASH,
+    "pause",
+    "restart",
+    "cut",
+    "cut one way",
+    "isolate",
+    "cut from store",
+    "store away",
+    "loss",
+    "lateness",
+    "clock",
+    "disk",
+    "settings",
+)
+"""Of faults; a run has some of them only, since bugs hide behind other faults as often as in them."""
+
+KINDS_MIN, KINDS_MAX = 2, 6
 LEASE_MS = 3_000
 LEADER_BALANCE_MS = 4_000
 LEAVE_MS = 5_000
@@ -30,20 +50,22 @@ class Plan:
     produce_pause_s: float
     fetch_pause_s: float
     faults: tuple[str, ...]
-    """The kinds of faults that happen; empty when the seed decides."""
+    """The kinds of faults that happen."""
 
     @classmethod
     def draw(cls, seed: int, faults: Sequence[str] = ()) -> Plan:
-        """Draw everything from the seed."""
+        """Draw everything from the seed, but for the kinds of faults if they are named."""
         chance = Random(f"{seed} plan")
+        drawn = chance.sample(KINDS, chance.randint(KINDS_MIN, KINDS_MAX))
+        faults = tuple(faults or drawn)
         return cls(
             seed=seed,
             nodes=NODES,
-            topics=tuple(_draw_topic(chance, number) for number in range(chance.choice((1, 1, 2)))),
+            topics=tuple(_draw_topic(chance, number, faults) for number in range(chance.choice((1, 1, 2)))),
             producer_acks=chance.choice(((-1,), (-1, -1), (-1, 1))),
             produce_pause_s=chance.choice((0.1, 0.4, 1.0)),
             fetch_pause_s=0.5,
-            faults=tuple(faults),
+            faults=faults,
         )
 
     def config(self, node_id: NodeId) -> Config:
@@ -62,7 +84,8 @@ class Plan:
         return Random(f"{self.seed} {purpose}")
 
 
-def _draw_topic(chance: Random, number: int) -> Topic:
+def _draw_topic(chance: Random, number: int, faults: Sequence[str]) -> Topic:
+    minimum = chance.choice((2, 2, 2, 1))
     return Topic(
         name=f"topic-{number}",
         topic_id=UUID(int=chance.getrandbits(128)),
@@ -71,7 +94,8 @@ def _draw_topic(chance: Random, number: int) -> Topic:
         overrides={
             "flush": chance.choice((FLUSH_OS, FLUSH_OS, FLUSH_ALWAYS)),
             "message.timestamp.after.max.ms": str(10**12),
-            "min.insync.replicas": chance.choice(("2", "2", "2", "1")),
+            # One memory may be lost by a crash, so nothing is promised then of what one node alone has.
+            "min.insync.replicas": str(max(2, minimum) if CRASH in faults else minimum),
         },
         created_ms=0,
     )

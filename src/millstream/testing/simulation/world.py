@@ -11,18 +11,21 @@ import logging
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from millstream.model.errors import MillstreamError
 from millstream.model.ids import NodeId
+from millstream.model.topic import FLUSH_ALWAYS
 from millstream.testing.simulation.clock import SimulatedClock
 from millstream.testing.simulation.committed import Violation
 from millstream.testing.simulation.declarations import CATALOG, SimulatedDeclarations
 from millstream.testing.simulation.entropy import seeded_entropy
 from millstream.testing.simulation.faults import Faults, Machine
 from millstream.testing.simulation.loop import SimulatedLoop
-from millstream.testing.simulation.network import Network
+from millstream.testing.simulation.network import LinkDown, Network
 from millstream.testing.simulation.node import SimulatedNode
-from millstream.testing.simulation.plan import Plan
+from millstream.testing.simulation.plan import CRASH, Plan
 from millstream.testing.simulation.process import PROCESS, Process
 from millstream.testing.simulation.rules import Rules
 from millstream.testing.simulation.store import STORE, ObservedService
@@ -30,6 +33,7 @@ from millstream.testing.simulation.trace import Trace
 from millstream.testing.simulation.workload import Consumer, Producer
 
 START_S = 60.0
+SETTING_S = 5.0
 FINISH_S = 120.0
 LOOK_S = 0.25
 
@@ -97,6 +101,7 @@ class World:
         self.machines: Sequence[Machine] = self.nodes
         self._node_of: dict[Process, SimulatedNode] = {}
         self._clients_clock = clock
+        self._steering = plan.chance("steering")
         self._failure: Exception | None = None
         self.loop.after_step = self._stepped
 
@@ -121,9 +126,29 @@ class World:
             self._failure = error if isinstance(error, Exception) else Violation(repr(error))
 
     def may_crash(self, machine: Machine) -> bool:
-        """Whether somebody else who may lead has everything that is committed, and will still have it."""
-        others = [node for node in self.nodes if node is not machine and not node.suspect]
-        return all(any(self.rules.has_everything(node, key) for node in others) for key in self.rules.states)
+        """Whether what was acknowledged has to outlive a crash: if it is synced, or no other memory was lost before."""
+        others = [node for node in self.nodes if node is not machine]
+        if all(topic.overrides["flush"] == FLUSH_ALWAYS for topic in self.plan.topics):
+            return True
+        return not any(node.suspect for node in others) and all(
+            any(self.rules.has_everything(node, key) for node in others) for key in self.rules.states
+        )
+
+    def leading(self) -> Machine | None:
+        """A node that leads something, if any does."""
+        leaders = sorted({state.leader for state in self.rules.states.values() if state.has_leader})
+        return self.node(self._steering.choice(leaders)) if leaders else None
+
+    async def change_min_in_sync(self, minimum: int) -> None:
+        """Have a topic ask for another number of replicas in sync, by way of any node."""
+        node = self._steering.choice(self.nodes)
+        topic_id = self._steering.choice(self.plan.topics).topic_id
+        minimum = max(2, minimum) if CRASH in self.plan.faults else minimum
+        ask = partial(node.change_setting, topic_id, "min.insync.replicas", str(minimum))
+        try:
+            await self.network.call(node.name, ask, timeout_s=SETTING_S)
+        except (MillstreamError, LinkDown) as error:
+            self.trace.tell("world", f"the setting was refused: {error}")
 
     def pause_store(self) -> None:
         """Let the coordination store answer nobody."""
