@@ -36,6 +36,7 @@ PROTOCOLS = ("classic", "consumer")
 Tell = Callable[[str], None]
 REPLICATION = 3
 _PROBE_S = 0.2
+_CLOSE_S_MAX = 15.0
 _TOPIC_SETTINGS = {
     "min.insync.replicas": "2",
     "segment.bytes": str(4 * 1024 * 1024),
@@ -203,9 +204,11 @@ class ClusterTrial:
         self._await_produce("under load")
         time.sleep(self._random.uniform(*self._plan.load_s))
         what = " + ".join(str(fault) for _, fault in faults)
-        recovery = self._notes.recovers()
+        before = self._notes.recovers()
         for _, fault in faults:
             fault.begin()
+        # What was acknowledged while nodes were still being killed tells nothing.
+        recovery = self._notes.recovers(longest_s=before.longest_s)
         began = time.monotonic()
         # What starts nodes comes last, since these need all else.
         for _, fault in sorted(faults, key=lambda each: (each[1].last, each[1].duration_s)):
@@ -298,10 +301,12 @@ class ClusterTrial:
         return Auditor(name, self._notes, self.cluster.kafka, self._topics)
 
     def _end_clients(self) -> None:
+        """End all clients. librdkafka's consumers now and then hang for ever when they close, so nobody waits long."""
         self._notes.stopping.set()
+        deadline = time.monotonic() + _CLOSE_S_MAX
         for thread in [*self._loads, *self._readers]:
             if thread.is_alive():
-                thread.join(SETTLE_S_MAX)
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     # -- what is found ---------------------------------------------------------------------------------------
 

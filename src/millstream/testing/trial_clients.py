@@ -34,10 +34,10 @@ class TrialFailed(Exception):
 class Recovery:
     """When each partition first acknowledged a message sent after some moment, and how long messages waited."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_s: float = 0.0) -> None:
         self.since = time.monotonic()
         self.first: dict[Place, float] = {}
-        self.longest_s = 0.0
+        self.longest_s = longest_s
         """The longest that any message, sent before or after, waited for its acknowledgement."""
 
     def acknowledged(self, place: Place, sent_at: float) -> None:
@@ -82,10 +82,10 @@ class Notes:
         with self.lock:
             return self.history.acknowledgements
 
-    def recovers(self) -> Recovery:
-        """Begin to look for the next acknowledgement of each partition."""
+    def recovers(self, *, longest_s: float = 0.0) -> Recovery:
+        """Begin to look for the next acknowledgement of each partition; something has waited `longest_s` already."""
         with self.lock:
-            self.recovery = Recovery()
+            self.recovery = Recovery(longest_s)
             return self.recovery
 
     def wait(self, condition: Callable[[], bool], otherwise: str, within_s: float = SETTLE_S_MAX) -> None:

@@ -1,0 +1,48 @@
+"""The deployment examples name settings that there are, with values that hold."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from millstream.config import Config
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+ASSIGNED = re.compile(r"^ *(MILLSTREAM_\w+)(?:: *|=)(\S+)$", re.MULTILINE)
+
+
+def settings_in(text: str) -> list[dict[str, str]]:
+    """What each node is given: what is said before the first node holds for all of them."""
+    services = text.partition("\nvolumes:\n")[0]
+    shared, *nodes = re.split(r"^  node-\d:$", services, flags=re.MULTILINE)
+    return [dict(ASSIGNED.findall(shared)) | dict(ASSIGNED.findall(node)) for node in nodes or [""]]
+
+
+def test_the_service_starts_a_node_of_a_cluster() -> None:
+    secrets = dict(ASSIGNED.findall((DEPLOY / "systemd" / "secrets.env").read_text()))
+    config = Config.load(environment=secrets, file=DEPLOY / "systemd" / "millstream.toml")
+    assert config.in_cluster
+    assert config.catalog.startswith("postgresql://")
+    unit = (DEPLOY / "systemd" / "millstream.service").read_text()
+    (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert int(stop_s) * 1000 > config.leave_ms + config.shutdown_ms
+
+
+def test_the_composed_nodes_differ_in_what_must_differ() -> None:
+    given = settings_in((DEPLOY / "compose" / "compose.yaml").read_text())
+    nodes = [Config.load(environment=one, file=None) for one in given]
+    assert len(nodes) == 3
+    for name in ("node_id", "rack", "kafka", "http", "advertise"):
+        assert len({getattr(node, name) for node in nodes}) == len(nodes), name
+    for name in ("etcd", "catalog", "cluster"):
+        assert len({getattr(node, name) for node in nodes}) == 1, name
+    assert all(node.advertise.rpartition(":")[2] == node.kafka.rpartition(":")[2] for node in nodes)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path for path in DEPLOY.rglob("*") if path.is_file()), ids=lambda path: path.name
+)
+def test_every_example_says_what_it_is(path: Path) -> None:
+    assert path.read_text().startswith("# ")
