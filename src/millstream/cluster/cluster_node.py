@@ -33,7 +33,7 @@ from millstream.config import Config
 from millstream.log.files import Files
 from millstream.log.store import LogStore
 from millstream.model.clock import Clock
-from millstream.model.errors import MillstreamError
+from millstream.model.errors import CatalogUnavailable, MillstreamError
 from millstream.model.ids import NodeId
 from millstream.model.metric import Metric, gauge
 from millstream.replication.in_sync import NOT_REGISTERED
@@ -190,7 +190,8 @@ class ClusterNode:
                 await self.quotas.load()
                 backoff.succeeded()
             except MillstreamError as error:
-                _logger.warning("quotas could not be read; trying again", extra={"error": str(error)})
+                level = logging.DEBUG if isinstance(error, CatalogUnavailable) else logging.WARNING
+                _logger.log(level, "quotas could not be read; trying again", extra={"error": str(error)})
                 await backoff.pause()
                 continue
             await self._catalog_changed.wait()

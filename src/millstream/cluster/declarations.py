@@ -112,11 +112,16 @@ class CatalogDeclarations:
     async def _call(self, ask: Callable[[Catalog], T]) -> T:
         try:
             answer = await self._ask(ask)
-        except CatalogUnavailable:
+        except CatalogUnavailable as error:
             if self.away_since_ms is None:
                 self.away_since_ms = self._clock.now_ms()
+                _logger.warning(
+                    "the catalog is away; data flows, changes of topics and quotas wait", extra={"reason": str(error)}
+                )
             raise
-        self.away_since_ms = None
+        if self.away_since_ms is not None:
+            _logger.info("the catalog is back", extra={"away_ms": self._clock.now_ms() - self.away_since_ms})
+            self.away_since_ms = None
         return answer
 
     async def _ask(self, ask: Callable[[Catalog], T]) -> T:

@@ -22,7 +22,7 @@ from millstream.cluster.store import CHANGES_MAX, Change, Delete, Put
 from millstream.cluster.term import Proposal, Term
 from millstream.cluster.told import Deletion, Placement, placement_from_json, topic_to_json
 from millstream.cluster.view import ClusterView
-from millstream.model.errors import InvalidReplication, MillstreamError
+from millstream.model.errors import CatalogUnavailable, InvalidReplication, MillstreamError, StoreUnavailable
 from millstream.model.ids import NodeId, PartitionIndex
 from millstream.model.partition_state import PartitionState
 from millstream.model.topic import Topic
@@ -64,8 +64,9 @@ class Reconciliation:
                 await self.reconcile()
                 self._backoff.succeeded()
             except MillstreamError as error:
-                # The catalog or the store may be away; elections go on without them.
-                _logger.warning("topics could not be reconciled; trying again", extra={"error": str(error)})
+                # The catalog or the store may be away, which is told elsewhere; elections go on without them.
+                level = logging.DEBUG if isinstance(error, CatalogUnavailable | StoreUnavailable) else logging.WARNING
+                _logger.log(level, "topics could not be reconciled; trying again", extra={"error": str(error)})
                 self._wanted.set()
                 await self._backoff.pause()
 
