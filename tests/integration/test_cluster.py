@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,3 +263,8 @@ def test_health_tells_how_the_cluster_is(cluster: ServerGroup, topic: str) -> No
     assert "millstream_nodes 3.0" in metrics
     assert "millstream_node_fenced 0.0" in metrics
     assert "millstream_partitions_without_leader 0.0" in metrics
+    docs = Path(__file__).parents[2] / "docs"
+    pages = "".join((docs / name).read_text(encoding="utf-8") for name in ("operating.md", "cluster.md"))
+    documented = set(re.findall(r"`((?:millstream|process)_\w+)`", pages))
+    served = set(re.findall(r"^# HELP (\S+)", metrics, re.MULTILINE))
+    assert documented == served, "docs/operating.md and docs/cluster.md list every metric"
