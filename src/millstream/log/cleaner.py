@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 from crc32c import crc32c
 
+from millstream.log.cleaned_transactions import AbortedRange, CleanedTransactions
 from millstream.log.epochs import EpochHistory
 from millstream.log.files import Files, write_fully
 from millstream.log.index import Index
@@ -63,7 +64,8 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     cleanable_to: int
     epochs: list[tuple[int, int]]
     remembered: list[int]
-    """Where the batches begin by which retries of idempotent producers are recognised."""
+    """Where the batches begin by which retries of idempotent producers are recognised, and their last markers."""
+    aborted: list[AbortedRange] = []
     now_ms: int
     delete_retention_ms: int
     keep_deletions: bool
@@ -89,6 +91,8 @@ class Cleaned(msgspec.Struct, frozen=True):
     times: bytes
     read_bytes: int
     records_removed: int
+    ended: list[int]
+    """The markers of transactions of which nothing is left."""
 
 
 class Cleaner:
@@ -106,6 +110,8 @@ class Cleaner:
         self._keys = KeyMap(asked.keys_max)
         self._mapped_to = asked.dirty_from
         self._keep_deletions = asked.keep_deletions
+        self._transactions = CleanedTransactions(asked.aborted)
+        self._ended: list[int] = []
 
     def map_keys(self) -> Mapped:
         """Note the last offset of each key from `dirty_from` on, as far as the map holds them."""
@@ -123,6 +129,8 @@ class Cleaner:
         return Mapped(self._mapped_to, len(self._keys))
 
     def _map_batch(self, header: BatchHeader, batch: memoryview) -> None:
+        if header.is_control or self._transactions.is_aborted(header):
+            return
         found = self._records(header, batch)
         if found is not None:
             for record in found[1]:
@@ -134,6 +142,7 @@ class Cleaner:
         group = self._pass.groups[at]
         writer = _Writer(self._files, self._pass, group[0].base_offset, self._epochs)
         read_bytes = removed = before = 0
+        self._ended = []
         try:
             for source in group:
                 for header, batch in self._batches(source):
@@ -154,12 +163,17 @@ class Cleaner:
         new = writer.segment
         if same:
             self._files.remove(new.path)
-        return Cleaned(not same, new.size, new.max_timestamp_ms, places, times, read_bytes, removed)
+        return Cleaned(not same, new.size, new.max_timestamp_ms, places, times, read_bytes, removed, self._ended)
 
     def _sift(self, header: BatchHeader, batch: memoryview) -> bytes | bytearray | memoryview | None:
         """What is left of a batch; None when its offsets need nothing but to be filled."""
+        if header.is_control:
+            return self._sift_marker(header, batch)
+        self._transactions.met(header)
         if header.next_offset > self._mapped_to:
             return batch
+        if self._transactions.is_aborted(header):
+            return self._remembrance(header)
         found = self._records(header, batch)
         if found is None:
             return batch
@@ -172,6 +186,24 @@ class Cleaner:
         if len(kept) == len(records) and horizon_ms is None:
             return batch
         return rebuild_batch(header, section, kept, delete_horizon_ms=horizon_ms)
+
+    def _sift_marker(self, header: BatchHeader, batch: memoryview) -> bytes | bytearray | memoryview | None:
+        """A marker, until its time has come: with the moment noted from when on it may go, and then not at all."""
+        if not self._transactions.ended(header) or header.next_offset > self._mapped_to:
+            return batch
+        self._ended.append(int(header.base_offset))
+        if header.base_offset in self._remembered:
+            return batch
+        if header.attributes & DELETE_HORIZON_FLAG:
+            return None if self._pass.now_ms >= header.base_timestamp_ms else batch
+        found = self._records(header, batch)
+        if found is None:
+            return batch
+        section, records = found
+        horizon_ms = min(self._pass.now_ms + self._pass.delete_retention_ms, 2**63 - 1)
+        if not records or not can_shift(header, records, horizon_ms):
+            return batch
+        return rebuild_batch(header, section, records, delete_horizon_ms=horizon_ms)
 
     def _stays(self, header: BatchHeader, record: RawRecord, *, deletions_go: bool) -> bool:
         if record.key is None or (deletions_go and not record.has_value):
@@ -226,18 +258,15 @@ class Cleaner:
     def _records(self, header: BatchHeader, batch: memoryview) -> tuple[bytes, list[RawRecord]] | None:
         """The records of a batch; None for one that stays as it is.
 
-        Those are what a transaction wrote, as it may have been aborted, its markers, and what cannot be read although
-        its checksum is right, since a producer sent it so. As nobody knows which keys they hold, no deletion behind
-        them may go: it may be the deletion of one of these.
+        That is what cannot be read although its checksum is right, since a producer sent it so. As nobody knows which
+        keys it holds, no deletion behind it may go: it may be the deletion of one of these.
         """
-        if not header.is_control and not header.is_transactional:
-            try:
-                section = records_section(batch, header)
-                return section, list(raw_records(section, header))
-            except BatchRejected:
-                pass
-        self._keep_deletions = True
-        return None
+        try:
+            section = records_section(batch, header)
+            return section, list(raw_records(section, header))
+        except BatchRejected:
+            self._keep_deletions = True
+            return None
 
 
 class _Writer:

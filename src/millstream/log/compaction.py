@@ -84,12 +84,13 @@ def roll_idle(log: Log, now_ms: int) -> None:
 def cleanable_segments(log: Log, now_ms: int) -> list[Segment]:
     """The segments from the start of the log that a pass may cover now."""
     found = []
-    # A record that is not acknowledged may still be cut off, and must not take away the one before it.
+    # A record that is not acknowledged may still be cut off, and must not take away the one before it. One whose
+    # transaction is open may be aborted.
     acknowledged = log.stored_offset if log.acknowledged_offset is None else log.acknowledged_offset()
+    limit = log.producers.transactions.stable_offset(min(log.stored_offset, acknowledged))
     for segment in log.segments[:-1]:
         durable = segment.sealed and not segment.broken and segment.synced_bytes == segment.size
-        kept = segment.next_offset > min(log.stored_offset, acknowledged)
-        if not durable or kept or _is_fresh(log, segment, now_ms):
+        if not durable or segment.next_offset > limit or _is_fresh(log, segment, now_ms):
             break
         found.append(segment)
     return found
@@ -140,6 +141,12 @@ def _groups(log: Log, segments: list[Segment]) -> list[list[Segment]]:
     return groups
 
 
+def _remembered(log: Log) -> list[int]:
+    """Where what has to stay of known producers begins."""
+    batches = (batch.base_offset for known in log.producers for batch in known.batches)
+    return sorted({*batches, *(known.marker_offset for known in log.producers if known.marker_offset >= 0)})
+
+
 def _source(segment: Segment) -> Source:
     return Source(segment.base_offset, segment.path, segment.size, segment.next_offset)
 
@@ -164,7 +171,11 @@ class Compaction:
             dirty_from=log.cleaned_offset,
             cleanable_to=segments[-1].next_offset,
             epochs=log.epochs.entries(),
-            remembered=sorted(batch.base_offset for known in log.producers for batch in known.batches),
+            remembered=_remembered(log),
+            aborted=[
+                (one.producer_id, one.first_offset, one.marker_offset)
+                for one in log.producers.transactions.aborted.overlapping(log.start_offset, segments[-1].next_offset)
+            ],
             now_ms=now_ms,
             delete_retention_ms=log.settings.delete_retention_ms,
             keep_deletions=any(segment.holes for segment in segments),
@@ -205,6 +216,7 @@ class Compaction:
             return False
         self.read_bytes += cleaned.read_bytes
         if not cleaned.changed:
+            self._forget(cleaned)
             return True
         new = _new_segment(self.log.directory, old, cleaned)
         try:
@@ -216,9 +228,16 @@ class Compaction:
             self.failed = True
             self._discard(at)
             return False
+        self._forget(cleaned)
         self.freed_bytes += sum(segment.size for segment in old) - new.size
         self.records_removed += cleaned.records_removed
         return True
+
+    def _forget(self, cleaned: Cleaned) -> None:
+        """Tell nobody any more of aborted transactions of which nothing is left; their markers will go."""
+        aborted = self.log.producers.transactions.aborted
+        if cleaned.ended and aborted:
+            aborted.discard(cleaned.ended)
 
     def _discard(self, at: int) -> None:
         """Remove the file of a group that does not come to be; the next unclean start would do it, too."""

@@ -313,7 +313,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(STEPS)
 def test_open_and_aborted_transactions_are_those_of_the_model(steps: list[tuple[object, ...]]) -> None:
     pair = Pair()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.model.errors import CorruptBatch
@@ -12,6 +12,7 @@ from millstream.records.control import encode_marker, read_marker
 from millstream.records.record import NewRecord, decode_records, encode_batch
 
 
+@settings(deadline=None)
 @given(
     producer_id=st.integers(0, 2**63 - 1),
     epoch=st.integers(0, 2**15 - 1),

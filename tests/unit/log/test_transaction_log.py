@@ -1,0 +1,203 @@
+"""A log with transactions, through syncs, kills, power failures, cuts and deletions, against a list of its entries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+from uuid import UUID
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.log.log import Log
+from millstream.log.store import LogStore
+from millstream.model.ids import Epoch, PartitionIndex, ProducerEpoch, ProducerId
+from millstream.model.marker import Marker
+from millstream.model.topic import FLUSH_OS, TopicPartition, TopicSettings
+from millstream.records.control import encode_marker
+from millstream.records.record import NewRecord, encode_batch
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import MemoryFiles
+
+TOPIC_ID = UUID(int=9)
+WHERE = TopicPartition("orders", PartitionIndex(0))
+SETTINGS = TopicSettings(segment_bytes=400, index_interval_bytes=100, flush=FLUSH_OS, retention_ms=-1)
+LEADER = Epoch(1)
+
+
+class Entry(NamedTuple):
+    """One batch of one record; `commit` is None for data."""
+
+    producer: int
+    epoch: int
+    commit: bool | None = None
+
+
+LOST = Entry(-1, -1)
+
+
+def open_store(files: MemoryFiles, clock: ManualClock) -> LogStore:
+    return LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=100_000, producer_expiry_ms=10**12)
+
+
+class Machine:
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.files = MemoryFiles(open_files_max=64)
+        self.entries: list[Entry] = []
+        self.acknowledged = 0
+        self.reopen()
+
+    def reopen(self) -> None:
+        self.store = open_store(self.files, self.clock)
+        self.log: Log = self.store.open_log(TOPIC_ID, WHERE, SETTINGS)
+        del self.entries[self.log.end_offset :]
+        for first, after in self.log.damage:
+            # A crash may take something out of the middle of what was not synced; nothing is known of that.
+            self.entries[first:after] = [LOST] * (after - first)
+        self.acknowledged = max(self.log.start_offset, min(self.acknowledged, len(self.entries)))
+        self.log.acknowledged_offset = lambda: self.acknowledged
+
+    # -- steps ----------------------------------------------------------------------------------------------
+
+    def epoch_of(self, producer: int) -> int:
+        return max((one.epoch for one in self.entries if one.producer == producer), default=0)
+
+    def data(self, producer: int) -> None:
+        epoch = self.epoch_of(producer)
+        known = self.log.producers.get(producer)
+        sequence = known.batches[-1].last_sequence + 1 if known and known.batches and known.epoch == epoch else 0
+        guard = self.log.producers.start_guard(producer, epoch, 0, 0, bumps_epoch=False)
+        if guard is not None:
+            guard.lowest_sequence = sequence
+        batch = encode_batch(
+            [NewRecord(None, b"v", (), self.clock.now_ms())],
+            producer_id=producer,
+            producer_epoch=epoch,
+            base_sequence=sequence,
+            transactional=True,
+        )
+        assert not self.log.append(batch, leader_epoch=LEADER, guard=guard).duplicate
+        self.entries.append(Entry(producer, epoch))
+
+    def plain(self, size: int) -> None:
+        batch = encode_batch([NewRecord(None, b"v" * size, (), self.clock.now_ms())])
+        self.log.append(batch, leader_epoch=LEADER)
+        self.entries.append(Entry(-1, -1))
+
+    def end(self, producer: int, bump: int, commit: bool) -> None:
+        epoch = self.epoch_of(producer) + bump
+        marker = Marker(
+            producer_id=ProducerId(producer),
+            producer_epoch=ProducerEpoch(epoch),
+            commit=commit,
+            coordinator_epoch=0,
+        )
+        if self.log.producers.check_marker(marker):
+            self.log.append(encode_marker(marker, self.clock.now_ms()), leader_epoch=LEADER, internal=True)
+            self.entries.append(Entry(producer, epoch, commit))
+
+    def sync(self) -> None:
+        self.store.sync_soon(self.log)
+        self.store.commit_once()
+
+    def checkpoint(self) -> None:
+        self.store.checkpoint_now(self.log)
+
+    def acknowledge(self, count: int) -> None:
+        self.acknowledged = min(len(self.entries), self.acknowledged + count)
+        self.log.settle_transactions()
+
+    def kill(self) -> None:
+        self.files.kill()
+        self.reopen()
+
+    def crash(self) -> None:
+        self.files.crash()
+        self.reopen()
+
+    def stop(self) -> None:
+        self.store.close_now()
+        self.reopen()
+
+    def cut(self, count: int) -> None:
+        point = max(int(self.log.start_offset), len(self.entries) - count)
+        self.log.truncate_to(point)
+        self.acknowledged = min(self.acknowledged, int(self.log.end_offset))
+        del self.entries[self.log.end_offset :]
+
+    def delete(self, count: int) -> None:
+        self.log.delete_before(min(self.acknowledged, int(self.log.start_offset) + count))
+        self.checkpoint()
+
+    # -- what has to hold -----------------------------------------------------------------------------------
+
+    def expected(self, start: int) -> tuple[dict[int, int], list[tuple[int, int, int]]]:
+        """The open transactions and the aborted ones, read from the entries."""
+        opened: dict[int, int] = {}
+        aborted = []
+        for offset, one in enumerate(self.entries):
+            if one.producer < 0 or offset < start:
+                continue
+            if one.commit is None:
+                opened.setdefault(one.producer, offset)
+            else:
+                first = opened.pop(one.producer, None)
+                if first is not None and not one.commit:
+                    aborted.append((one.producer, first, offset))
+        return opened, aborted
+
+    def check(self) -> None:
+        log = self.log
+        opened, aborted = self.expected(0)
+        assert log.end_offset == len(self.entries)
+        found = {one.producer_id: one.first_offset for one in log.producers.open_transactions()}
+        listed = [tuple(one)[:3] for one in log.producers.transactions.aborted]
+        if log.start_offset == 0:
+            assert found == opened
+            assert listed == aborted
+        else:
+            # What was deleted is known from the state, or not at all when that was lost.
+            assert set(found) == set(opened)
+            assert [one[2] for one in listed] == [one[2] for one in aborted if one[2] >= log.start_offset]
+
+    def check_copy(self) -> None:
+        """Whoever copies the log knows the same."""
+        log = self.log
+        if log.start_offset > 0 or log.lost:
+            return
+        copy = open_store(MemoryFiles(open_files_max=64), self.clock).open_log(TOPIC_ID, WHERE, SETTINGS)
+        while copy.end_offset < log.end_offset:
+            data = log.read(copy.end_offset, max_bytes=500, up_to=log.end_offset)
+            copy.append_replica(bytes(data), leader_epoch=LEADER)
+        assert copy.producers.open_transactions() == [
+            one._replace(last_ms=self.clock.now_ms()) for one in log.producers.open_transactions()
+        ]
+        assert list(copy.producers.transactions.aborted) == list(log.producers.transactions.aborted)
+
+
+PRODUCERS = st.integers(1, 3)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("data"), PRODUCERS),
+        st.tuples(st.just("data"), PRODUCERS),
+        st.tuples(st.just("end"), PRODUCERS, st.integers(0, 1), st.booleans()),
+        st.tuples(st.just("end"), PRODUCERS, st.integers(0, 1), st.booleans()),
+        st.tuples(st.just("plain"), st.integers(0, 150)),
+        st.tuples(st.just("acknowledge"), st.integers(1, 9)),
+        st.tuples(st.just("cut"), st.integers(1, 12)),
+        st.tuples(st.just("delete"), st.integers(1, 6)),
+        *(st.tuples(st.just(name)) for name in ("sync", "checkpoint", "kill", "crash", "stop")),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS)
+def test_a_log_knows_its_transactions_whatever_happens_to_it(steps: list[tuple[object, ...]]) -> None:
+    machine = Machine()
+    for name, *arguments in steps:
+        getattr(machine, str(name))(*arguments)
+        machine.check()
+    machine.check_copy()
