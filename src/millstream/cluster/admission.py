@@ -8,7 +8,8 @@ its partitions is written again, so that no change that was worked out before ca
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from uuid import UUID
 
 from millstream.cluster import keys
 from millstream.cluster.election import distrust, elect
@@ -23,11 +24,15 @@ from millstream.model.partition_state import PartitionState
 _logger = logging.getLogger(__name__)
 
 
-async def admit(registered: Registered, term: Term, alive: Collection[NodeId]) -> None:
+MinInSync = Callable[[UUID], int]
+"""How many replicas of a topic's partitions have to be in sync."""
+
+
+async def admit(registered: Registered, term: Term, alive: Collection[NodeId], min_in_sync: MinInSync) -> None:
     """Let a node in; does nothing when it registered anew meanwhile."""
     node = registered.node.node_id
     rewritten: set[PartitionKey] = set()
-    while proposals := await _needed(registered, term, alive, rewritten):
+    while proposals := await _needed(registered, term, alive, rewritten, min_in_sync):
         overtaken = {one.partition for one in await term.propose(proposals)}
         rewritten |= {one.partition for one in proposals} - overtaken
     admitted = await term.change(
@@ -38,7 +43,11 @@ async def admit(registered: Registered, term: Term, alive: Collection[NodeId]) -
 
 
 async def _needed(
-    registered: Registered, term: Term, alive: Collection[NodeId], rewritten: Collection[PartitionKey]
+    registered: Registered,
+    term: Term,
+    alive: Collection[NodeId],
+    rewritten: Collection[PartitionKey],
+    min_in_sync: MinInSync,
 ) -> list[Proposal]:
     node = registered.node.node_id
     snapshot = await term.store.read(keys.PARTITIONS)
@@ -53,7 +62,7 @@ async def _needed(
             continue
         if node not in state.replicas:
             continue
-        changed = _without(state, registered, alive)
+        changed = _without(state, registered, alive, min_in_sync(partition[0]))
         if changed is None and registered.unclean and partition not in rewritten:
             changed = state
         if changed is not None:
@@ -61,10 +70,12 @@ async def _needed(
     return proposals
 
 
-def _without(state: PartitionState, registered: Registered, alive: Collection[NodeId]) -> PartitionState | None:
+def _without(
+    state: PartitionState, registered: Registered, alive: Collection[NodeId], min_in_sync: int
+) -> PartitionState | None:
     """The state in which the node neither leads nor, if it cannot be trusted, may; None when it is so already."""
     node = registered.node.node_id
     trusted = distrust(state, node) if registered.unclean else None
     if (trusted or state).leader != node:
         return trusted
-    return elect(trusted or state, [one for one in alive if one != node])
+    return elect(trusted or state, [one for one in alive if one != node], min_in_sync=min_in_sync)

@@ -17,7 +17,7 @@ from millstream.cluster import keys
 from millstream.cluster.admission import admit
 from millstream.cluster.backoff import Backoff
 from millstream.cluster.declarations import Declarations
-from millstream.cluster.election import elect, prefer, relieve
+from millstream.cluster.election import UNKNOWN_MINIMUM, elect, prefer, relieve
 from millstream.cluster.keys import PartitionKey
 from millstream.cluster.reassignment import ending, finished
 from millstream.cluster.reconciliation import Reconciliation
@@ -179,7 +179,7 @@ class Controller:
             try:
                 for registered in tuple(self._view.nodes.values()):
                     if not self._view.is_live(registered.node.node_id):
-                        await admit(registered, term, self._view.live)
+                        await admit(registered, term, self._view.live, self._min_in_sync)
                 await self._elect(term)
                 await self._finish_moves(term)
                 if self._balance_due:
@@ -233,6 +233,10 @@ class Controller:
             # Written by a newer version: elections go by the strictest rules then.
             _logger.warning("the settings of a topic cannot be read", extra={"error": str(error)})
             return None
+
+    def _min_in_sync(self, topic_id: UUID) -> int:
+        settings = self._topic_settings(topic_id)
+        return UNKNOWN_MINIMUM if settings is None else settings.min_insync_replicas
 
     def _staying(self) -> set[NodeId]:
         return set(self._view.live) - self._view.leaving

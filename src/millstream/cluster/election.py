@@ -12,9 +12,12 @@ from dataclasses import replace
 from millstream.model.ids import NodeId
 from millstream.model.partition_state import NO_LEADER, PartitionState
 
+UNKNOWN_MINIMUM = 2**31
+"""Where it is not known how many have to be in sync: more than there are, so that whoever leaves stays eligible."""
+
 
 def elect(
-    state: PartitionState, alive: Collection[NodeId], *, min_in_sync: int = 1, unclean: bool = False
+    state: PartitionState, alive: Collection[NodeId], *, min_in_sync: int = UNKNOWN_MINIMUM, unclean: bool = False
 ) -> PartitionState | None:
     """Take the dead out of the in-sync set, and elect a leader if there is none that lives.
 

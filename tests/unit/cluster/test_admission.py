@@ -1,0 +1,54 @@
+"""Letting a node in: what it led goes to others, and it stays eligible for what it still has."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import pytest
+
+from millstream.cluster import keys
+from millstream.cluster.admission import admit
+from millstream.cluster.embedded_service import EmbeddedService
+from millstream.cluster.embedded_store import EmbeddedStore
+from millstream.cluster.membership import Node
+from millstream.cluster.store import Put
+from millstream.cluster.term import Term
+from millstream.cluster.told import Registered
+from millstream.model.ids import Epoch, NodeId, PartitionIndex
+from millstream.model.partition_state import PartitionState
+from millstream.testing.clock import ManualClock
+
+ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
+KEY = keys.partition_key((UUID(int=1), PartitionIndex(0)))
+LED_BY_ONE = PartitionState(replicas=(ONE, TWO, THREE), leader=ONE, leader_epoch=Epoch(4), in_sync=(ONE, TWO))
+
+
+async def state_after(*, unclean: bool, min_in_sync: int) -> PartitionState:
+    clock = ManualClock()
+    store = EmbeddedStore(EmbeddedService(clock), clock)
+    registered = Registered(
+        node=Node(node_id=ONE, host="one", port=1), http="", incarnation="again", version="", unclean=unclean
+    )
+    changes = [
+        Put(keys.CONTROLLER, "2"),
+        Put(keys.node_key(ONE), registered.to_json()),
+        Put(KEY, LED_BY_ONE.to_json()),
+    ]
+    revision = await store.change(changes)
+    assert revision is not None
+    registered = Registered.from_json(ONE, registered.to_json(), revision)
+    await admit(registered, Term(store, revision), [TWO], lambda _topic_id: min_in_sync)
+    entries = (await store.read("")).entries
+    assert entries[keys.admitted_key(ONE)].value == "again"
+    return PartitionState.from_json(entries[KEY].value)
+
+
+@pytest.mark.parametrize(
+    ("unclean", "min_in_sync", "eligible"), [(False, 2, (ONE,)), (False, 1, ()), (True, 2, ()), (True, 1, ())]
+)
+async def test_whoever_was_in_sync_stays_eligible_when_too_few_are_left(
+    unclean: bool, min_in_sync: int, eligible: tuple[NodeId, ...]
+) -> None:
+    state = await state_after(unclean=unclean, min_in_sync=min_in_sync)
+    assert (state.leader != ONE, state.leader_epoch > 4, state.in_sync) == (True, True, (TWO,))
+    assert state.eligible == eligible
