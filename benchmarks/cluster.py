@@ -55,8 +55,8 @@ def main() -> int:
     ):
         if table.rows:
             console.print(table.rich())
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(_as_json(facts, results, failovers, many, verdict), indent=1) + "\n")
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(_as_json(facts, results, failovers, many, verdict), indent=1) + "\n")
     return 1 if any(target.reached is False for target in verdict) else 0
 
 
@@ -69,7 +69,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=50, help="how many leaders are killed")
     parser.add_argument("--partitions", type=int, default=10_000, help="how many partitions are very many")
     parser.add_argument("--idle", type=float, default=60.0, help="for how many seconds rest is measured")
-    parser.add_argument("--json", type=Path, help="write everything to this file")
+    parser.add_argument(
+        "--json", type=Path, default=Path("build/bench/cluster.json"), help="where everything is written"
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.seconds, arguments.kills = 1, 2.0, 3
