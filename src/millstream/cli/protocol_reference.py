@@ -39,7 +39,8 @@ _MEANINGS = MappingProxyType(
     {
         "metadata.version": "The APIs are those of Kafka 4.0-IV3 or later, which is what tools read it for. "
         "There is no metadata log.",
-        "transaction.version": "Transactions are not served.",
+        "transaction.version": "Both versions of the transaction protocol are served; clients that know the second "
+        "(KIP-890) use it.",
         "group.version": "The consumer group protocol of KIP-848 is served (`group.protocol=consumer`).",
     }
 )
@@ -85,15 +86,6 @@ NOT_SERVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "DescribeDelegationToken",
             "DescribeUserScramCredentials",
             "AlterUserScramCredentials",
-        ),
-        "transactions are not available yet": (
-            "AddPartitionsToTxn",
-            "AddOffsetsToTxn",
-            "EndTxn",
-            "TxnOffsetCommit",
-            "DescribeTransactions",
-            "ListTransactions",
-            "WriteTxnMarkers",
         ),
         "share groups are not available yet": (
             "ShareGroupHeartbeat",

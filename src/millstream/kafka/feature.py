@@ -13,11 +13,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import Final, NamedTuple
 
+END_TXN_KEY: Final = 26
 CONSUMER_GROUP_HEARTBEAT_KEY: Final = 68
 
 METADATA_VERSION: Final = "metadata.version"
 TRANSACTION_VERSION: Final = "transaction.version"
 GROUP_VERSION: Final = "group.version"
+
+EPOCH_PER_TRANSACTION: Final = 2
+"""The second version of the transaction protocol (KIP-890)."""
 
 KAFKA_4_0: Final = 25
 """The level that Kafka calls 4.0-IV3."""
@@ -35,7 +39,8 @@ class Feature(NamedTuple):
 def features_of(served: Collection[int]) -> Iterator[Feature]:
     """The features of a broker that serves the APIs of these keys."""
     yield Feature(METADATA_VERSION, KAFKA_4_0, KAFKA_4_0, KAFKA_4_0)
-    yield Feature(TRANSACTION_VERSION, 0, 0, 0)
+    if END_TXN_KEY in served:
+        yield Feature(TRANSACTION_VERSION, 0, EPOCH_PER_TRANSACTION, EPOCH_PER_TRANSACTION)
     if CONSUMER_GROUP_HEARTBEAT_KEY in served:
         yield Feature(GROUP_VERSION, 0, 1, 1)
 

@@ -14,6 +14,8 @@ from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.groups.coordinator import GroupCoordinator
 from millstream.kafka.api import Api
+from millstream.kafka.apis.add_offsets_to_txn import AddOffsetsToTxn
+from millstream.kafka.apis.add_partitions_to_txn import AddPartitionsToTxn
 from millstream.kafka.apis.alter_client_quotas import AlterClientQuotas
 from millstream.kafka.apis.alter_configs import AlterConfigs
 from millstream.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
@@ -36,7 +38,9 @@ from millstream.kafka.apis.describe_groups import DescribeGroups
 from millstream.kafka.apis.describe_log_dirs import DescribeLogDirs
 from millstream.kafka.apis.describe_producers import DescribeProducers
 from millstream.kafka.apis.describe_topic_partitions import DescribeTopicPartitions
+from millstream.kafka.apis.describe_transactions import DescribeTransactions
 from millstream.kafka.apis.elect_leaders import ElectLeaders
+from millstream.kafka.apis.end_txn import EndTxn
 from millstream.kafka.apis.fetch import Fetch
 from millstream.kafka.apis.find_coordinator import FindCoordinator
 from millstream.kafka.apis.heartbeat import Heartbeat
@@ -48,6 +52,7 @@ from millstream.kafka.apis.list_config_resources import ListConfigResources
 from millstream.kafka.apis.list_groups import ListGroups
 from millstream.kafka.apis.list_offsets import ListOffsets
 from millstream.kafka.apis.list_partition_reassignments import ListPartitionReassignments
+from millstream.kafka.apis.list_transactions import ListTransactions
 from millstream.kafka.apis.metadata import Metadata
 from millstream.kafka.apis.node_status import READY, STOPPING, Damaged, NodeState, NodeStatus
 from millstream.kafka.apis.offset_commit import OffsetCommit
@@ -56,10 +61,13 @@ from millstream.kafka.apis.offset_fetch import OffsetFetch
 from millstream.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
 from millstream.kafka.apis.produce import Produce
 from millstream.kafka.apis.sync_group import SyncGroup
+from millstream.kafka.apis.txn_offset_commit import TxnOffsetCommit
 from millstream.kafka.apis.update_features import UpdateFeatures
+from millstream.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.kafka.dispatch import RawApi
 from millstream.kafka.node_metrics import GroupMetrics, ProcessMetrics
 from millstream.kafka.quota_meter import QuotaMeters
+from millstream.kafka.transaction_service import TransactionService
 from millstream.model.clock import Clock
 from millstream.model.metric import MetricSource
 from millstream.net.budget import Budget
@@ -93,12 +101,21 @@ class Served:
         self._groups = GroupCoordinator(parts.topics, parts.config, parts.clock)
         self._meters = QuotaMeters(parts.quotas)
         self._fetch = Fetch(parts.topics, parts.budget, self._meters.fetch, bytes_max=parts.config.fetch_bytes_max)
-        self._produce = Produce(parts.topics, self._meters.produce)
+        self._transactions = TransactionService(
+            parts.topics,
+            self._groups,
+            parts.membership,
+            parts.producer_ids,
+            config=parts.config,
+            clock=parts.clock,
+        )
+        self._produce = Produce(parts.topics, self._meters.produce, self._transactions.gate)
         self.apis: list[Api[Any, Any] | RawApi] = [
             self._produce,
             self._fetch,
             *self._topic_apis(),
             *self._group_apis(),
+            *self._transaction_apis(),
             *self._cluster_apis(),
             *self._client_apis(),
         ]
@@ -107,6 +124,7 @@ class Served:
     async def start(self) -> None:
         """Begin to load what the coordinators keep in the log."""
         await self._groups.start()
+        await self._transactions.start()
         self._parts.topics.when_deleted(lambda _topic: self._groups.topic_deleted())
         self._parts.node.state = READY
 
@@ -114,6 +132,7 @@ class Served:
         """Answer everybody who waits, and let what was written be acknowledged."""
         self._parts.node.state = STOPPING
         self._fetch.stop()
+        await self._transactions.close()
         await self._groups.close()
 
     def _topic_apis(self) -> Iterable[Api[Any, Any]]:
@@ -138,7 +157,7 @@ class Served:
 
     def _group_apis(self) -> Iterable[Api[Any, Any]]:
         groups, topics = self._groups, self._parts.topics
-        yield FindCoordinator(groups, self._parts.membership)
+        yield FindCoordinator(groups, self._transactions.coordinator, self._parts.membership)
         yield JoinGroup(groups)
         yield SyncGroup(groups)
         yield Heartbeat(groups)
@@ -152,10 +171,21 @@ class Served:
         yield ConsumerGroupHeartbeat(groups)
         yield ConsumerGroupDescribe(groups)
 
+    def _transaction_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
+        parts, service = self._parts, self._transactions
+        coordinator = service.coordinator
+        yield InitProducerId(parts.producer_ids, coordinator)
+        yield AddPartitionsToTxn(coordinator, parts.topics)
+        yield AddOffsetsToTxn(coordinator, self._groups)
+        yield EndTxn(coordinator)
+        yield WriteTxnMarkers(service.markers)
+        yield TxnOffsetCommit(self._groups, parts.topics, service.gate)
+        yield DescribeTransactions(coordinator)
+        yield ListTransactions(coordinator)
+
     def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         parts = self._parts
         yield DescribeCluster(parts.membership)
-        yield InitProducerId(parts.producer_ids)
         process = ProcessMetrics(started_ms=parts.node.started_ms)
         lag = GroupMetrics(self._groups, parts.topics)
         sources = (*parts.sources, self._produce, self._fetch, self._meters, lag, process)

@@ -30,9 +30,10 @@ from millstream.kafka.apis.offset_delete import OffsetDelete
 from millstream.kafka.apis.offset_fetch import OffsetFetch
 from millstream.kafka.apis.sync_group import SyncGroup
 from millstream.model.clock import SystemClock
-from millstream.model.ids import NodeId
-from millstream.model.topic import CONSUMER_OFFSETS
+from millstream.model.ids import NodeId, ProducerId
+from millstream.model.topic import CONSUMER_OFFSETS, TRANSACTION_STATE
 from millstream.testing.state_log import MemoryTopics
+from millstream.transactions.coordinator import TransactionCoordinator
 from millstream.wire.codec import (
     load_request_class,
     load_response_class,
@@ -90,6 +91,11 @@ def versions_of(api: type[Api[Any, Any]], since: int = 0) -> list[int]:
     return list(range(max(since, api.versions[0]), api.versions[1] + 1))
 
 
+class NoProducerIds:
+    async def next(self) -> ProducerId:
+        raise NotImplementedError
+
+
 class Broker:
     """The APIs on one coordinator."""
 
@@ -101,7 +107,8 @@ class Broker:
         self.groups = GroupCoordinator(self.topics, config, SystemClock())
         known = cast("Topics", self.topics)
         me = Node(node_id=NodeId(7), host="broker", port=9092)
-        self.find = FindCoordinator(self.groups, Membership("cluster", me))
+        transactions = TransactionCoordinator(self.topics, config, SystemClock(), NoProducerIds())
+        self.find = FindCoordinator(self.groups, transactions, Membership("cluster", me))
         self.join = JoinGroup(self.groups)
         self.sync = SyncGroup(self.groups)
         self.beat = Heartbeat(self.groups)
@@ -161,13 +168,12 @@ async def test_find_coordinator(broker: Broker, version: int) -> None:
 
 
 @pytest.mark.parametrize("version", versions_of(FindCoordinator, since=1))
-async def test_there_is_no_coordinator_for_transactions_yet(broker: Broker, version: int) -> None:
+async def test_transactional_ids_have_a_coordinator_too(broker: Broker, version: int) -> None:
     response = await ask(broker.find, version, key="t", coordinator_keys=("t",), key_type=1)
 
     only = response.coordinators[0] if version >= 4 else response
-    assert only.error_code is ErrorCode.transactional_id_authorization_failed
-    assert only.node_id == -1
-    assert "not available yet" in only.error_message
+    assert (only.error_code, only.node_id, only.port) == (ErrorCode.none, 7, 9092)
+    assert broker.topics.get(TRANSACTION_STATE) is not None
     share = await ask(broker.find, version, key="t", coordinator_keys=("t",), key_type=2)
     assert (share.coordinators[0] if version >= 4 else share).error_code is ErrorCode.invalid_request
 

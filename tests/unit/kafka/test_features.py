@@ -10,7 +10,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.kafka.apis.api_versions import ApiVersions, ServedApi
 from millstream.kafka.apis.update_features import UpdateFeatures
-from millstream.kafka.feature import CONSUMER_GROUP_HEARTBEAT_KEY, epoch_of, features_of
+from millstream.kafka.feature import CONSUMER_GROUP_HEARTBEAT_KEY, END_TXN_KEY, epoch_of, features_of
 from millstream.testing.asking import ask
 from millstream.wire import codec
 
@@ -34,13 +34,20 @@ async def test_the_levels_are_told_as_clients_read_them() -> None:
     answer = await told(4)
     assert {one.name: (one.min_version, one.max_version) for one in answer.supported_features} == {
         "metadata.version": (25, 25),
-        "transaction.version": (0, 0),
     }
-    # A feature at level 0 is off, and not finalized: that is how a Java producer knows not to use it.
     assert [(one.name, one.min_version_level, one.max_version_level) for one in answer.finalized_features] == [
         ("metadata.version", 25, 25)
     ]
     assert answer.finalized_features_epoch == 25
+
+
+async def test_the_second_version_of_transactions_is_told_once_they_are_served() -> None:
+    answer = await told(4, END_TXN_KEY)
+    assert ("transaction.version", 0, 2) in {
+        (one.name, one.min_version, one.max_version) for one in answer.supported_features
+    }
+    # That is how a Java producer knows to use it.
+    assert {one.name: one.max_version_level for one in answer.finalized_features}["transaction.version"] == 2
 
 
 async def test_the_group_protocol_is_a_feature_once_it_is_served() -> None:
@@ -75,7 +82,7 @@ def update(version: int, *wanted: tuple[str, int]) -> Any:
 
 
 def update_api() -> UpdateFeatures:
-    return UpdateFeatures([Other(CONSUMER_GROUP_HEARTBEAT_KEY)])
+    return UpdateFeatures([Other(CONSUMER_GROUP_HEARTBEAT_KEY), Other(END_TXN_KEY)])
 
 
 @pytest.mark.parametrize("version", range(3))
@@ -96,7 +103,8 @@ async def test_the_level_in_force_is_accepted(version: int) -> None:
         ("metadata.version", 24, "levels 25 to 25"),
         ("metadata.version", 26, "levels 25 to 25"),
         ("group.version", 0, "fixed by the release"),
-        ("transaction.version", 2, "levels 0 to 0"),
+        ("transaction.version", 1, "fixed by the release"),
+        ("transaction.version", 3, "levels 0 to 2"),
         ("kraft.version", 1, "there is no feature 'kraft.version'"),
     ],
 )

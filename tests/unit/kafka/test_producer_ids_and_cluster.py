@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import importlib
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from kio.schema.errors import ErrorCode
 
 from millstream.cluster.membership import Membership
+from millstream.config import Config
+from millstream.coordination.runtime import StateTopics
 from millstream.kafka.apis.describe_cluster import DescribeCluster
 from millstream.kafka.apis.init_producer_id import InitProducerId
 from millstream.kafka.permission import CLUSTER_OPERATIONS, NOT_ASKED
+from millstream.model.clock import SystemClock
 from millstream.model.errors import StorageFailure
 from millstream.model.ids import ProducerId
 from millstream.testing.asking import ask, ask_in
+from millstream.testing.state_log import MemoryTopics
+from millstream.transactions.coordinator import TransactionCoordinator
+from millstream.transactions.spare_ids import ProducerIds
 
 INIT: Any = importlib.import_module("kio.schema.init_producer_id.v5.request")
 DESCRIBE: Any = importlib.import_module("kio.schema.describe_cluster.v2.request")
@@ -35,6 +41,11 @@ class Failing:
         raise StorageFailure("the disk is full")
 
 
+def init_api(producer_ids: ProducerIds) -> InitProducerId:
+    topics = cast("StateTopics", MemoryTopics())
+    return InitProducerId(producer_ids, TransactionCoordinator(topics, Config(), SystemClock(), producer_ids))
+
+
 def init(transactional_id: str | None = None, producer_id: int = -1, epoch: int = -1) -> Any:
     return INIT.InitProducerIdRequest(
         transactional_id=transactional_id,
@@ -46,7 +57,7 @@ def init(transactional_id: str | None = None, producer_id: int = -1, epoch: int 
 
 @pytest.mark.parametrize("version", range(6))
 async def test_every_idempotent_producer_gets_an_id_of_its_own(version: int) -> None:
-    api = InitProducerId(Counting())
+    api = init_api(Counting())
     answers = [await ask_in(api, version, init()) for _ in range(2)]
     assert [(one.error_code, one.producer_id, one.producer_epoch) for one in answers] == [
         (ErrorCode.none, 1000, 0),
@@ -56,28 +67,18 @@ async def test_every_idempotent_producer_gets_an_id_of_its_own(version: int) -> 
 
 @pytest.mark.parametrize("version", range(3, 6))
 async def test_a_producer_that_begins_anew_gets_a_new_id(version: int) -> None:
-    answer = await ask_in(InitProducerId(Counting()), version, init(producer_id=7, epoch=3))
+    answer = await ask_in(init_api(Counting()), version, init(producer_id=7, epoch=3))
     assert (answer.error_code, answer.producer_id, answer.producer_epoch) == (ErrorCode.none, 1000, 0)
 
 
 @pytest.mark.parametrize(("producer_id", "epoch"), [(7, -1), (-1, 3)])
 async def test_an_id_and_its_epoch_come_together(producer_id: int, epoch: int) -> None:
-    answer = await ask(InitProducerId(Counting()), init(producer_id=producer_id, epoch=epoch))
+    answer = await ask(init_api(Counting()), init(producer_id=producer_id, epoch=epoch))
     assert (answer.error_code, answer.producer_id) == (ErrorCode.invalid_request, -1)
 
 
-@pytest.mark.parametrize("version", range(6))
-async def test_transactions_are_refused_for_good(version: int) -> None:
-    answer = await ask_in(InitProducerId(Counting()), version, init("my-transactions"))
-    assert answer.error_code is ErrorCode.transactional_id_authorization_failed
-    assert not answer.error_code.retriable
-    assert answer.producer_id == -1
-    answer = await ask_in(InitProducerId(Counting()), version, init(""))
-    assert answer.error_code is ErrorCode.invalid_request
-
-
 async def test_ids_that_cannot_be_had_are_told() -> None:
-    answer = await ask(InitProducerId(Failing()), init())
+    answer = await ask(init_api(Failing()), init())
     assert (answer.error_code, answer.producer_id) == (ErrorCode.kafka_storage_error, -1)
 
 

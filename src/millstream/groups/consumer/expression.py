@@ -58,7 +58,7 @@ class Expressions:
     def _find(self, expression: str) -> _Known:
         known = self._known.get(expression)
         if known is None:
-            known = self._known[expression] = _Known(_compile(expression))
+            known = self._known[expression] = _Known(compile_expression(expression))
             if len(self._known) > KEPT_MAX:
                 self._known.popitem(last=False)
         else:
@@ -82,7 +82,8 @@ class Expressions:
         self._seen.update(new)
 
 
-def _compile(expression: str) -> Any:
+def compile_expression(expression: str) -> Any:
+    """A compiled expression of RE2; `InvalidExpression` when it is wrong or too large."""
     # Most groups name their topics, so the library is loaded when it is first needed.
     import re2
 

@@ -1,17 +1,16 @@
-"""FindCoordinator (key 10), versions 0 to 6: which node coordinates a group.
+"""FindCoordinator (key 10), versions 0 to 6: which node coordinates a group (type 0) or a transactional id (type 1).
 
-The first question makes the offsets topic, so that its answer can be relied on. A group is coordinated by the leader of
-its partition of that topic; while that has none, COORDINATOR_NOT_AVAILABLE has clients ask again.
+The first question makes the internal topic, so that its answer can be relied on. A name is coordinated by the leader of
+its partition of that topic; while that has none, COORDINATOR_NOT_AVAILABLE has clients ask again. Transactional ids of
+batch commits are placed by their query, see `docs/protocol.md`.
 
 Version notes: up to 3 a request has one key, from 4 on several. 1 adds the type of the key; 6 allows share groups
-(type 2), which are not served yet and get INVALID_REQUEST. For transactional ids (type 1) see InitProducerId:
-TRANSACTIONAL_ID_AUTHORIZATION_FAILED is what makes clients give up instead of asking for ever; the message says what
-it means.
+(type 2), which are not served yet and get INVALID_REQUEST.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kio.schema.errors import ErrorCode
 from kio.schema.find_coordinator.v3.response import FindCoordinatorResponse as SingleResponse
@@ -21,16 +20,26 @@ from kio.schema.types import BrokerId
 from kio.static.primitive import i32
 
 from millstream.cluster.membership import Membership
-from millstream.groups.coordinator import GroupCoordinator
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.model.errors import MillstreamError
+from millstream.model.ids import NodeId
 from millstream.wire.codec import load_response_class
 from millstream.wire.shape import reshape
 
 _GROUP, _TRANSACTION = 0, 1
 _FIRST_WITH_MANY: Final = 4
+
+
+class Placement(Protocol):
+    """A kind of coordinator, and where it keeps what."""
+
+    async def ensure(self) -> None:
+        """Make the internal topic if this is its first use."""
+
+    def leader_of(self, name: str, /) -> NodeId | None:
+        """The node that coordinates a name; None while nobody does."""
 
 
 class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
@@ -39,29 +48,27 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
     key = 10
     versions = (0, 6)
 
-    def __init__(self, groups: GroupCoordinator, membership: Membership) -> None:
-        self._groups = groups
+    def __init__(self, groups: Placement, transactions: Placement, membership: Membership) -> None:
+        self._placements = {_GROUP: groups, _TRANSACTION: transactions}
         self._membership = membership
 
     async def handle(self, request: FindCoordinatorRequest, client: ClientInfo) -> FindCoordinatorResponse:
         """Name the coordinator of every key."""
-        if request.key_type == _TRANSACTION:
-            code = ErrorCode.transactional_id_authorization_failed
-            return _refused(request, code, "transactions are not available yet")
-        if request.key_type != _GROUP:
+        placement = self._placements.get(request.key_type)
+        if placement is None:
             return _refused(request, ErrorCode.invalid_request, f"no coordinator for keys of type {request.key_type}")
-        await self._groups.ensure()
-        found = tuple(self._find(key) for key in request.coordinator_keys)
+        await placement.ensure()
+        found = tuple(self._find(key, placement) for key in request.coordinator_keys)
         return FindCoordinatorResponse(throttle_time=NO_THROTTLE, coordinators=found)
 
-    def _find(self, key: str) -> Coordinator:
+    def _find(self, key: str, placement: Placement) -> Coordinator:
         try:
-            leader = self._groups.leader_of(key)
+            leader = placement.leader_of(key)
         except MillstreamError as error:
             return _not_found(key, error_code(error), error_message(error))
         node = None if leader is None else self._membership.node(leader)
         if node is None:
-            return _not_found(key, ErrorCode.coordinator_not_available, f"nobody leads the partition of group {key!r}")
+            return _not_found(key, ErrorCode.coordinator_not_available, f"nobody leads the partition of {key!r}")
         return Coordinator(
             key=key,
             node_id=BrokerId(node.node_id),

@@ -1,18 +1,22 @@
-"""InitProducerId (key 22), versions 0 to 5: the number that makes a producer idempotent.
+"""InitProducerId (key 22), versions 0 to 5: the number that makes a producer idempotent, or transactional.
 
-Every call without a transactional id gets a new producer id at epoch 0, also one that names the id it has (version 3
+Without a transactional id every call gets a new producer id at epoch 0, also one that names the id it has (version 3
 and later), as in Kafka: the client begins anew and its old numbers are never used again. An id without its epoch, or
 an epoch without its id, is INVALID_REQUEST.
 
-Transactions are not available yet. Only a few error codes make both the Java client and librdkafka give up at once
-instead of asking again for ever; TRANSACTIONAL_ID_AUTHORIZATION_FAILED is the one that names the transactional id, and
-the broker's log says what it means. Version 6 (two-phase commit) is not stable in Kafka and not served.
+With a transactional id the coordinator answers: whoever had the id before is fenced, and a transaction it left open is
+aborted first (CONCURRENT_TRANSACTIONS if that takes longer than a moment). A timeout beyond
+`transaction-timeout-max-ms` is INVALID_TRANSACTION_TIMEOUT.
+
+Version notes: 3 lets a producer go on after an error with the id and epoch it had; up to 3 a fenced producer gets
+INVALID_PRODUCER_EPOCH, from 4 on PRODUCER_FENCED; 5 is the same. Version 6 (two-phase commit) is not stable in Kafka
+and not served.
 """
 
 from __future__ import annotations
 
-import logging
-from typing import Protocol
+from datetime import timedelta
+from typing import Any, Final
 
 from kio.schema.errors import ErrorCode
 from kio.schema.init_producer_id.v5.request import InitProducerIdRequest
@@ -22,46 +26,58 @@ from kio.static.primitive import i16
 
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code
+from millstream.kafka.fenced import fenced_code
 from millstream.kafka.throttle import NO_THROTTLE
+from millstream.kafka.versioned import Versioned
 from millstream.model.errors import MillstreamError
 from millstream.model.ids import NO_PRODUCER_ID, ProducerId
+from millstream.transactions.coordinator import TransactionCoordinator
+from millstream.transactions.requests import InitRequest
+from millstream.transactions.spare_ids import ProducerIds
 
-_logger = logging.getLogger(__name__)
+_FIRST_WITH_FENCED: Final = 4
+_MILLISECOND: Final = timedelta(milliseconds=1)
+
+Call = Versioned[InitProducerIdRequest]
 
 
-class ProducerIds(Protocol):
-    """Where producer ids come from: unique for ever, across restarts and crashes."""
-
-    async def next(self) -> ProducerId:
-        """Give out an id that nobody has had before."""
-
-
-class InitProducerId(Api[InitProducerIdRequest, InitProducerIdResponse]):
+class InitProducerId(Api[Call, InitProducerIdResponse]):
     """Hands out producer ids."""
 
     key = 22
     versions = (0, 5)
 
-    def __init__(self, producer_ids: ProducerIds) -> None:
+    def __init__(self, producer_ids: ProducerIds, transactions: TransactionCoordinator) -> None:
         self._producer_ids = producer_ids
+        self._transactions = transactions
 
-    async def handle(self, request: InitProducerIdRequest, client: ClientInfo) -> InitProducerIdResponse:
-        """Give an idempotent producer its id; refuse a transactional one."""
-        if (request.producer_id < 0) != (request.producer_epoch < 0):
+    def upgrade(self, version: int, request: Any) -> Call:
+        """Remember the version, since a code depends on it."""
+        newest: Any = super().upgrade(version, request)
+        return Versioned(version, newest)
+
+    async def handle(self, request: Call, client: ClientInfo) -> InitProducerIdResponse:
+        """Give a producer its id and epoch."""
+        message = request.message
+        if (message.producer_id < 0) != (message.producer_epoch < 0):
             return _response(ErrorCode.invalid_request)
-        if request.transactional_id is None:
+        if message.transactional_id is None:
             return _response(ErrorCode.none, await self._producer_ids.next(), epoch=0)
-        if not request.transactional_id:
-            return _response(ErrorCode.invalid_request)
-        _logger.warning(
-            "a transactional producer was refused: transactions are not available yet",
-            extra={"transactional_id": request.transactional_id, "client": client.client_id, "host": client.host},
+        expected = None
+        if message.producer_id >= 0:
+            expected = (ProducerId(message.producer_id), int(message.producer_epoch))
+        begun = await self._transactions.init(
+            InitRequest(
+                transactional_id=message.transactional_id,
+                timeout_ms=message.transaction_timeout // _MILLISECOND,
+                expected=expected,
+            )
         )
-        return _response(ErrorCode.transactional_id_authorization_failed)
+        return _response(ErrorCode.none, begun.producer_id, epoch=begun.epoch)
 
-    def failure(self, error: MillstreamError, request: InitProducerIdRequest) -> InitProducerIdResponse:
-        """No id could be allocated."""
-        return _response(error_code(error))
+    def failure(self, error: MillstreamError, request: Call) -> InitProducerIdResponse:
+        """No id could be allocated, or the coordinator refused."""
+        return _response(fenced_code(error_code(error), request.version, first=_FIRST_WITH_FENCED))
 
 
 def _response(code: ErrorCode, producer_id: ProducerId = NO_PRODUCER_ID, *, epoch: int = -1) -> InitProducerIdResponse:

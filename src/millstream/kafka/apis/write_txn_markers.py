@@ -1,0 +1,87 @@
+"""WriteTxnMarkers (key 27), versions 1 to 2: a coordinator has the end of transactions written to partitions.
+
+Sent by the coordinators of other nodes, and by tools that end a transaction which hangs. A marker that is there already
+is not written again. One of a coordinator that has been replaced gets TRANSACTION_COORDINATOR_FENCED, one of an epoch
+that the producer has left INVALID_PRODUCER_EPOCH. Markers for `__consumer_offsets` decide about the offsets that the
+transaction has committed.
+
+Version notes: 2 tells the version of the protocol, from which a partition knows whether the marker's epoch is above
+that of the transaction's records (KIP-890), so that late copies are told from new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kio.schema.errors import ErrorCode
+from kio.schema.write_txn_markers.v2.request import WritableTxnMarker, WriteTxnMarkersRequest
+from kio.schema.write_txn_markers.v2.response import (
+    WritableTxnMarkerPartitionResult,
+    WritableTxnMarkerResult,
+    WritableTxnMarkerTopicResult,
+    WriteTxnMarkersResponse,
+)
+
+from millstream.kafka.api import Api, ClientInfo
+from millstream.kafka.errors import error_code
+from millstream.kafka.local_markers import PartitionMarkers
+from millstream.model.errors import MillstreamError
+from millstream.model.ids import PartitionIndex, ProducerEpoch, ProducerId
+from millstream.model.marker import Marker
+from millstream.model.topic import TopicPartition
+from millstream.transactions.transaction import EPOCH_PER_TRANSACTION
+
+
+class WriteTxnMarkers(Api[WriteTxnMarkersRequest, WriteTxnMarkersResponse]):
+    """Writes markers to this node's partitions."""
+
+    key = 27
+    versions = (1, 2)
+
+    def __init__(self, markers: PartitionMarkers) -> None:
+        self._markers = markers
+
+    async def handle(self, request: WriteTxnMarkersRequest, client: ClientInfo) -> WriteTxnMarkersResponse:
+        """Write every marker to every partition named."""
+        results = await asyncio.gather(*(self._write_all(one) for one in request.markers))
+        return WriteTxnMarkersResponse(markers=tuple(results))
+
+    async def _write_all(self, one: WritableTxnMarker) -> WritableTxnMarkerResult:
+        marker = Marker(
+            producer_id=ProducerId(one.producer_id),
+            producer_epoch=ProducerEpoch(one.producer_epoch),
+            commit=one.transaction_result,
+            coordinator_epoch=one.coordinator_epoch,
+            bumps_epoch=one.transaction_version >= EPOCH_PER_TRANSACTION,
+        )
+        partitions = [
+            TopicPartition(topic.name, PartitionIndex(index))
+            for topic in one.topics
+            for index in topic.partition_indexes
+        ]
+        codes = dict(
+            zip(partitions, await asyncio.gather(*(self._write(marker, each) for each in partitions)), strict=True)
+        )
+        return WritableTxnMarkerResult(
+            producer_id=one.producer_id,
+            topics=tuple(
+                WritableTxnMarkerTopicResult(
+                    name=topic.name,
+                    partitions=tuple(
+                        WritableTxnMarkerPartitionResult(
+                            partition_index=index,
+                            error_code=codes[TopicPartition(topic.name, PartitionIndex(index))],
+                        )
+                        for index in topic.partition_indexes
+                    ),
+                )
+                for topic in one.topics
+            ),
+        )
+
+    async def _write(self, marker: Marker, partition: TopicPartition) -> ErrorCode:
+        try:
+            await self._markers.write(marker, partition)
+        except MillstreamError as error:
+            return error_code(error)
+        return ErrorCode.none

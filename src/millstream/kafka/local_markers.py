@@ -1,0 +1,43 @@
+"""Writes transaction markers to partitions that this node leads.
+
+A marker for `__consumer_offsets` goes through the shard of the groups there, so that offsets which the transaction has
+committed become visible or vanish in the same moment; all others are written into the partition itself.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from millstream.cluster.topics import Topics
+from millstream.model.errors import CoordinatorUnavailable, NotLeader
+from millstream.model.marker import Marker
+from millstream.model.topic import CONSUMER_OFFSETS, TopicPartition
+
+
+class OffsetTransactions(Protocol):
+    """The groups of this node, as far as transactions commit offsets of theirs."""
+
+    async def end_transaction(self, index: int, marker: Marker) -> None:
+        """A transaction that may have committed offsets in one partition of the offsets topic has ended."""
+
+
+class PartitionMarkers:
+    """Markers for this node's partitions."""
+
+    def __init__(self, topics: Topics, groups: OffsetTransactions) -> None:
+        self._topics = topics
+        self._groups = groups
+
+    async def write(self, marker: Marker, partition: TopicPartition) -> None:
+        """Write one marker and wait until it is acknowledged."""
+        if partition.topic == CONSUMER_OFFSETS:
+            try:
+                await self._groups.end_transaction(partition.partition, marker)
+            except CoordinatorUnavailable as error:
+                # Whoever asks looks for the leader again, as for any other partition.
+                raise NotLeader(str(error)) from None
+            return
+        led = self._topics.partition(partition.topic, partition.partition)
+        acknowledged = led.acknowledged(led.write_marker(marker))
+        if acknowledged is not None:
+            await acknowledged

@@ -1,0 +1,52 @@
+"""Everything about transactions on this node, put together: the coordinator, who writes its markers, and the gate."""
+
+from __future__ import annotations
+
+from random import SystemRandom
+
+from millstream.cluster.membership import Membership
+from millstream.cluster.topics import Topics
+from millstream.config import Config
+from millstream.groups.coordinator import GroupCoordinator
+from millstream.kafka.local_markers import PartitionMarkers
+from millstream.model.clock import Clock
+from millstream.transactions.coordinator import TransactionCoordinator
+from millstream.transactions.gate import CoordinatorGate
+from millstream.transactions.marker_routes import MarkerRoutes
+from millstream.transactions.marker_sender import MarkerSender
+from millstream.transactions.peers import WirePeers
+from millstream.transactions.spare_ids import ProducerIds
+
+
+class TransactionService:
+    """The transactions of one node."""
+
+    def __init__(
+        self,
+        topics: Topics,
+        groups: GroupCoordinator,
+        membership: Membership,
+        producer_ids: ProducerIds,
+        *,
+        config: Config,
+        clock: Clock,
+    ) -> None:
+        me = membership.me.node_id
+        self.coordinator = TransactionCoordinator(topics, config, clock, producer_ids)
+        self.markers = PartitionMarkers(topics, groups)
+        self._peers = WirePeers(membership.node, me=me)
+        self._routes = MarkerRoutes(topics, self.markers, self._peers, me=me)
+        self.sender = MarkerSender(lambda: self.coordinator.shards, self._routes, SystemRandom())
+        self.coordinator.when_ending(self.sender.wake)
+        self.gate = CoordinatorGate(self.coordinator, self._peers, me=me)
+
+    async def start(self) -> None:
+        """Begin to load what the log has, and to write the markers that a crash left out."""
+        await self.coordinator.start()
+
+    async def close(self) -> None:
+        """Stop writing markers, which goes on after the next start, and let what was appended be acknowledged."""
+        await self.sender.close()
+        await self._routes.close()
+        await self.coordinator.close()
+        await self._peers.close()
