@@ -6,7 +6,7 @@ record without headers has a null there, all as Spark's own source does it. Noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,12 +51,18 @@ def decode_arrow(
     names: Sequence[str] = NAMES,
     start_offset: int = 0,
     end_offset: int = OFFSET_MAX,
+    aborted: Collection[tuple[int, int]] = (),
     rows_max: int = ROWS_MAX,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the records of a fetch answer with the named columns only; see `decode_columns`."""
     fields = FIELDS.intersection(names)
     for columns in decode_columns(
-        buffer, fields=fields, start_offset=start_offset, end_offset=end_offset, rows_max=rows_max
+        buffer,
+        fields=fields,
+        start_offset=start_offset,
+        end_offset=end_offset,
+        aborted=aborted,
+        rows_max=rows_max,
     ):
         yield to_arrow(columns, topic=topic, partition=partition, names=names)
 

@@ -43,6 +43,7 @@ _CRC_AT = 17
 CRC_FROM = 21
 _ATTRIBUTES_AT = 21
 _MAX_TIMESTAMP_AT = 35
+PRODUCER_ID_AT = 43
 _INT64_MAX = 2**63 - 1
 _LENGTH = struct.Struct(">i")
 _CRC = struct.Struct(">I")

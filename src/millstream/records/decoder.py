@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 from crc32c import crc32c
 
 from millstream.model.errors import CorruptBatch, UnsupportedCompression
 from millstream.model.ids import Offset
+from millstream.records.aborted_batches import AbortedBatches
 from millstream.records.batch import (
     COMPRESSION_MASK,
     COMPRESSION_NONE,
     COMPRESSION_ZSTD,
     CONTROL_FLAG,
     CRC_FROM,
+    PRODUCER_ID_AT,
     Buffer,
 )
 from millstream.records.columns import BinaryColumn, Columns, HeaderColumn
@@ -80,6 +83,7 @@ def decode_columns(
     fields: Collection[str] = FIELDS,
     start_offset: int = 0,
     end_offset: int = OFFSET_MAX,
+    aborted: Collection[tuple[int, int]] = (),
     control: bool = False,
     verify_crc: bool = True,
     decompressed_bytes_max: int = DECOMPRESSED_BYTES_MAX,
@@ -87,18 +91,32 @@ def decode_columns(
 ) -> Iterator[Columns]:
     """Yield the records from `start_offset` up to, not including, `end_offset`, at most `rows_max` at a time.
 
-    Control batches are skipped unless asked for. A bad batch raises `CorruptBatch` when it is reached.
+    Control batches are skipped unless asked for, and so is what the aborted transactions wrote that came with the
+    answer, each given as producer id and first offset. A bad batch raises `CorruptBatch` when it is reached.
     """
     batches = buffer if isinstance(buffer, Batches) else find_batches(buffer)
     table = batches.table
     wanted = (table["base_offset"] < end_offset) & (table["base_offset"] + table["last_delta"] >= start_offset)
     if not control:
         wanted &= table["attributes"] & CONTROL_FLAG == 0
+    if aborted:
+        wanted &= ~_aborted(batches, aborted)
     table = table[wanted]
     if verify_crc:
         _check_crcs(batches.data, table)
     for data, part in _sources(batches.data, table, decompressed_bytes_max):
         yield from _decode_source(data, part, frozenset(fields), start_offset, end_offset, rows_max)
+
+
+def _aborted(batches: Batches, aborted: Collection[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+    """For every batch, whether it belongs to an aborted transaction."""
+    table = batches.table
+    at = table["start"][:, np.newaxis] + np.arange(PRODUCER_ID_AT, PRODUCER_ID_AT + 8)
+    producers = batches.data[at].view(">i8")[:, 0]
+    left_out = AbortedBatches(aborted)
+    last_offsets = table["base_offset"] + table["last_delta"]
+    rows = zip(last_offsets.tolist(), table["attributes"].tolist(), producers.tolist(), strict=True)
+    return np.fromiter((left_out.holds(*row) for row in rows), np.bool_, table.size)
 
 
 def _check_crcs(data: Bytes, table: Table) -> None:

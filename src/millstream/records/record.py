@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from millstream.model.errors import CorruptBatch, InvalidBatch
 from millstream.model.ids import NO_TIMESTAMP_MS, Offset
+from millstream.records.aborted_batches import Aborted, AbortedBatches
 from millstream.records.batch import (
     COMPRESSION_NONE,
     CONTROL_FLAG,
@@ -109,16 +110,20 @@ def encode_batch(
 def decode_records(
     buffer: Buffer,
     *,
+    aborted: Aborted = (),
     control: bool = False,
     verify_crc: bool = True,
     decompressed_bytes_max: int = DECOMPRESSED_BYTES_MAX,
 ) -> Iterator[Record]:
-    """Yield the records of a fetch answer.
+    """Yield the records of a fetch answer, without those of the aborted transactions that came with it.
 
     A last batch that is cut off is ignored. Control batches are skipped unless asked for. The first batch may hold
     records below the offset that was fetched: dropping them is the caller's job.
     """
+    left_out = AbortedBatches(aborted)
     for header in iterate_whole_headers(buffer):
+        if left_out.holds(header.last_offset, header.attributes, header.producer_id):
+            continue
         if header.is_control and not control:
             continue
         if verify_crc:

@@ -222,9 +222,11 @@ class Client:
                     fetched[partition] = found
         return fetched
 
-    async def list_offsets(self, topic: str, times_ms: Mapping[int, int]) -> dict[int, ListedOffset]:
+    async def list_offsets(
+        self, topic: str, times_ms: Mapping[int, int], *, isolation: int = fetching.READ_UNCOMMITTED
+    ) -> dict[int, ListedOffset]:
         """Look up offsets by time, per partition: -2 earliest, -1 latest, -3 of the largest timestamp, else a time."""
-        return await self._retrying(lambda: self._list_offsets(topic, times_ms))
+        return await self._retrying(lambda: self._list_offsets(topic, times_ms, isolation))
 
     # -- one attempt ----------------------------------------------------------------------------------------
 
@@ -289,7 +291,7 @@ class Client:
         pool.mute(fetching.read_throttle_ms(version, frame) / 1000)
         return fetching.read_fetched(version, frame)
 
-    async def _list_offsets(self, topic: str, times_ms: Mapping[int, int]) -> dict[int, ListedOffset]:
+    async def _list_offsets(self, topic: str, times_ms: Mapping[int, int], isolation: int) -> dict[int, ListedOffset]:
         from kio.schema.list_offsets.v10 import request as messages
         from kio.schema.types import BrokerId, TopicName
         from kio.static.primitive import i8, i32, i64
@@ -302,7 +304,10 @@ class Client:
         for leader, partitions in by_leader.items():
             asked = messages.ListOffsetsTopic(name=TopicName(topic), partitions=tuple(partitions))
             request = messages.ListOffsetsRequest(
-                replica_id=BrokerId(-1), isolation_level=i8(0), topics=(asked,), timeout=_timedelta(self._timeout_s)
+                replica_id=BrokerId(-1),
+                isolation_level=i8(isolation),
+                topics=(asked,),
+                timeout=_timedelta(self._timeout_s),
             )
             found.update(_listed(await self.send(leader, request)))
         return found

@@ -31,6 +31,8 @@ class FetchAnswer(NamedTuple):
     high_watermark: Offset
     log_start: Offset
     last_stable: Offset
+    aborted: tuple[tuple[int, int], ...] = ()
+    """The aborted transactions among the records, each as producer id and first offset; `READ_COMMITTED` asks."""
 
 
 class FetchLimits(NamedTuple):
@@ -114,9 +116,9 @@ def _read_partition(version: int, reader: Reader, topic: str) -> tuple[Partition
     high_watermark = Offset(reader.int64())
     last_stable = Offset(reader.int64())
     log_start = Offset(reader.int64()) if version >= 5 else Offset(0)
+    aborted = []
     for _ in range(reader.array_length()):
-        reader.int64()
-        reader.int64()
+        aborted.append((reader.int64(), reader.int64()))
         reader.skip_tags()
     if version >= 11:
         reader.int32()
@@ -129,7 +131,7 @@ def _read_partition(version: int, reader: Reader, topic: str) -> tuple[Partition
         return index, refusal(code, None, about=f"fetch from {topic}-{index}")
     if records is None:
         records = memoryview(b"")
-    return index, FetchAnswer(records, high_watermark, log_start, last_stable)
+    return index, FetchAnswer(records, high_watermark, log_start, last_stable, tuple(aborted))
 
 
 def only(answers: Mapping[TopicPartition, FetchAnswer | MillstreamError], partition: TopicPartition) -> FetchAnswer:
