@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from random import Random
 
 from millstream.testing.cluster_network import ETCD
+from millstream.testing.trial_clients import TrialFailed
 from millstream.testing.trial_cluster import TrialCluster
 
 CLOCK_STEP_MS_MAX = 6 * 3600 * 1000
@@ -102,7 +103,7 @@ class GracefulStop(Kill):
         """As SIGTERM does."""
         code = self._cluster.nodes[self._node].stop()
         if code:
-            raise RuntimeError(f"node {self._node} stopped with exit code {code}")
+            raise TrialFailed(f"node {self._node} stopped with exit code {code}")
 
     def __str__(self) -> str:
         return f"node {self._node} stopped, away for {self.duration_s:.1f} s"
@@ -165,6 +166,8 @@ class Pause(Fault):
 class Cut(Fault):
     """The link between two nodes is cut."""
 
+    _one_way = False
+
     def _draw(self, scene: Scene) -> None:
         self._links = self._choose(scene)
         self.duration_s = scene.either()
@@ -176,7 +179,7 @@ class Cut(Fault):
     def begin(self) -> None:
         """Lose what is sent."""
         for one, other in self._links:
-            self._cluster.network.cut(one, other)
+            self._cluster.network.cut(one, other, one_way=self._one_way)
 
     def end(self) -> None:
         """Let it pass again."""
@@ -184,7 +187,8 @@ class Cut(Fault):
             self._cluster.network.heal(one, other)
 
     def __str__(self) -> str:
-        named = ", ".join(f"{_name(one)} | {_name(other)}" for one, other in self._links)
+        mark = ">|" if self._one_way else "|"
+        named = ", ".join(f"{_name(one)} {mark} {_name(other)}" for one, other in self._links)
         return f"cut for {self.duration_s:.1f} s: {named}"
 
 
@@ -209,6 +213,16 @@ class CutFromAll(CutFromNodes):
     def _choose(self, scene: Scene) -> list[tuple[int, int]]:
         links = super()._choose(scene)
         return [*links, (links[0][0], ETCD)]
+
+
+class CutOneWay(CutFromAll):
+    """A node is heard by nobody, or hears nobody, while the other direction works."""
+
+    _one_way = True
+
+    def _choose(self, scene: Scene) -> list[tuple[int, int]]:
+        links = super()._choose(scene)
+        return links if scene.random.random() < _HALF else [(other, one) for one, other in links]
 
 
 class FullDisk(Fault):
@@ -294,6 +308,7 @@ KINDS: Mapping[str, tuple[type[Fault], int]] = {
     "cut-from-etcd": (CutFromEtcd, 3),
     "cut-from-nodes": (CutFromNodes, 3),
     "cut-from-all": (CutFromAll, 4),
+    "cut-one-way": (CutOneWay, 3),
     "disk": (FullDisk, 2),
     "clock": (ClockStep, 2),
     "lose-disk": (LoseDisk, 2),
@@ -305,6 +320,7 @@ KINDS: Mapping[str, tuple[type[Fault], int]] = {
 """Every kind, and how often it is drawn beside the others."""
 
 _SECOND_SHARE = 0.2
+_HALF = 0.5
 _TOGETHER = ("kill", "pause", "clock", "etcd", "catalog")
 """Kinds that may come on top of another fault: they share nothing with what ends that."""
 

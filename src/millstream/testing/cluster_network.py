@@ -18,7 +18,7 @@ from typing import Protocol, Self
 
 from millstream.cli.local_process import is_free
 from millstream.testing.etcd_server import EtcdServer
-from millstream.testing.link_relay import LinkRelay, RelayThread
+from millstream.testing.link_relay import LinkRelay, RelayThread, Way
 
 ETCD = 0
 """The coordination store among the numbers of the nodes, which count from 1."""
@@ -60,8 +60,8 @@ class Network(Protocol):
     def command(self, node: int, command: Sequence[str]) -> Sequence[str]:
         """How to run a command where a node runs."""
 
-    def cut(self, one: int, other: int) -> None:
-        """Lose everything between two nodes, or a node and `ETCD`."""
+    def cut(self, one: int, other: int, *, one_way: bool = False) -> None:
+        """Lose everything between two nodes, or a node and `ETCD`; one way: only what the first sends."""
 
     def heal(self, one: int, other: int) -> None:
         """Let everything pass again."""
@@ -118,20 +118,26 @@ class RelayNetwork:
         """As it is."""
         return command
 
-    def cut(self, one: int, other: int) -> None:
-        """Hold what passes in either direction."""
-        for relay, name in self._links(one, other):
-            relay.cut(name)
+    def cut(self, one: int, other: int, *, one_way: bool = False) -> None:
+        """Hold what passes in either direction, or what the first one asks for and answers."""
+        for relay, name, way in self._links(one, other):
+            relay.cut(name, [way] if one_way else Way)
 
     def heal(self, one: int, other: int) -> None:
         """Let it pass."""
-        for relay, name in self._links(one, other):
+        for relay, name, _ in self._links(one, other):
             relay.heal(name)
 
-    def _links(self, one: int, other: int) -> list[tuple[LinkRelay, str]]:
-        if ETCD in (one, other):
-            return [(self._to_etcd[max(one, other)], "")]
-        return [(self._to_node[one], f"replica-{other}"), (self._to_node[other], f"replica-{one}")]
+    def _links(self, one: int, other: int) -> list[tuple[LinkRelay, str, Way]]:
+        """The relays between two places, and in which way what the first one sends passes each."""
+        if one == ETCD:
+            return [(self._to_etcd[other], "", Way.ANSWERING)]
+        if other == ETCD:
+            return [(self._to_etcd[one], "", Way.ASKING)]
+        return [
+            (self._to_node[one], f"replica-{other}", Way.ANSWERING),
+            (self._to_node[other], f"replica-{one}", Way.ASKING),
+        ]
 
     def _relay(self, target: str, *, named: bool = False) -> LinkRelay:
         relay = LinkRelay(self._thread, target, named=named)
@@ -198,16 +204,16 @@ class NamespaceNetwork:
         """Inside the node's namespace; the process stays the same."""
         return [*self._in(node), *command]
 
-    def cut(self, one: int, other: int) -> None:
-        """Let each side send to where nobody is."""
-        for here, there in ((one, other), (other, one)):
+    def cut(self, one: int, other: int, *, one_way: bool = False) -> None:
+        """Let each side, or the first one, send to where nobody is."""
+        for here, there in ((one, other), (other, one))[: 1 if one_way else 2]:
             entry = ["neigh", "replace", self._host(there), "lladdr", _NOBODYS_MAC, "dev", "eth0", "nud", "permanent"]
             run_ip("-n", self._space(here), *entry)
 
     def heal(self, one: int, other: int) -> None:
         """Let each side ask for the true address again."""
         for here, there in ((one, other), (other, one)):
-            run_ip("-n", self._space(here), "neigh", "del", self._host(there), "dev", "eth0")
+            run_ip("-n", self._space(here), "neigh", "flush", "to", self._host(there), "dev", "eth0", "nud", "all")
 
     def _lay_out(self) -> None:
         run_ip("link", "add", self._name, "type", "bridge")

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
+from enum import Enum
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
@@ -21,6 +22,13 @@ _CHUNK_BYTES = 64 * 1024
 _STOP_S_MAX = 10.0
 _CLIENT_ID_AT = 12
 """Where the client id of a Kafka request begins: behind its size, its key, its version and its number."""
+
+
+class Way(Enum):
+    """In which direction something passes a relay."""
+
+    ASKING = "from the client"
+    ANSWERING = "to the client"
 
 
 class RelayThread:
@@ -64,28 +72,27 @@ class LinkRelay:
         self._host = host
         self._named = named
         self._thread = thread
-        self._open: defaultdict[str, asyncio.Event] = defaultdict(_set_event)
+        self._open: defaultdict[tuple[str, Way], asyncio.Event] = defaultdict(_set_event)
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = thread.run(asyncio.start_server(self._serve, host, 0))
         self.address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
-    def cut(self, name: str = EVERYBODY) -> None:
+    def cut(self, name: str = EVERYBODY, ways: Iterable[Way] = Way) -> None:
         """Hold everything that a client, or everybody, sends or is sent."""
-        self._thread.run(self._cut(name))
+        self._thread.run(self._set(name, ways, is_open=False))
 
-    def heal(self, name: str = EVERYBODY) -> None:
+    def heal(self, name: str = EVERYBODY, ways: Iterable[Way] = Way) -> None:
         """Let pass what was held, and what comes."""
-        self._thread.run(self._heal(name))
+        self._thread.run(self._set(name, ways, is_open=True))
 
     def close(self) -> None:
         """Take no more connections, and end those that are there."""
         self._thread.run(self._close())
 
-    async def _cut(self, name: str) -> None:
-        self._open[name].clear()
-
-    async def _heal(self, name: str) -> None:
-        self._open[name].set()
+    async def _set(self, name: str, ways: Iterable[Way], *, is_open: bool) -> None:
+        for way in ways:
+            event = self._open[name, way]
+            event.set() if is_open else event.clear()
 
     async def _close(self) -> None:
         self._server.close()
@@ -108,14 +115,14 @@ class LinkRelay:
             writer.transport.abort()
 
     async def _join(self, name: str, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        is_open = self._open[name]
-        await is_open.wait()
+        asking, answering = self._open[name, Way.ASKING], self._open[name, Way.ANSWERING]
+        await asking.wait()
         onward_reader, onward = await asyncio.open_connection(*self._target)
         try:
             onward.write(first)
             async with asyncio.TaskGroup() as group:
-                group.create_task(_pass_on(reader, onward, is_open))
-                group.create_task(_pass_on(onward_reader, writer, is_open))
+                group.create_task(_pass_on(reader, onward, asking))
+                group.create_task(_pass_on(onward_reader, writer, answering))
         finally:
             onward.transport.abort()
 
