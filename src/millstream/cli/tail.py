@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,6 +26,18 @@ LAST_DEFAULT = 10
 LAST_MAX = 100_000
 
 Show = Callable[["Message"], bytes]
+
+
+class Isolation(StrEnum):
+    """What of transactions is shown."""
+
+    COMMITTED = "committed"
+    UNCOMMITTED = "uncommitted"
+
+    @property
+    def level(self) -> int:
+        """The isolation level of the protocol."""
+        return 1 if self is Isolation.COMMITTED else 0
 
 
 def tail(
@@ -52,6 +65,10 @@ def tail(
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new messages as they come.")] = False,
     partition: Partitions = None,
+    isolation: Annotated[
+        Isolation,
+        typer.Option(help="Show what committed transactions wrote, or also what open and aborted ones did."),
+    ] = Isolation.COMMITTED,
     raw: Annotated[bool, typer.Option("--raw", help="Print values alone, one per line, as they are.")] = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
@@ -61,6 +78,7 @@ def tail(
 
     Without --from: the last -n messages, then with --follow what comes. With --from: everything from there up to the
     end of the topic, at most -n messages, then with --follow what comes. Messages are in order within a partition.
+    What comes behind a transaction that is open is shown once that has ended, or at once with --isolation uncommitted.
     """
     if raw and as_json:
         raise typer.BadParameter("give --raw or --json, not both")
@@ -72,23 +90,35 @@ def tail(
 
         found = await find_topic(client, topic)
         partitions = _chosen(found, partition)
-        bounds = await offset_bounds(client, topic, partitions)
+        level = isolation.level
+        # Asked for first, so that what is written meanwhile is not taken for something that is held back.
+        written = await offset_bounds(client, topic, partitions)
+        bounds = await offset_bounds(client, topic, partitions, isolation=level)
         ends = {index: end for index, (_, end) in bounds.items()}
         show = _shower(found, raw=raw, as_json=as_json)
-        if begin is None:
-            last = LAST_DEFAULT if number is None else number
-            starts = {index: max(start, end - last) for index, (start, end) in bounds.items()}
-        else:
-            starts = await offsets_at(client, topic, partitions, begin)
+        starts = ends if number == 0 else {index: start for index, (start, _) in bounds.items()}
+        if begin is not None:
+            starts = await offsets_at(client, topic, partitions, begin, isolation=level)
             _note_moved(begin, starts)
-        tailer = Tailer(client, topic, starts, patience_s=timeout)
+        tailer = Tailer(client, topic, starts, patience_s=timeout, isolation=level)
         left = await _show_past(tailer, begin, ends, number, show)
+        _note_held_back(written, ends)
         if follow and left != 0:
             await _show_new(tailer, left, show)
         if tailer.lost:
             raise CommandFailed(f"not everything could be shown: {'; '.join(map(str, tailer.lost))}")
 
     ask(brokers, timeout, question)
+
+
+def _note_held_back(written: dict[int, tuple[int, int]], ends: dict[int, int]) -> None:
+    """Say it when there is more that nobody can tell yet whether it counts."""
+    for index, (_, end) in written.items():
+        if end > ends[index]:
+            print_note(
+                f"Partition {index} goes on to offset {end}, behind a transaction that is open since {ends[index]}; "
+                "--isolation uncommitted shows it."
+            )
 
 
 def _note_moved(begin: Position, starts: dict[int, int]) -> None:

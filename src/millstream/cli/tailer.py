@@ -16,10 +16,11 @@ from millstream.model.topic import TopicPartition
 from millstream.records.batch import iterate_whole_headers
 from millstream.records.record import Record, decode_records
 from millstream.wire.client import Client
-from millstream.wire.fetching import FetchAnswer, FetchLimits
+from millstream.wire.fetching import READ_UNCOMMITTED, FetchAnswer, FetchLimits
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024
 FOLLOW_WAIT_MS = 5_000
+REACH_FACTOR = 4
 _RETRY_S = 0.2
 
 
@@ -33,8 +34,17 @@ class Message(NamedTuple):
 class Tailer:
     """Reads all partitions of a topic together, each of them in order."""
 
-    def __init__(self, client: Client, topic: str, starts: Mapping[int, int], *, patience_s: float) -> None:
+    def __init__(
+        self,
+        client: Client,
+        topic: str,
+        starts: Mapping[int, int],
+        *,
+        patience_s: float,
+        isolation: int = READ_UNCOMMITTED,
+    ) -> None:
         self._client = client
+        self._isolation = isolation
         self._topic = topic
         self._patience_s = patience_s
         self.lost: list[LostOffsets] = []
@@ -44,16 +54,31 @@ class Tailer:
         }
 
     async def last(self, number: int, ends: Mapping[int, int]) -> list[Message]:
-        """The last messages before the ends, oldest first; between partitions, their times decide."""
-        kept: dict[int, deque[Message]] = {}
-        async for message in self.until(ends):
-            kept.setdefault(message.partition, deque(maxlen=number)).append(message)
+        """The last messages before the ends, oldest first; between partitions, their times decide.
+
+        Not every offset holds a message: markers of transactions take some, and compaction leaves gaps. So where too
+        few are found, it begins anew further back.
+        """
+        starts = dict(self._positions)
+        reach = number
+        while True:
+            kept: dict[int, deque[Message]] = {}
+            self.lost.clear()
+            self._positions = {
+                where: Offset(max(start, ends[where.partition] - reach)) for where, start in starts.items()
+            }
+            is_all = self._positions == starts
+            async for message in self.until(ends):
+                kept.setdefault(message.partition, deque(maxlen=number)).append(message)
+            if is_all or sum(map(len, kept.values())) >= number:
+                break
+            reach *= REACH_FACTOR
         merged = heapq.merge(*kept.values(), key=lambda message: message.record.timestamp_ms)
         return list(deque(merged, maxlen=number))
 
     async def until(self, ends: Mapping[int, int]) -> AsyncIterator[Message]:
         """Every message before the ends."""
-        limits = FetchLimits(FETCH_BYTES_MAX, 0)
+        limits = FetchLimits(FETCH_BYTES_MAX, 0, isolation=self._isolation)
         while True:
             wanted = {where: at for where, at in self._positions.items() if at < ends[where.partition]}
             if not wanted:
@@ -69,7 +94,7 @@ class Tailer:
 
     async def follow(self) -> AsyncIterator[Message]:
         """Every message from here on, as it comes."""
-        limits = FetchLimits(FETCH_BYTES_MAX, FOLLOW_WAIT_MS)
+        limits = FetchLimits(FETCH_BYTES_MAX, FOLLOW_WAIT_MS, isolation=self._isolation)
         while True:
             for where, answer in (await self._patiently(limits)).items():
                 for message in self._take(where, answer):
@@ -78,7 +103,9 @@ class Tailer:
     def _take(self, where: TopicPartition, answer: FetchAnswer) -> list[Message]:
         at = self._positions[where]
         messages = [
-            Message(where.partition, record) for record in decode_records(answer.records) if record.offset >= at
+            Message(where.partition, record)
+            for record in decode_records(answer.records, aborted=answer.aborted)
+            if record.offset >= at
         ]
         # By the headers, since a batch may end in offsets that hold no record any more.
         for header in iterate_whole_headers(answer.records):

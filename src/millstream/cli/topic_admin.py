@@ -12,6 +12,7 @@ from millstream.model.errors import InvalidSetting, UnknownTopic
 from millstream.model.nearest import suggestion
 from millstream.wire.client import Client
 from millstream.wire.cluster_metadata import TopicMetadata
+from millstream.wire.fetching import READ_UNCOMMITTED
 from millstream.wire.refusal import refusal
 
 _TOPIC_RESOURCE = 2
@@ -113,22 +114,27 @@ async def topic_configs(client: Client, name: str) -> dict[str, TopicConfig]:
     return {one.name: TopicConfig(one.value, one.config_source == _SOURCE_TOPIC) for one in described.configs}
 
 
-async def offset_bounds(client: Client, topic: str, partitions: Sequence[int]) -> dict[int, tuple[int, int]]:
+async def offset_bounds(
+    client: Client, topic: str, partitions: Sequence[int], *, isolation: int = READ_UNCOMMITTED
+) -> dict[int, tuple[int, int]]:
     """The first offset and the next one of each partition."""
     starts = await client.list_offsets(topic, dict.fromkeys(partitions, EARLIEST_TIMESTAMP))
-    ends = await client.list_offsets(topic, dict.fromkeys(partitions, LATEST_TIMESTAMP))
+    ends = await client.list_offsets(topic, dict.fromkeys(partitions, LATEST_TIMESTAMP), isolation=isolation)
     return {partition: (starts[partition].offset, ends[partition].offset) for partition in partitions}
 
 
-async def offsets_at(client: Client, topic: str, partitions: Sequence[int], position: Position) -> dict[int, int]:
+async def offsets_at(
+    client: Client, topic: str, partitions: Sequence[int], position: Position, *, isolation: int = READ_UNCOMMITTED
+) -> dict[int, int]:
     """The offset of a position in each partition; a time after the last record means the end."""
     timestamp = position.lookup_timestamp
     if timestamp is None:
-        bounds = await offset_bounds(client, topic, partitions)
+        bounds = await offset_bounds(client, topic, partitions, isolation=isolation)
         return {partition: min(max(position.value, start), end) for partition, (start, end) in bounds.items()}
-    found = await client.list_offsets(topic, dict.fromkeys(partitions, timestamp))
+    found = await client.list_offsets(topic, dict.fromkeys(partitions, timestamp), isolation=isolation)
     beyond = [partition for partition, listed in found.items() if listed.offset < 0]
-    ends = await client.list_offsets(topic, dict.fromkeys(beyond, LATEST_TIMESTAMP)) if beyond else {}
+    latest = dict.fromkeys(beyond, LATEST_TIMESTAMP)
+    ends = await client.list_offsets(topic, latest, isolation=isolation) if beyond else {}
     return {partition: ends.get(partition, listed).offset for partition, listed in found.items()}
 
 
