@@ -1,0 +1,105 @@
+"""Records of `__transaction_state`: what is written is read back, and Kafka's own format is understood."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.model.errors import ProtocolViolation
+from millstream.model.ids import PartitionIndex, ProducerId
+from millstream.model.topic import TopicPartition
+from millstream.transactions.records import (
+    QueryKey,
+    TransactionKey,
+    query_record,
+    read_key,
+    read_query,
+    read_transaction,
+    transaction_record,
+    transaction_tombstone,
+)
+from millstream.transactions.transaction import Transaction, TransactionState
+
+epochs = st.integers(-1, 2**15 - 1)
+producer_ids = st.integers(-1, 2**62).map(ProducerId)
+times = st.integers(-1, 2**60)
+partitions = st.frozensets(
+    st.builds(TopicPartition, st.text(min_size=1, max_size=9), st.integers(0, 99).map(PartitionIndex)), max_size=6
+)
+
+
+@st.composite
+def transactions(draw: st.DrawFn) -> Transaction:
+    state = draw(st.sampled_from(TransactionState))
+    return Transaction(
+        transactional_id=draw(st.text(min_size=1, max_size=20)),
+        producer_id=draw(producer_ids),
+        epoch=draw(epochs),
+        last_epoch=draw(epochs),
+        previous_producer_id=draw(producer_ids),
+        next_producer_id=draw(producer_ids),
+        timeout_ms=draw(st.integers(0, 2**31 - 1)),
+        state=state,
+        partitions=frozenset() if state is TransactionState.EMPTY else draw(partitions),
+        started_ms=draw(times),
+        updated_ms=draw(times),
+        version=draw(st.integers(0, 2)),
+    )
+
+
+@given(transactions())
+def test_what_is_written_is_read_back(transaction: Transaction) -> None:
+    record = transaction_record(transaction)
+    assert record.value is not None
+    assert read_key(record.key) == TransactionKey(transaction.transactional_id)
+    assert read_transaction(transaction.transactional_id, record.value) == transaction
+    assert transaction_tombstone(transaction.transactional_id) == (record.key, None, ())
+
+
+@given(st.text(min_size=1, max_size=20), st.integers(0, 2**63 - 1))
+def test_the_last_batch_of_a_query(query: str, batch: int) -> None:
+    record = query_record(query, batch)
+    assert record.value is not None
+    assert read_key(record.key) == QueryKey(query)
+    assert read_query(record.value) == batch
+
+
+def test_the_bytes_are_those_of_kafka() -> None:
+    transaction = Transaction(
+        transactional_id="tx",
+        producer_id=ProducerId(7),
+        epoch=3,
+        timeout_ms=60_000,
+        state=TransactionState.ONGOING,
+        partitions=frozenset({TopicPartition("t", PartitionIndex(1)), TopicPartition("t", PartitionIndex(0))}),
+        started_ms=5,
+        updated_ms=6,
+    )
+    key, value, _ = transaction_record(transaction)
+    assert key.hex(" ") == "00 00 00 02 74 78"
+    assert value is not None
+    assert value.hex(" ") == (
+        "00 01 00 00 00 00 00 00 00 07 00 03 00 00 ea 60 01 "
+        "02 02 74 03 00 00 00 00 00 00 00 01 00 "
+        "00 00 00 00 00 00 00 06 00 00 00 00 00 00 00 05 00"
+    )
+
+
+def test_the_first_version_is_read_too() -> None:
+    value = bytes.fromhex(
+        "0000 0000000000000007 0003 0000ea60 04 00000001 0001 74 00000001 00000002 0000000000000006 0000000000000005"
+    )
+    read = read_transaction("tx", value)
+    assert (read.producer_id, read.epoch, read.state) == (7, 3, TransactionState.COMPLETE_COMMIT)
+    assert read.partitions == {TopicPartition("t", PartitionIndex(2))}
+    assert (read.updated_ms, read.started_ms, read.last_epoch, read.version) == (6, 5, -1, 0)
+
+
+@pytest.mark.parametrize("value", ["0002", "0001 0000000000000007 0003 0000ea60 09", "0001 00"])
+def test_what_cannot_be_read(value: str) -> None:
+    with pytest.raises(ProtocolViolation):
+        read_transaction("tx", bytes.fromhex(value))
+    with pytest.raises(ProtocolViolation):
+        read_query(b"\x00\x09")
+    assert read_key(b"\x00\x63\x00\x01a") is None

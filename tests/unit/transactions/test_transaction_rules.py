@@ -1,0 +1,359 @@
+"""The rules of the coordinator, one by one: who may do what in which state, under both versions of the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any, TypeVar
+
+import pytest
+
+from millstream.coordination.later import Later
+from millstream.coordination.state import Outcome
+from millstream.coordination.timers import Timers
+from millstream.model.errors import (
+    ConcurrentTransactions,
+    CoordinatorUnavailable,
+    InvalidProducerMapping,
+    InvalidTransactionState,
+    NotCoordinator,
+    PolicyViolation,
+    ProducerFenced,
+    TransactionAbortable,
+    UnknownTransaction,
+)
+from millstream.model.ids import PartitionIndex, ProducerId
+from millstream.model.topic import TopicPartition
+from millstream.testing.clock import ManualClock
+from millstream.transactions.records import transaction_record
+from millstream.transactions.requests import (
+    Initialized,
+    InitRequest,
+    ProducerRef,
+    TransactionFilter,
+    TransactionLimits,
+)
+from millstream.transactions.shard import TransactionShard
+from millstream.transactions.transaction import EPOCH_MAX, Transaction, TransactionState
+
+T = TypeVar("T")
+
+ID = "tx"
+PARTITION = TopicPartition("t", PartitionIndex(0))
+OTHER = TopicPartition("t", PartitionIndex(1))
+
+
+class Coordinator:
+    """One shard whose records are taken in at once."""
+
+    def __init__(self, **limits: int) -> None:
+        self.clock = ManualClock()
+        self.timers = Timers(self.clock)
+        self.ids: Iterator[int] = count(100)
+        self.endings = 0
+        self.shard = TransactionShard(
+            self.timers,
+            limits=TransactionLimits(**limits),
+            clock=self.clock,
+            take_producer_id=lambda: ProducerId(next(self.ids)),
+            on_ending=self._noted,
+        )
+        self.shard.loaded()
+
+    def _noted(self) -> None:
+        self.endings += 1
+
+    def run(self, operation: Callable[[TransactionShard], Outcome[T]]) -> T:
+        records, response = operation(self.shard)
+        for record in records:
+            self.shard.replay(record)
+        return response.result() if isinstance(response, Later) else response
+
+    def init(self, expected: tuple[int, int] | None = None) -> Initialized:
+        wanted = None if expected is None else (ProducerId(expected[0]), expected[1])
+        request = InitRequest(transactional_id=ID, timeout_ms=1000, expected=wanted)
+        return self.run(lambda shard: shard.init(request))
+
+    def add(self, who: Initialized, *partitions: TopicPartition, version: int = 0) -> None:
+        named = ProducerRef(ID, *who)
+        self.run(lambda shard: shard.add_partitions(named, partitions or (PARTITION,), version=version))
+
+    def end(self, who: Initialized, *, commit: bool = True, version: int = 0) -> Initialized:
+        return self.run(lambda shard: shard.end(ProducerRef(ID, *who), commit=commit, version=version))
+
+    def complete(self) -> None:
+        (ending,) = self.run(lambda shard: shard.endings())
+        self.run(lambda shard: shard.complete(ending))
+
+    def fire(self) -> None:
+        for timer in self.timers.take_due(100):
+            for record in timer.action():
+                self.shard.replay(record)
+
+    def put(self, **changed: Any) -> None:
+        fields: dict[str, Any] = {
+            "transactional_id": ID,
+            "producer_id": ProducerId(7),
+            "epoch": 0,
+            "timeout_ms": 1000,
+            "updated_ms": self.clock.now_ms(),
+            **changed,
+        }
+        self.shard.replay(transaction_record(Transaction(**fields)))
+
+    @property
+    def transaction(self) -> Transaction:
+        return next(iter(self.shard))
+
+    @property
+    def state(self) -> str:
+        return self.transaction.state.value
+
+
+@pytest.fixture
+def coordinator() -> Coordinator:
+    return Coordinator()
+
+
+def test_a_transaction_of_the_first_version(coordinator: Coordinator) -> None:
+    who = coordinator.init()
+    assert who == (100, 0)
+    coordinator.add(who)
+    assert coordinator.state == "Ongoing"
+    coordinator.add(who, OTHER)
+    assert coordinator.end(who) == (-1, -1)
+    assert (coordinator.state, coordinator.endings) == ("PrepareCommit", 1)
+    with pytest.raises(ConcurrentTransactions):
+        coordinator.end(who)
+    with pytest.raises(InvalidTransactionState):
+        coordinator.end(who, commit=False)
+    with pytest.raises(ConcurrentTransactions):
+        coordinator.add(who)
+    coordinator.complete()
+    assert (coordinator.state, coordinator.transaction.partitions) == ("CompleteCommit", frozenset())
+    assert coordinator.end(who) == (-1, -1)
+    with pytest.raises(InvalidTransactionState):
+        coordinator.end(who, commit=False)
+    coordinator.add(who)
+    assert coordinator.state == "Ongoing"
+
+
+def test_the_epoch_rises_with_each_transaction_of_the_second_version(coordinator: Coordinator) -> None:
+    who = coordinator.init()
+    coordinator.add(who, version=2)
+    following = coordinator.end(who, version=2)
+    assert following == (100, 1)
+    (ending,) = coordinator.run(lambda shard: shard.endings())
+    assert (ending.epoch, ending.version, ending.commit) == (1, 2, True)
+    with pytest.raises(ConcurrentTransactions):
+        coordinator.end(who, version=2)
+    with pytest.raises(ProducerFenced):
+        coordinator.end(following, version=2)
+    coordinator.complete()
+    assert coordinator.end(who, version=2) == following
+    with pytest.raises(ProducerFenced):
+        coordinator.add(who, version=2)
+    coordinator.add(following, version=2)
+
+
+@pytest.mark.parametrize(
+    ("state", "commit", "retry", "outcome"),
+    [
+        (TransactionState.EMPTY, False, True, ProducerFenced),
+        (TransactionState.EMPTY, False, False, None),
+        (TransactionState.EMPTY, True, True, ProducerFenced),
+        (TransactionState.EMPTY, True, False, InvalidTransactionState),
+        (TransactionState.COMPLETE_ABORT, False, True, "same"),
+        (TransactionState.COMPLETE_ABORT, False, False, None),
+        (TransactionState.COMPLETE_ABORT, True, True, InvalidTransactionState),
+        (TransactionState.COMPLETE_ABORT, True, False, InvalidTransactionState),
+        (TransactionState.COMPLETE_COMMIT, False, True, InvalidTransactionState),
+        (TransactionState.COMPLETE_COMMIT, False, False, None),
+        (TransactionState.COMPLETE_COMMIT, True, True, "same"),
+        (TransactionState.COMPLETE_COMMIT, True, False, InvalidTransactionState),
+    ],
+)
+def test_kafkas_table_of_ends(
+    coordinator: Coordinator, state: TransactionState, commit: bool, retry: bool, outcome: Any
+) -> None:
+    coordinator.put(epoch=5, state=state, started_ms=1)
+    who = Initialized(ProducerId(7), 4 if retry else 5)
+    if isinstance(outcome, type):
+        with pytest.raises(outcome):
+            coordinator.end(who, commit=commit, version=2)
+        assert coordinator.transaction.state is state
+        return
+    told = coordinator.end(who, commit=commit, version=2)
+    assert told == ((7, 5) if outcome == "same" else (7, 6))
+    assert coordinator.transaction.state is (state if outcome == "same" else TransactionState.PREPARE_ABORT)
+
+
+def test_a_newer_producer_aborts_and_fences(coordinator: Coordinator) -> None:
+    older = coordinator.init()
+    coordinator.add(older)
+    with pytest.raises(ConcurrentTransactions):
+        coordinator.init()
+    assert coordinator.state == "PrepareAbort"
+    with pytest.raises(ConcurrentTransactions):
+        coordinator.init()
+    with pytest.raises(ProducerFenced):
+        coordinator.end(older)
+    coordinator.complete()
+    assert coordinator.init() == (100, 2)
+
+
+def test_a_producer_goes_on_after_an_error(coordinator: Coordinator) -> None:
+    who = coordinator.init()
+    assert coordinator.init(expected=who) == (100, 1)
+    # The answer was lost, and the client asks again.
+    assert coordinator.init(expected=who) == (100, 1)
+    with pytest.raises(ProducerFenced):
+        coordinator.init(expected=(100, 7))
+    with pytest.raises(ProducerFenced):
+        coordinator.init(expected=(99, 1))
+    assert coordinator.init() == (100, 2)
+    with pytest.raises(ProducerFenced):
+        coordinator.init(expected=(100, 1))
+
+
+def test_a_new_id_takes_over_when_epochs_are_used_up(coordinator: Coordinator) -> None:
+    coordinator.put(epoch=EPOCH_MAX - 1, state=TransactionState.COMPLETE_COMMIT, started_ms=1)
+    assert coordinator.init(expected=(7, EPOCH_MAX - 1)) == (100, 0)
+    # A repeated request is that of the producer before.
+    assert coordinator.init(expected=(7, EPOCH_MAX - 1)) == (100, 0)
+    coordinator.put(epoch=EPOCH_MAX - 1, state=TransactionState.COMPLETE_COMMIT, started_ms=1)
+    assert coordinator.init() == (101, 0)
+
+
+def test_a_transaction_ends_with_a_new_id_when_epochs_are_used_up(coordinator: Coordinator) -> None:
+    coordinator.put(
+        epoch=EPOCH_MAX - 1, state=TransactionState.ONGOING, started_ms=1, partitions=frozenset({PARTITION})
+    )
+    who = Initialized(ProducerId(7), EPOCH_MAX - 1)
+    assert coordinator.end(who, version=2) == (100, 0)
+    (ending,) = coordinator.run(lambda shard: shard.endings())
+    assert (ending.producer_id, ending.epoch) == (7, EPOCH_MAX)
+    coordinator.complete()
+    assert (coordinator.transaction.producer_id, coordinator.transaction.epoch) == (100, 0)
+    assert coordinator.end(who, version=2) == (100, 0)
+
+
+def test_who_is_not_known_or_has_another_id(coordinator: Coordinator) -> None:
+    stranger = Initialized(ProducerId(5), 0)
+    for _ in range(2):
+        with pytest.raises(InvalidProducerMapping):
+            coordinator.add(stranger)
+        for version in (0, 2):
+            with pytest.raises(InvalidProducerMapping):
+                coordinator.end(stranger, version=version)
+        coordinator.put()
+    with pytest.raises(ProducerFenced):
+        coordinator.add(Initialized(ProducerId(7), 3))
+
+
+def test_what_is_part_of_a_transaction(coordinator: Coordinator) -> None:
+    who = coordinator.init()
+    coordinator.add(who)
+    answers = coordinator.run(lambda shard: shard.verify(ProducerRef(ID, *who), (PARTITION, OTHER)))
+    assert answers[PARTITION] is None
+    assert isinstance(answers[OTHER], TransactionAbortable)
+
+
+def test_a_transaction_that_takes_too_long_is_aborted(coordinator: Coordinator) -> None:
+    who = coordinator.init()
+    coordinator.add(who)
+    coordinator.clock.advance_ms(900)
+    coordinator.add(who, OTHER)
+    coordinator.fire()
+    assert coordinator.state == "Ongoing"
+    coordinator.clock.advance_ms(200)
+    coordinator.fire()
+    assert coordinator.state == "PrepareAbort"
+    coordinator.complete()
+    with pytest.raises(ProducerFenced):
+        coordinator.add(who)
+    assert coordinator.init() == (100, 2)
+
+
+def test_no_id_at_hand_puts_the_end_off(coordinator: Coordinator) -> None:
+    def none() -> ProducerId:
+        raise CoordinatorUnavailable("none")
+
+    coordinator.put(epoch=EPOCH_MAX - 1, state=TransactionState.ONGOING, started_ms=coordinator.clock.now_ms())
+    coordinator.shard._take_producer_id = none
+    coordinator.clock.advance_ms(2000)
+    coordinator.fire()
+    assert coordinator.state == "Ongoing"
+    coordinator.shard._take_producer_id = lambda: ProducerId(55)
+    coordinator.clock.advance_ms(2000)
+    coordinator.fire()
+    assert (coordinator.state, coordinator.transaction.next_producer_id) == ("PrepareAbort", 55)
+
+
+def test_ids_that_nobody_uses_are_forgotten() -> None:
+    coordinator = Coordinator(id_expiration_ms=10_000, sweep_ms=1000, tombstones_max=1)
+    coordinator.put(transactional_id="a")
+    coordinator.put(transactional_id="b")
+    coordinator.put(transactional_id="busy", updated_ms=0, state=TransactionState.PREPARED, started_ms=1)
+    for _ in range(40):
+        coordinator.clock.advance_ms(1000)
+        coordinator.fire()
+    assert [one.transactional_id for one in coordinator.shard] == ["busy"]
+
+
+def test_the_number_of_ids_is_bounded() -> None:
+    coordinator = Coordinator(ids_max=1)
+    coordinator.put(transactional_id="a")
+    with pytest.raises(PolicyViolation):
+        coordinator.init()
+
+
+def test_an_administrator_aborts(coordinator: Coordinator) -> None:
+    with pytest.raises(UnknownTransaction):
+        coordinator.run(lambda shard: shard.abort(ID))
+    who = coordinator.init()
+    with pytest.raises(InvalidTransactionState):
+        coordinator.run(lambda shard: shard.abort(ID))
+    coordinator.add(who)
+    assert coordinator.run(lambda shard: shard.abort(ID)) == "Ongoing"
+    assert coordinator.run(lambda shard: shard.abort(ID)) == "PrepareAbort"
+    coordinator.put(state=TransactionState.PREPARE_COMMIT, started_ms=1)
+    with pytest.raises(InvalidTransactionState):
+        coordinator.run(lambda shard: shard.abort(ID))
+
+
+def test_listing_and_describing(coordinator: Coordinator) -> None:
+    who = coordinator.init()
+    coordinator.add(who, OTHER, PARTITION)
+    coordinator.clock.advance_ms(500)
+    described = coordinator.run(lambda shard: shard.describe(ID))
+    assert (described.state, described.partitions) == ("Ongoing", (PARTITION, OTHER))
+
+    def listed(**filters: Any) -> int:
+        return len(coordinator.run(lambda shard: shard.listing(TransactionFilter(**filters))))
+
+    assert listed() == listed(states={"Ongoing"}) == listed(producer_ids={100}) == listed(longer_than_ms=400) == 1
+    assert listed(states={"Empty"}) == listed(producer_ids={1}) == listed(longer_than_ms=600) == 0
+    assert coordinator.shard.counts()["Ongoing"] == 1
+
+
+def waiting(coordinator: Coordinator) -> Later[None]:
+    _, later = coordinator.shard.until_ended(ID)
+    assert isinstance(later, Later)
+    return later
+
+
+def test_whoever_waits_for_an_end_is_told(coordinator: Coordinator) -> None:
+    coordinator.run(lambda shard: shard.until_ended(ID))
+    who = coordinator.init()
+    told = []
+    for _ in range(2):
+        coordinator.add(who)
+        coordinator.end(who)
+        told.append(waiting(coordinator))
+        assert [one.answered for one in told[-1:]] == [False]
+        if len(told) == 1:
+            coordinator.complete()
+    coordinator.shard.unload()
+    assert [one.error for one in told[:1]] == [None]
+    assert isinstance(told[1].error, NotCoordinator)
