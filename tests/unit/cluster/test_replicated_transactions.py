@@ -1,0 +1,127 @@
+"""Transactions on three replicas: a marker counts once it is acknowledged, and a new leader knows of it or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+
+from millstream.model.errors import NotLeader
+from millstream.model.ids import Epoch, NodeId, Offset, ProducerEpoch, ProducerId
+from millstream.model.marker import Marker
+from millstream.model.partition_state import PartitionState
+from millstream.model.topic import TopicSettings
+from millstream.records.record import NewRecord, encode_batch
+from millstream.replication.partition import ACKS_ALL, Partition
+from millstream.testing.replica_group import ReplicaGroup, content
+
+ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
+FIRST = PartitionState(replicas=(ONE, TWO, THREE), leader=ONE, leader_epoch=Epoch(0), in_sync=(ONE, TWO, THREE))
+SEVEN = 7
+
+
+def a_batch(sequence: int, *, epoch: int = 0) -> bytearray:
+    return encode_batch(
+        [NewRecord(None, b"v", (), 1000)],
+        producer_id=SEVEN,
+        producer_epoch=epoch,
+        base_sequence=sequence,
+        transactional=True,
+    )
+
+
+def marker(epoch: int = 1, *, commit: bool = True) -> Marker:
+    return Marker(
+        producer_id=ProducerId(SEVEN),
+        producer_epoch=ProducerEpoch(epoch),
+        commit=commit,
+        coordinator_epoch=0,
+        bumps_epoch=True,
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def leads(group: ReplicaGroup, node: int) -> Partition:
+    partition = group.partition(node)
+    await until(lambda: partition.is_leader)
+    return partition
+
+
+async def write(leader: Partition, sequence: int, *, epoch: int = 0) -> None:
+    guard = leader.start_transaction(SEVEN, epoch, sequence, bumps_epoch=True)
+    acknowledged = leader.acknowledged(leader.write(a_batch(sequence, epoch=epoch), acks=ACKS_ALL, guard=guard))
+    if acknowledged is not None:
+        await acknowledged
+
+
+async def end(leader: Partition, one: Marker) -> None:
+    acknowledged = leader.acknowledged(leader.write_marker(one))
+    if acknowledged is not None:
+        await acknowledged
+
+
+@pytest.fixture(params=["os", "always"])
+async def group(request: pytest.FixtureRequest) -> AsyncIterator[ReplicaGroup]:
+    async with ReplicaGroup(settings=TopicSettings(flush=request.param, min_insync_replicas=2)) as started:
+        started.agree(FIRST)
+        yield started
+
+
+async def test_followers_know_what_is_open_and_what_was_aborted(group: ReplicaGroup) -> None:
+    leader = await leads(group, 1)
+    await write(leader, 0)
+    await end(leader, marker(commit=False))
+    await write(leader, 0, epoch=1)
+    assert leader.last_stable_offset == 2
+    for node in (2, 3):
+        follower = group.partition(node)
+        assert content(follower) == content(leader)
+        assert follower.aborted_in(Offset(0), Offset(3)) == [(SEVEN, 0)]
+        assert follower.has_open_transaction(SEVEN, 1)
+
+
+async def test_a_marker_counts_once_it_is_acknowledged(group: ReplicaGroup) -> None:
+    leader = await leads(group, 1)
+    await write(leader, 0)
+    group.cut |= {(TWO, ONE), (THREE, ONE)}
+    ending = asyncio.ensure_future(end(leader, marker()))
+    await until(lambda: leader.log.end_offset == 2)
+    assert not leader.has_open_transaction(SEVEN, 0)
+    assert leader.last_stable_offset == 0
+    group.heal()
+    await ending
+    assert leader.last_stable_offset == 2
+
+
+async def test_a_marker_that_nobody_else_has_is_taken_back_and_can_be_written_again(group: ReplicaGroup) -> None:
+    leader = await leads(group, 1)
+    await write(leader, 0)
+    group.isolate(1)
+    ending = asyncio.ensure_future(end(leader, marker(commit=False)))
+    await until(lambda: leader.log.end_offset == 2)
+    group.agree(replace(FIRST, leader=TWO, leader_epoch=Epoch(1), in_sync=(TWO, THREE)))
+    new = await leads(group, 2)
+    assert new.has_open_transaction(SEVEN, 0)
+    await write(new, 1)
+    group.heal()
+    with pytest.raises(NotLeader):
+        await ending
+    await until(lambda: content(leader) == content(new))
+    assert leader.has_open_transaction(SEVEN, 0)
+    assert leader.aborted_in(Offset(0), Offset(9)) == []
+
+    await end(new, marker())
+    await until(lambda: new.last_stable_offset == 3)
+    await until(lambda: content(leader) == content(new))
+    for node in (1, 2, 3):
+        assert group.partition(node).open_transactions() == []
+        known = group.partition(node).log.producers.get(SEVEN)
+        assert known is not None
+        assert known.epoch == 1
