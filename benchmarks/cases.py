@@ -61,8 +61,12 @@ class Case:
 
     @property
     def plain(self) -> bool:
-        """Whether servers without partitions and keys can be measured in this line, too."""
-        return self.partitions == self.producers == 1 and not self.keyed and self.acks == "all"
+        """Whether servers without partitions and keys can be measured in this line, too.
+
+        One producer has one stream; ten producers have a stream each, as they would have a partition each.
+        """
+        spread = (self.producers, self.partitions) in ((1, 1), (10, 16))
+        return spread and not self.keyed and self.acks == "all"
 
     def messages_to_read(self, seconds: float) -> int:
         """How many messages are read back in about so many seconds: as many from a slow server as from a fast one.

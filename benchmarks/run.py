@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from benchmarks import cases, librdkafka, machine, plots, report
@@ -60,9 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = machine.facts()
     with console.status("touching memory"):
         machine.touch_memory()
+    results = Results()
     with ExitStack() as stack:
         subjects = start(console, given.subjects, stack, facts)
-        results = measure(console, chosen(given), subjects, given.rounds, given.seconds)
+        try:
+            measure(console, results, chosen(given), subjects, given.rounds, given.seconds)
+        except KeyboardInterrupt:
+            results.failures.append("stopped before the end")
     facts["minutes"] = round((time.monotonic() - began) / 60, 1)
     facts["rounds and seconds"] = f"{given.rounds} of {given.seconds:g} s"
     write(given.out, results, facts)
@@ -116,17 +122,20 @@ def start(console: Console, names: Sequence[str], stack: ExitStack, facts: dict[
 
 
 def measure(
-    console: Console, chosen: Sequence[Case], subjects: Sequence[Subject], rounds: int, seconds: float
-) -> Results:
+    console: Console,
+    results: Results,
+    chosen: Sequence[Case],
+    subjects: Sequence[Subject],
+    rounds: int,
+    seconds: float,
+) -> None:
     """Measure every line, all servers in turn."""
-    results = Results()
     with console.status("") as status:
         for number, case in enumerate(chosen, 1):
             for turn, subject in turns(case, subjects, rounds):
                 status.update(f"line {number} of {len(chosen)}, {case.name}: round {turn} of {rounds}, {subject.name}")
                 _measure_once(console, results, case, subject, seconds)
             console.print(f"[{number}/{len(chosen)}] {report.summary(results, case)}", markup=False, highlight=False)
-    return results
 
 
 def turns(case: Case, subjects: Sequence[Subject], rounds: int) -> Iterator[tuple[int, Subject]]:
@@ -178,5 +187,11 @@ def show(console: Console, results: Results, facts: dict[str, Any]) -> None:
         console.print(f"failed: {failure}", style="red", markup=False)
 
 
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    """Stop the servers and remove their data, as after Ctrl-C."""
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
     sys.exit(main())

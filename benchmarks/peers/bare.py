@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 from benchmarks.cases import PRODUCE, Case
 from benchmarks.peers.pipe import MARK, Connection, PeerFailed, Session, measure, payload
@@ -48,10 +48,11 @@ class Frames:
 
 
 class Topic(Session):
-    """One topic with one partition."""
+    """One partition of a topic."""
 
-    def __init__(self, connection: Connection, name: str, size_bytes: int) -> None:
+    def __init__(self, connection: Connection, name: str, size_bytes: int, partition: int = 0) -> None:
         super().__init__(connection)
+        self._partition = partition
         self._name = struct.pack(">h", len(name)) + name.encode()
         self._text = payload(size_bytes)
 
@@ -59,7 +60,12 @@ class Topic(Session):
         """One request with one batch; the correlation id tells how many messages an answer is for."""
         now = int(time.time() * 1000)
         batch = bytes(encode_batch([NewRecord(key=None, value=self._text, timestamp_ms=now)] * count))
-        body = struct.pack(">hhii", -1, -1, 30_000, 1) + self._name + struct.pack(">iii", 1, 0, len(batch)) + batch
+        body = (
+            struct.pack(">hhii", -1, -1, 30_000, 1)
+            + self._name
+            + struct.pack(">iii", 1, self._partition, len(batch))
+            + batch
+        )
         return _request(_PRODUCE, _PRODUCE_VERSION, count, body)
 
     def acknowledgements(self) -> Callable[[bytes], int]:
@@ -95,7 +101,7 @@ class Topic(Session):
 
     def _fetch(self, offset: int) -> None:
         body = struct.pack(">iiiibiii", -1, 100, 1, _FETCH_BYTES, 0, 0, -1, 1) + self._name
-        body += struct.pack(">iiiqqi", 1, 0, -1, offset, -1, _FETCH_BYTES) + struct.pack(">ih", 0, 0)
+        body += struct.pack(">iiiqqi", 1, self._partition, -1, offset, -1, _FETCH_BYTES) + struct.pack(">ih", 0, 0)
         self.connection.socket.sendall(_request(_FETCH, _FETCH_VERSION, 0, body))
 
     def _answer(self, buffer: bytearray) -> int:
@@ -137,8 +143,8 @@ class BareMillstream(Millstream):
         return case.plain and case.kind == PRODUCE
 
     def measure(self, case: Case, seconds: float) -> Measured:
-        """Measure on a new topic."""
-        with self.topic(case) as target, closing(Connection(target.address)) as connection:
-            return measure(
-                Topic(connection, target.topic, case.size_bytes), case, target.pid, seconds, _WINDOW, _AT_ONCE
-            )
+        """Measure on a new topic, with a partition for each producer."""
+        with self.topic(case) as target, ExitStack() as stack:
+            connections = [stack.enter_context(closing(Connection(target.address))) for _ in range(case.producers)]
+            topics = [Topic(each, target.topic, case.size_bytes, at) for at, each in enumerate(connections)]
+            return measure(topics, case, target.pid, seconds, _WINDOW, _AT_ONCE)

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from benchmarks.cases import ALWAYS, OS, PRODUCE, REQUESTS, Case
 from benchmarks.peers.launch import PeerServer, free_port
-from benchmarks.peers.pipe import MARK, Connection, Counter, PeerFailed, Session, measure, payload
+from benchmarks.peers.pipe import MARK, Connection, Counter, PeerFailed, Session, Tally, measure, payload
 from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.subject import Measured, Subject
 
@@ -29,8 +29,9 @@ VERSION = "v2.15.2"
 BUILD_S_MAX = 600.0
 _SYNC = {ALWAYS: "sync_interval: always", OS: ""}
 _DURABILITY = {OS: "page cache, fsync every 2 min"}
-# The server drops what comes when more than 10,000 messages wait to be stored.
-_WINDOW, _AT_ONCE = 4000, 250
+# How many messages are in flight, and sent at once. The server drops what comes when more than 10,000 wait to be
+# stored; it syncs for each message alone, so that more of them in flight would only take longer to come to an end.
+_FLIGHT = {ALWAYS: (500, 20), OS: (4000, 250)}
 _READ_AT_ONCE = 5000
 
 
@@ -104,12 +105,12 @@ class Stream(Session):
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._name}.{made['name']}".encode()
         pull = b"PUB %b %b.m %d\r\n%b\r\n" % (subject, self._inbox.encode(), len(body), body)
         asked, came = 0, 0
-        counter = Counter(MARK)
+        tally = Tally(MARK)
         while came < count:
             while asked < count and asked - came <= 2 * _READ_AT_ONCE:
                 self.connection.socket.sendall(pull)
                 asked += _READ_AT_ONCE
-            now = counter.feed(self.connection.receive())
+            now = tally.take(self.connection)
             came += now
             yield now
 
@@ -148,7 +149,7 @@ class Nats(Subject):
         self._stack.close()
 
     def offers(self, case: Case) -> bool:
-        """One stream and one producer."""
+        """A stream for each producer."""
         return case.plain and case.kind in (PRODUCE, REQUESTS) and case.flush in self._servers
 
     def durability(self, case: Case) -> str:
@@ -156,10 +157,12 @@ class Nats(Subject):
         return _DURABILITY.get(case.flush, case.durability)
 
     def measure(self, case: Case, seconds: float) -> Measured:
-        """Measure on a new stream."""
+        """Measure on new streams, one for each producer."""
         server = self._servers[case.flush]
-        with closing(Connection(server.kafka)) as connection:
-            stream = Stream(connection, case.size_bytes)
-            found = measure(stream, case, server.pid, seconds, _WINDOW, _AT_ONCE)
-            stream.delete()
+        with ExitStack() as stack:
+            connections = [stack.enter_context(closing(Connection(server.kafka))) for _ in range(case.producers)]
+            streams = [Stream(connection, case.size_bytes) for connection in connections]
+            found = measure(streams, case, server.pid, seconds, *_FLIGHT[case.flush])
+            for stream in streams:
+                stream.delete()
             return found

@@ -10,8 +10,10 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from benchmarks.cases import REQUESTS, Case
 from benchmarks.percentiles import percentile
@@ -21,11 +23,15 @@ from benchmarks.subject import CONSUMED, PRODUCED, Measured
 from benchmarks.target import Numbers
 from benchmarks.throughput import flow
 
-RECEIVE_BYTES = 1 << 20
+# Below what the allocator takes from the system and gives back each time, which would cost more than receiving.
+RECEIVE_BYTES = 96 * 1024
+BUFFER_BYTES = 1 << 20
 MARK = b"~mark~"
 """Stands at the start of each message and nowhere else, so that messages can be counted in any stream of bytes."""
 _TIMEOUT_S = 60.0
-_FILL_S, _FILL_S_MAX = 0.5, 3.0
+_FILL_S, _FILL_S_MAX = 0.5, 2.0
+# These clients receive nothing before they are asked to count it, so that a part of what others read is enough.
+_READ_SHARE = 3
 
 
 class PeerFailed(Exception):
@@ -53,6 +59,27 @@ class Counter:
         if self._failure is not None and self._failure in whole:
             raise PeerFailed(whole[whole.index(self._failure) :][:200].decode(errors="replace"))
         return whole.count(self._pattern)
+
+
+class Tally:
+    """Counts a pattern in all that a connection receives, without making an object of it."""
+
+    def __init__(self, pattern: bytes) -> None:
+        self._pattern = pattern
+        self._keep = len(pattern) - 1
+        self._buffer = bytearray(self._keep + BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+
+    def take(self, connection: Connection) -> int:
+        """Receive once, and tell how often the pattern ended in it."""
+        received = connection.socket.recv_into(self._view[self._keep :])
+        if not received:
+            raise PeerFailed("the server closed the connection")
+        end = self._keep + received
+        found = self._buffer.count(self._pattern, 0, end)
+        # What may be the beginning of a pattern goes before the next bytes.
+        self._view[: self._keep] = bytes(self._view[end - self._keep : end])
+        return found
 
 
 class Connection:
@@ -159,36 +186,53 @@ def _acknowledging(session: Session, window: Window) -> Iterator[None]:
         thread.join(_TIMEOUT_S)
 
 
-def measure(session: Session, case: Case, pid: int, seconds: float, window: int, at_once: int) -> Measured:
-    """The same that is measured with librdkafka: at the highest rate, or requests one by one."""
+def measure(sessions: Sequence[Session], case: Case, pid: int, seconds: float, window: int, at_once: int) -> Measured:
+    """The same that is measured with librdkafka: at the highest rate, or requests one by one.
+
+    Each session is a producer with a connection of its own. Only a single one reads back what it wrote.
+    """
+    first = sessions[0]
     if case.kind == REQUESTS:
-        return _requests(session, pid, seconds)
-    sent, produced = _produce(session, case, pid, seconds, window, at_once)
+        return _requests(first, pid, seconds)
+    sent, produced = _produce(sessions, case, pid, seconds, window, at_once)
     found = {PRODUCED: produced}
-    if case.consumes:
-        wanted = case.messages_to_read(seconds)
+    if case.consumes and len(sessions) == 1:
+        wanted = case.messages_to_read(seconds) // _READ_SHARE
         deadline = time.monotonic() + _FILL_S_MAX
         while sent < wanted and time.monotonic() < deadline:
-            sent += _produce(session, case, pid, _FILL_S, window, at_once)[0]
-        found[CONSUMED] = _consume(session, case, pid, min(sent, wanted))
+            sent += _produce(sessions, case, pid, _FILL_S, window, at_once)[0]
+        found[CONSUMED] = _consume(first, case, pid, min(sent, wanted))
     return found
 
 
-def _produce(session: Session, case: Case, pid: int, seconds: float, window: int, at_once: int) -> tuple[int, Numbers]:
-    chunk = session.messages(at_once)
-    flying = Window(window)
-    with _acknowledging(session, flying):
+def _produce(
+    sessions: Sequence[Session], case: Case, pid: int, seconds: float, window: int, at_once: int
+) -> tuple[int, Numbers]:
+    """How many messages were sent at all, and the numbers for those that were sent while the clock ran."""
+    windows = [Window(window // len(sessions)) for _ in sessions]
+    chunks = [session.messages(at_once) for session in sessions]
+    with ExitStack() as stack:
+        for session, flying in zip(sessions, windows, strict=True):
+            stack.enter_context(_acknowledging(session, flying))
+        pool = stack.enter_context(ThreadPoolExecutor(len(sessions)))
+        senders = [partial(_send, *each, at_once) for each in zip(sessions, windows, chunks, strict=True)]
+        for done in [pool.submit(sender, 0.0) for sender in senders]:
+            done.result()
+        with Meter(pid) as meter:
+            began = time.perf_counter()
+            messages = sum(done.result() for done in [pool.submit(sender, seconds) for sender in senders])
+            elapsed = time.perf_counter() - began
+    return sum(flying.sent for flying in windows), flow(case, messages, elapsed, meter)
+
+
+def _send(session: Session, flying: Window, chunk: bytes, at_once: int, seconds: float) -> int:
+    """Send for some seconds, at least once, and wait for the answers; tells how many messages that were."""
+    deadline, before = time.perf_counter() + seconds, flying.sent
+    while flying.sent == before or time.perf_counter() < deadline:
         flying.send(at_once)
         session.connection.socket.sendall(chunk)
-        flying.finish()
-        with Meter(pid) as meter:
-            began, before = time.perf_counter(), flying.sent
-            while time.perf_counter() < began + seconds:
-                flying.send(at_once)
-                session.connection.socket.sendall(chunk)
-            flying.finish()
-            elapsed, messages = time.perf_counter() - began, flying.sent - before
-    return flying.sent, flow(case, messages, elapsed, meter)
+    flying.finish()
+    return flying.sent - before
 
 
 def _consume(session: Session, case: Case, pid: int, wanted: int) -> Numbers:

@@ -13,7 +13,7 @@ from typing import Self
 
 from benchmarks.cases import OS, PRODUCE, REQUESTS, Case
 from benchmarks.peers.launch import PeerServer, free_port
-from benchmarks.peers.pipe import MARK, Connection, PeerFailed, Session, measure, payload
+from benchmarks.peers.pipe import MARK, Connection, PeerFailed, Session, Tally, measure, payload
 from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.subject import Measured, Subject
 
@@ -21,8 +21,8 @@ NAME = "rabbitmq"
 # The script that Debian puts on the PATH changes the user; this is the one behind it.
 _PLACES = ("/usr/lib/rabbitmq/bin/rabbitmq-server",)
 _WINDOW, _AT_ONCE = 10_000, 250
-_CREDIT = 50
-_DECLARE_PUBLISHER, _PUBLISH, _CONFIRM, _PUBLISH_ERROR, _SUBSCRIBE, _DELIVER, _CREDITS = 1, 2, 3, 4, 7, 8, 9
+_CREDIT = 60_000
+_DECLARE_PUBLISHER, _PUBLISH, _CONFIRM, _PUBLISH_ERROR, _SUBSCRIBE = 1, 2, 3, 4, 7
 _CREATE, _DELETE, _PROPERTIES, _MECHANISMS, _AUTHENTICATE, _TUNE, _OPEN = 13, 14, 17, 18, 19, 20, 21
 _OK = 1
 _HEAD = struct.Struct(">IHH")
@@ -65,26 +65,23 @@ class Frames:
         self._left = self._left[at:]
 
 
-class Stream(Session):
-    """One stream on one connection."""
+class Control:
+    """A connection that is logged in and asks for things."""
 
-    def __init__(self, connection: Connection, size_bytes: int) -> None:
-        super().__init__(connection)
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._frames = Frames()
         self._waiting: list[tuple[int, bytes]] = []
-        self._name = uuid.uuid4().hex[:12]
-        self._text = payload(size_bytes)
-        self.version = _property(self._ask(_PROPERTIES, struct.pack(">I", 0)), "version")
-        self._ask(_MECHANISMS, b"")
+        self.version = _property(self.ask(_PROPERTIES, struct.pack(">I", 0)), "version")
+        self.ask(_MECHANISMS, b"")
         secret = b"\0guest\0guest"
-        self._ask(_AUTHENTICATE, text("PLAIN") + struct.pack(">I", len(secret)) + secret)
+        self.ask(_AUTHENTICATE, text("PLAIN") + struct.pack(">I", len(secret)) + secret)
         connection.socket.sendall(frame(_TUNE, self._next(_TUNE)))
-        self._ask(_OPEN, text("/"))
-        self._ask(_CREATE, text(self._name) + struct.pack(">I", 0))
-        self._ask(_DECLARE_PUBLISHER, b"\x01" + text("") + text(self._name))
+        self.ask(_OPEN, text("/"))
 
-    def _ask(self, key: int, body: bytes) -> bytes:
-        self.connection.socket.sendall(frame(key, struct.pack(">I", 1) + body))
+    def ask(self, key: int, body: bytes) -> bytes:
+        """One request and its answer."""
+        self._connection.socket.sendall(frame(key, struct.pack(">I", 1) + body))
         answer = self._next(key | 0x8000)
         (code,) = struct.unpack_from(">H", answer, 4)
         if code != _OK:
@@ -98,7 +95,19 @@ class Stream(Session):
                 kind, body = self._waiting.pop(0)
                 if kind == key:
                     return body
-            self._waiting += self._frames.feed(self.connection.receive())
+            self._waiting += self._frames.feed(self._connection.receive())
+
+
+class Stream(Session):
+    """One stream, and one connection to write to it and read from it."""
+
+    def __init__(self, connection: Connection, size_bytes: int) -> None:
+        super().__init__(connection)
+        self.name = uuid.uuid4().hex[:12]
+        self._text = payload(size_bytes)
+        control = Control(connection)
+        control.ask(_CREATE, text(self.name) + struct.pack(">I", 0))
+        control.ask(_DECLARE_PUBLISHER, b"\x01" + text("") + text(self.name))
 
     def messages(self, count: int) -> bytes:
         """One frame with so many messages, as this protocol has it; their numbers matter to nobody here."""
@@ -122,27 +131,16 @@ class Stream(Session):
         return feed
 
     def read(self, count: int) -> Iterator[int]:
-        """Subscribe from the first message on, with a credit of some chunks that is renewed as they come."""
+        """Subscribe from the first message on, with so much credit that the socket alone holds the server back."""
         start = struct.pack(">HH", _FIRST, _CREDIT)
         self.connection.socket.sendall(
-            frame(_SUBSCRIBE, struct.pack(">I", 1) + b"\x01" + text(self._name) + start + struct.pack(">I", 0))
+            frame(_SUBSCRIBE, struct.pack(">I", 1) + b"\x01" + text(self.name) + start + struct.pack(">I", 0))
         )
-        frames = Frames()
-        came = 0
+        tally, came = Tally(MARK), 0
         while came < count:
-            chunks = now = 0
-            for key, body in frames.feed(self.connection.receive()):
-                if key == _DELIVER:
-                    chunks, now = chunks + 1, now + body.count(MARK)
-            if chunks:
-                self.connection.socket.sendall(frame(_CREDITS, b"\x01" + struct.pack(">H", chunks)))
-                came += now
-                yield now
-
-    def delete(self) -> None:
-        """Remove the stream's files."""
-        self._frames = Frames()
-        self._ask(_DELETE, text(self._name))
+            now = tally.take(self.connection)
+            came += now
+            yield now
 
 
 class RabbitMq(Subject):
@@ -182,9 +180,7 @@ class RabbitMq(Subject):
         try:
             self._server = self._stack.enter_context(PeerServer(folder / "data", port, start, environment))
             with closing(Connection(self._server.kafka)) as connection:
-                stream = Stream(connection, 100)
-                self.version = stream.version
-                stream.delete()
+                self.version = Control(connection).version
         except BaseException:
             self._stack.close()
             raise
@@ -195,13 +191,18 @@ class RabbitMq(Subject):
         self._stack.close()
 
     def offers(self, case: Case) -> bool:
-        """One stream and one producer; RabbitMQ never syncs a stream before it acknowledges."""
+        """A stream for each producer; RabbitMQ never syncs a stream before it acknowledges."""
         return case.plain and case.kind in (PRODUCE, REQUESTS) and case.flush == OS
 
     def measure(self, case: Case, seconds: float) -> Measured:
-        """Measure on a new stream."""
+        """Measure on new streams, one for each producer."""
+        with ExitStack() as stack:
+            connections = [stack.enter_context(closing(Connection(self._server.kafka))) for _ in range(case.producers)]
+            streams = [Stream(connection, case.size_bytes) for connection in connections]
+            found = measure(streams, case, self._server.pid, seconds, _WINDOW, _AT_ONCE)
+        # On another connection, since messages that nobody reads may still be on their way.
         with closing(Connection(self._server.kafka)) as connection:
-            stream = Stream(connection, case.size_bytes)
-            found = measure(stream, case, self._server.pid, seconds, _WINDOW, _AT_ONCE)
-            stream.delete()
-            return found
+            control = Control(connection)
+            for stream in streams:
+                control.ask(_DELETE, text(stream.name))
+        return found

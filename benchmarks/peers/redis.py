@@ -16,12 +16,18 @@ from benchmarks.cases import ALWAYS, INTERVAL, OS, PRODUCE, REQUESTS, Case
 from benchmarks.peers.launch import PeerServer, free_port
 from benchmarks.peers.pipe import MARK, Connection, Counter, PeerFailed, Session, measure, payload
 from benchmarks.peers.unavailable import PeerUnavailable
-from benchmarks.subject import Measured, Subject
+from benchmarks.processes import Meter
+from benchmarks.subject import PRODUCED, Measured, Subject
+from benchmarks.target import Numbers
+from benchmarks.throughput import flow
 
 NAME = "redis"
 _APPENDFSYNC = {ALWAYS: "always", INTERVAL: "everysec", OS: "no"}
 _WINDOW, _AT_ONCE = 10_000, 500
 _READ_AT_ONCE = 2000
+_CLIENTS, _PIPELINE, _TOOL_STREAM = 50, 16, "tool"
+_FIRST_RATE = 20_000
+_TOOL_S_MAX = 120.0
 
 
 def command(*parts: bytes) -> bytes:
@@ -32,9 +38,9 @@ def command(*parts: bytes) -> bytes:
 class Stream(Session):
     """One stream."""
 
-    def __init__(self, connection: Connection, size_bytes: int) -> None:
+    def __init__(self, connection: Connection, size_bytes: int, name: str = "") -> None:
         super().__init__(connection)
-        self._name = uuid.uuid4().hex[:12].encode()
+        self._name = (name or uuid.uuid4().hex[:12]).encode()
         self._add = command(b"XADD", self._name, b"*", b"m", payload(size_bytes))
 
     def messages(self, count: int) -> bytes:
@@ -49,24 +55,25 @@ class Stream(Session):
         """XRANGE in pieces, each from behind the last id of the one before."""
         start = b"-"
         while count > 0:
-            self.connection.socket.sendall(command(b"XRANGE", self._name, start, b"+", b"COUNT", b"%d" % _READ_AT_ONCE))
             wanted = min(count, _READ_AT_ONCE)
-            answer = self._answer(wanted)
-            start = b"(" + re.findall(rb"\r\n(\d+-\d+)\r\n", answer)[-1]
+            self.connection.socket.sendall(command(b"XRANGE", self._name, start, b"+", b"COUNT", b"%d" % wanted))
+            start = b"(" + self._last_id(wanted)
             count -= wanted
             yield wanted
 
-    def _answer(self, wanted: int) -> bytes:
-        parts, counter, came = [], Counter(MARK, b"-ERR"), 0
+    def _last_id(self, wanted: int) -> bytes:
+        """Receive so many messages, and find the id of the last of them, which stands before it."""
+        counter, came, tail = Counter(MARK, b"-ERR"), 0, b""
+        # An id, the names of fields and the message itself, twice: the last message is whole in what is kept.
+        keep = 2 * len(self._add) + 200
         while came < wanted:
-            parts.append(self.connection.receive())
-            came += counter.feed(parts[-1])
-        # The last message may not have come whole; each ends with the end of its text.
+            part = self.connection.receive()
+            came += counter.feed(part)
+            tail = (tail + part)[-keep:] if len(part) < keep else part[-keep:]
         size = len(self._add) - self._add.index(MARK)
-        answer = b"".join(parts)
-        while len(answer) - answer.rindex(MARK) < size:
-            answer += self.connection.receive()
-        return answer
+        while len(tail) - tail.rindex(MARK) < size:
+            tail += self.connection.receive()
+        return bytes(re.findall(rb"\r\n(\d+-\d+)\r\n", tail)[-1])
 
     def delete(self) -> None:
         """Give the memory back."""
@@ -89,6 +96,8 @@ class Redis(Subject):
         self.version = (re.findall(r"v=(\S+)", told) or ["unknown"])[0]
         self._stack = ExitStack()
         self._servers: dict[str, PeerServer] = {}
+        self._tool = shutil.which("redis-benchmark")
+        self._rates: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         """Start them."""
@@ -106,14 +115,32 @@ class Redis(Subject):
         self._stack.close()
 
     def offers(self, case: Case) -> bool:
-        """One stream and one producer."""
+        """One producer with a stream, or many connections."""
         return case.plain and case.kind in (PRODUCE, REQUESTS) and case.flush in _APPENDFSYNC
 
     def measure(self, case: Case, seconds: float) -> Measured:
-        """Measure on a new stream."""
+        """Measure on a new stream; with several producers by Redis' own tool, where it is installed."""
         server = self._servers[case.flush]
-        with closing(Connection(server.kafka)) as connection:
-            stream = Stream(connection, case.size_bytes)
-            found = measure(stream, case, server.pid, seconds, _WINDOW, _AT_ONCE)
-            stream.delete()
+        if case.producers > 1 and self._tool is not None:
+            return {PRODUCED: self._measure_with_tool(self._tool, case, server, seconds)}
+        with ExitStack() as stack:
+            connections = [stack.enter_context(closing(Connection(server.kafka))) for _ in range(case.producers)]
+            streams = [Stream(connection, case.size_bytes) for connection in connections]
+            found = measure(streams, case, server.pid, seconds, _WINDOW, _AT_ONCE)
+            for stream in streams:
+                stream.delete()
             return found
+
+    def _measure_with_tool(self, tool: str, case: Case, server: PeerServer, seconds: float) -> Numbers:
+        """Redis reads little at once from a connection, so it is with many of them that it does best."""
+        count = max(int(self._rates.get(case.name, _FIRST_RATE) * seconds), _CLIENTS)
+        port = server.kafka.rpartition(":")[2]
+        add = ["XADD", _TOOL_STREAM, "*", "m", payload(case.size_bytes).decode()]
+        run = [tool, "-p", port, "-c", str(_CLIENTS), "-P", str(_PIPELINE), "-n", str(count), "--csv", *add]
+        with Meter(server.pid) as meter:
+            told = subprocess.run(run, capture_output=True, text=True, check=True, timeout=_TOOL_S_MAX).stdout
+        # Test, requests per second, and six columns about latencies.
+        self._rates[case.name] = float(told.strip().splitlines()[-1].split(",")[-7].strip('"'))
+        with closing(Connection(server.kafka)) as connection:
+            Stream(connection, case.size_bytes, _TOOL_STREAM).delete()
+        return flow(case, count, count / self._rates[case.name], meter)

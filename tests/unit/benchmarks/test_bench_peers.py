@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import struct
 from contextlib import ExitStack, closing
 
@@ -10,7 +11,7 @@ from benchmarks import run
 from benchmarks.cases import ALWAYS, OS, REQUESTS, Case
 from benchmarks.peers import rabbitmq, redis
 from benchmarks.peers.bare import Topic
-from benchmarks.peers.pipe import MARK, Connection, Counter, PeerFailed, Window, measure, payload
+from benchmarks.peers.pipe import MARK, Connection, Counter, PeerFailed, Tally, Window, measure, payload
 from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.subjects import Limit
 from hypothesis import given
@@ -23,6 +24,18 @@ def test_a_pattern_is_counted_once_however_the_bytes_are_cut(marks: list[bool], 
     data = b"".join(MARK if mark else b"~ma" for mark in marks)
     counter = Counter(MARK)
     assert sum(counter.feed(data[at : at + size]) for at in range(0, len(data), size)) == sum(marks)
+
+
+def test_a_pattern_is_counted_as_it_comes_from_a_connection() -> None:
+    server, client = socket.socketpair()
+    connection = Connection.__new__(Connection)
+    connection.socket = client
+    tally, found = Tally(MARK), 0
+    with server, client:
+        for part in (b"~ma", b"rk~x~mark", b"~~mark~", b"~mark", b"ing"):
+            server.sendall(part)
+            found += tally.take(connection)
+    assert found == 3
 
 
 def test_an_error_among_the_answers_is_raised() -> None:
@@ -63,9 +76,18 @@ def test_a_sender_learns_that_no_answer_will_come() -> None:
 def test_the_bare_client_writes_and_reads(case: Case) -> None:
     with Limit().topic(case) as target, closing(Connection(target.address)) as connection:
         topic = Topic(connection, target.topic, case.size_bytes)
-        found = measure(topic, case, target.pid, 0.1, 1000, 100)
+        found = measure([topic], case, target.pid, 0.1, 1000, 100)
     assert all(numbers.get("messages/s", numbers.get("requests/s", 0)) > 0 for numbers in found.values())
     assert len(found) == 2
+
+
+def test_several_bare_clients_write_at_once() -> None:
+    case = Case(flush=OS, producers=10)
+    with Limit().topic(case) as target, ExitStack() as stack:
+        connections = [stack.enter_context(closing(Connection(target.address))) for _ in range(3)]
+        topics = [Topic(each, target.topic, case.size_bytes, at) for at, each in enumerate(connections)]
+        found = measure(topics, case, target.pid, 0.05, 300, 10)
+    assert found["produce"]["messages/s"] > 0
 
 
 def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
