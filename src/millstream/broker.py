@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from millstream.catalog.catalog import Catalog
 from millstream.cluster.declarations import CatalogDeclarations, Declarations
+from millstream.cluster.last_run import FILE_NAME as LAST_RUN_NAME
 from millstream.cluster.membership import Membership, Node
 from millstream.cluster.producer_ids import ProducerIds
 from millstream.cluster.quotas import ClientQuotas
+from millstream.cluster.store import CoordinationStore
 from millstream.cluster.topics import Topics
 from millstream.config import Config, parse_address
 from millstream.http.child import HttpChild
@@ -26,7 +28,7 @@ from millstream.kafka.dispatch import Dispatch
 from millstream.log.files import DiskFiles, Files
 from millstream.log.store import LogStore
 from millstream.model.clock import Clock, SystemClock
-from millstream.model.errors import InvalidSetting
+from millstream.model.errors import DataFolderInvalid, InvalidSetting
 from millstream.model.ids import NodeId
 from millstream.net.budget import Budget
 from millstream.net.connection import ConnectionLimits
@@ -53,6 +55,14 @@ class _Core:
     declarations: Declarations
     quotas: ClientQuotas
     node: ClusterNode | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reached:
+    """What the nodes of a cluster share."""
+
+    coordination: CoordinationStore
+    catalog: Catalog
 
 
 class Broker:
@@ -109,6 +119,10 @@ class Broker:
         undo.callback(self._http_socket.close)
         undo.push_async_callback(self._end_tasks)
 
+        # What may be wrong with the settings is told before the log is opened: a start that fails after that leaves the
+        # mark of a clean stop, and with it nobody would know that a machine went down before.
+        self._check_alone()
+        reached = self._reach_cluster() if config.in_cluster else None
         store = LogStore.open(
             Path(self._data),
             files=self._files,
@@ -120,7 +134,7 @@ class Broker:
         self._store = store
         undo.push_async_callback(store.close)
         self._supervise("log store", store.run())
-        core = await (self._open_in_cluster(store) if config.in_cluster else self._open_alone(store))
+        core = await (self._open_alone(store) if reached is None else self._open_in_cluster(store, reached))
         store.tell_recovered()
         # Not before: whoever connects while logs are recovered would wait without knowing what for.
         listen(self._kafka_socket, flag="kafka")
@@ -153,29 +167,23 @@ class Broker:
             undo.push_async_callback(core.node.leave)
         _logger.info("ready", extra={"kafka": self.kafka_address, "http": self.http_address, "data": config.data})
 
-    async def _open_alone(self, store: LogStore) -> _Core:
-        """A single node: its own catalog, and nobody to agree with."""
-        catalog = Catalog.open_folder(Path(self._data))
-        self._undo.callback(catalog.close)
-        declarations = CatalogDeclarations(catalog)
-        topics = Topics(declarations, store, self._config, self._clock)
-        await topics.load()
-        self._undo.callback(topics.close)
-        membership = Membership(catalog.cluster_id, self._advertised())
-        quotas = ClientQuotas(declarations)
-        await quotas.load()
-        return _Core(topics=topics, membership=membership, declarations=declarations, quotas=quotas)
+    def _check_alone(self) -> None:
+        if self._config.in_cluster:
+            return
+        if self._config.catalog:
+            raise InvalidSetting("--catalog is for nodes of a cluster, which need --etcd too; a node alone has its own")
+        if self._files.exists(f"{self._data}/{LAST_RUN_NAME}"):
+            raise DataFolderInvalid(
+                f"{self._config.data} is that of a node of a cluster; give --etcd and --catalog too, or another --data"
+            )
 
-    async def _open_in_cluster(self, store: LogStore) -> _Core:
-        """One of several nodes, which agree through etcd on what the shared catalog declares."""
+    def _reach_cluster(self) -> _Reached:
+        """What the nodes of a cluster share. Neither needs to be there yet."""
         # Without this, gRPC's own handlers crash the gateway's process when it is forked off.
         os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
         # Not needed on a single node, where they may not even be installed.
-        from millstream.cluster.cluster_node import ClusterNode, Surroundings
         from millstream.cluster.etcd_address import EtcdAddress
         from millstream.cluster.etcd_store import EtcdStore
-        from millstream.cluster.last_run import boot_id_of_machine
-        from millstream.cluster.replica_link import WireLinks
 
         config = self._config
         if not config.catalog:
@@ -190,7 +198,29 @@ class Broker:
         self._undo.push_async_callback(coordination.close)
         catalog = Catalog(config.catalog)
         self._undo.callback(catalog.close)
-        declarations = CatalogDeclarations(catalog, is_prepared=False, clock=self._clock)
+        return _Reached(coordination=coordination, catalog=catalog)
+
+    async def _open_alone(self, store: LogStore) -> _Core:
+        """A single node: its own catalog, and nobody to agree with."""
+        catalog = Catalog.open_folder(Path(self._data))
+        self._undo.callback(catalog.close)
+        declarations = CatalogDeclarations(catalog)
+        topics = Topics(declarations, store, self._config, self._clock)
+        await topics.load()
+        self._undo.callback(topics.close)
+        membership = Membership(catalog.cluster_id, self._advertised())
+        quotas = ClientQuotas(declarations)
+        await quotas.load()
+        return _Core(topics=topics, membership=membership, declarations=declarations, quotas=quotas)
+
+    async def _open_in_cluster(self, store: LogStore, reached: _Reached) -> _Core:
+        """One of several nodes, which agree through etcd on what the shared catalog declares."""
+        from millstream.cluster.cluster_node import ClusterNode, Surroundings
+        from millstream.cluster.last_run import boot_id_of_machine
+        from millstream.cluster.replica_link import WireLinks
+
+        config = self._config
+        declarations = CatalogDeclarations(reached.catalog, is_prepared=False, clock=self._clock)
         node = ClusterNode(
             Surroundings(
                 config=config,
@@ -199,7 +229,7 @@ class Broker:
                 files=self._files,
                 data=self._data,
                 log_store=store,
-                coordination=coordination,
+                coordination=reached.coordination,
                 declarations=declarations,
                 links=lambda find: WireLinks(find, me=NodeId(config.node_id)),
                 boot_id=boot_id_of_machine(),

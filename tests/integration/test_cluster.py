@@ -22,6 +22,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
+from millstream.testing.command import run_command
 from millstream.testing.etcd_server import EtcdServer
 from millstream.testing.postgres_server import PostgresServer
 from millstream.testing.server_group import ServerGroup
@@ -242,6 +243,18 @@ def test_topics_are_administered_through_any_node(cluster: ServerGroup, topic: s
     doors[1].delete_topics([topic], operation_timeout=WAIT_S)[topic].result()
     for door in doors:
         until(lambda door=door: topic not in door.list_topics(timeout=WAIT_S).topics)  # type: ignore[misc]
+
+
+def test_a_node_of_a_cluster_is_not_started_without_it(cluster: ServerGroup, tmp_path: Path) -> None:
+    free = ("--kafka", "127.0.0.1:0", "--http", "127.0.0.1:0")
+    new = ("serve", "--data", str(tmp_path / "new"), *free)
+    catalog = run_command([*new, "--catalog", "postgresql://nowhere/none"])
+    assert (catalog.code, "--etcd" in catalog.err) == (2, True)
+    etcd = run_command([*new, "--etcd", str(cluster[1].settings["etcd"])])
+    assert (etcd.code, "--catalog" in etcd.err) == (2, True)
+    cluster[3].kill()
+    alone = run_command(["serve", "--data", str(cluster[3].data), *free])
+    assert (alone.code, "of a cluster" in alone.err) == (1, True)
 
 
 def get(cluster: ServerGroup, path: str) -> str:

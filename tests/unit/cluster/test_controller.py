@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from millstream.model.errors import (
 )
 from millstream.model.ids import NodeId, PartitionIndex
 from millstream.model.partition_state import PartitionState
+from millstream.model.quota import CLIENT_ID, PRODUCER_BYTE_RATE, QuotaEntity
 from millstream.model.topic import Topic
 from millstream.testing.node_group import GroupNode, NodeGroup
 
@@ -225,3 +227,33 @@ async def test_without_a_deletion_record_files_stay(tmp_path: Path) -> None:
         await door.change([Delete(keys.topic_key(topic.topic_id))])
         await group.until(lambda: group[1].topics.get("orders") is None)
         assert any(str(topic.topic_id) in name for name in group[1].files.names("/data/partitions"))
+
+
+async def test_quotas_hold_on_every_node(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path, nodes=2) as group:
+        entity = QuotaEntity(((CLIENT_ID, "reports"),))
+        await group[1].cluster.quotas.alter(entity, {PRODUCER_BYTE_RATE: 5.0})
+        there = group[2].cluster.quotas
+        told = asyncio.Event()
+        there.when_changed(told.set)
+        while there.find(PRODUCER_BYTE_RATE, "reports") is None:
+            await asyncio.wait_for(told.wait(), 20)
+            told.clear()
+
+
+async def test_health_tells_what_is_not_well(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        await group[1].topics.create("orders", replication=3, partitions=2)
+        await group[1].topics.create("alone", replication=1, placement={0: (NodeId(3),)})
+        assert list(group[1].cluster.troubles()) == []
+        assert list(group[1].cluster.warnings()) == []
+        await group[2].kill()
+        await group[3].kill()
+        await group.until(lambda: len(group[1].view.live) == 1 and group[1].view.controller == 1)
+        await group.until(lambda: group[1].topics.without_leader() == 1 and group[1].topics.under_min_in_sync() == 2)
+        warnings = "; ".join(group[1].cluster.warnings())
+        assert "1 partitions have no leader" in warnings
+        assert "2 partitions that this node leads" in warnings
+        numbers = {metric.name: [sample.value for sample in metric.samples] for metric in group[1].cluster.metrics()}
+        assert numbers["millstream_nodes"] == [1]
+        assert numbers["millstream_active_controller"] == [1]

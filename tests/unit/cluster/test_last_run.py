@@ -1,6 +1,8 @@
-"""Whether a node's log may have a hole: what its folder remembers of the runs before."""
+"""Whether a data folder can be trusted to hold what its node told others it has."""
 
 from __future__ import annotations
+
+import pytest
 
 from millstream.cluster.last_run import LastRun
 from millstream.testing.files import MemoryFiles
@@ -8,53 +10,61 @@ from millstream.testing.files import MemoryFiles
 FOLDER = "/data"
 
 
-def start(files: MemoryFiles, boot_id: str, *, stopped_clean: bool = False) -> LastRun:
-    files.make_directory(FOLDER)
+@pytest.fixture
+def files() -> MemoryFiles:
+    made = MemoryFiles(1)
+    made.make_directory(FOLDER)
+    return made
+
+
+def run(files: MemoryFiles, boot_id: str = "a", *, stopped_clean: bool = False) -> LastRun:
     return LastRun(files, FOLDER, boot_id=boot_id, stopped_clean=stopped_clean)
 
 
-def admitted_once(files: MemoryFiles) -> None:
-    """A run under incarnation a, which the cluster let in."""
-    first = start(files, "boot 1", stopped_clean=True)
-    assert not first.is_unclean(None)
-    first.begin("a")
+def test_a_node_that_was_never_let_in_has_told_nobody_anything(files: MemoryFiles) -> None:
+    assert not run(files).is_unclean(None)
 
 
-def test_a_killed_process_lost_nothing_and_a_crashed_machine_may_have() -> None:
-    files = MemoryFiles()
-    admitted_once(files)
-    assert not start(files, "boot 1").is_unclean("a")
-    assert not start(files, "boot 2", stopped_clean=True).is_unclean("a")
-    assert start(files, "boot 2").is_unclean("a")
+@pytest.mark.parametrize(
+    ("boot_id", "stopped_clean", "is_unclean"),
+    [("a", False, False), ("a", True, False), ("b", True, False), ("b", False, True), ("", False, True)],
+)
+def test_a_machine_that_went_down_without_a_clean_stop_is_unclean(
+    files: MemoryFiles, boot_id: str, stopped_clean: bool, is_unclean: bool
+) -> None:
+    run(files).begin("first")
+    assert run(files, boot_id, stopped_clean=stopped_clean).is_unclean("first") is is_unclean
 
 
-def test_a_machine_without_a_boot_id_may_have_started_anew() -> None:
-    files = MemoryFiles()
-    start(files, "", stopped_clean=True).begin("a")
-    assert start(files, "").is_unclean("a")
+def test_a_crash_counts_until_the_cluster_has_heard_of_it(files: MemoryFiles) -> None:
+    run(files).begin("first")
+    run(files, "b").begin("second")
+    # Killed before it was let in, then started on the same boot: what the crash cost is still not told.
+    again = run(files, "b")
+    assert again.is_unclean("first")
+    assert not again.is_unclean("second")
 
 
-def test_another_folder_is_unclean() -> None:
-    assert start(MemoryFiles(), "boot 1", stopped_clean=True).is_unclean("a")
+def test_another_folder_is_unclean_however_it_was_stopped(files: MemoryFiles) -> None:
+    first = run(files)
+    assert first.is_unclean("somebody")
+    first.begin("first")
+    # An old copy knows the incarnations of its time only.
+    assert run(files, stopped_clean=True).is_unclean("second")
 
 
-def test_a_crash_counts_until_the_cluster_has_heard_of_it() -> None:
-    """However the runs after it ended: killed while they registered, or stopped in order before they could."""
-    files = MemoryFiles()
-    admitted_once(files)
-    crashed = start(files, "boot 2")
-    assert crashed.is_unclean("a")
-    assert start(files, "boot 2", stopped_clean=True).is_unclean("a")
-    crashed = start(files, "boot 2")
-    crashed.begin("b")
-    again = start(files, "boot 2")
-    assert again.is_unclean("a")
-    assert again.was("a")
-    assert not again.is_unclean("b")
+def test_what_was_let_in_is_known_after_attempts_that_were_not(files: MemoryFiles) -> None:
+    first = run(files)
+    for incarnation in ("admitted", "lost", "lost too"):
+        first.begin(incarnation)
+    again = run(files)
+    assert again.was("admitted")
+    assert not again.is_unclean("admitted")
 
 
-def test_a_failed_attempt_to_register_takes_no_trust_away() -> None:
-    files = MemoryFiles()
-    admitted_once(files)
-    start(files, "boot 1").begin("b")
-    assert not start(files, "boot 1").is_unclean("a")
+def test_a_file_that_cannot_be_read_is_no_proof(files: MemoryFiles) -> None:
+    run(files).begin("first")
+    replaced = LastRun(files, FOLDER, boot_id="a", stopped_clean=True)
+    assert not replaced.is_unclean("first")
+    files.remove(f"{FOLDER}/last-run")
+    assert run(files, stopped_clean=True).is_unclean("first")

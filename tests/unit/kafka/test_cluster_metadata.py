@@ -1,0 +1,124 @@
+"""What clients are told about partitions of a cluster whose nodes come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kio.schema.describe_topic_partitions.v0 import request as described_topics
+from kio.schema.elect_leaders.v2 import request as elections
+from kio.schema.errors import ErrorCode
+from kio.schema.list_offsets.v11 import request as offsets
+from kio.schema.metadata.v13 import request as metadata
+from kio.schema.types import BrokerId, TopicName
+from kio.static.primitive import i8, i32, i32Timedelta, i64
+
+from millstream.cluster.membership import Membership, Node
+from millstream.kafka.api import Api, ClientInfo
+from millstream.kafka.apis.describe_cluster import DescribeCluster
+from millstream.kafka.apis.describe_topic_partitions import DescribeTopicPartitions
+from millstream.kafka.apis.elect_leaders import ElectLeaders
+from millstream.kafka.apis.list_offsets import ListOffsets
+from millstream.kafka.apis.metadata import Metadata
+from millstream.model.ids import NodeId
+from millstream.testing.node_group import GroupNode, NodeGroup
+
+CLIENT = ClientInfo(connection_id=1, host="127.0.0.1")
+ORDERS = TopicName("orders")
+ALL = (NodeId(1), NodeId(2), NodeId(3))
+
+
+async def membership(node: GroupNode) -> Membership:
+    return await node.cluster.membership(Node(node_id=node.node_id, host=f"node-{node.node_id}", port=9092))
+
+
+async def ask(api: Api[Any, Any], request: Any) -> Any:
+    return await api.handle(request, CLIENT)
+
+
+async def partition(node: GroupNode) -> Any:
+    request = metadata.MetadataRequest(
+        topics=(metadata.MetadataRequestTopic(topic_id=None, name=ORDERS),), include_topic_authorized_operations=False
+    )
+    answer = await ask(Metadata(node.topics, await membership(node)), request)
+    return answer.topics[0].partitions[0]
+
+
+async def test_metadata_follows_nodes_and_leaders(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        topic = await group[1].topics.create("orders", replication=3, placement={0: ALL})
+        told = await partition(group[3])
+        assert (told.error_code, told.leader_id, told.leader_epoch) == (ErrorCode.none, 1, 0)
+        assert (told.replica_nodes, told.isr_nodes, told.offline_replicas) == ((1, 2, 3), (1, 2, 3), ())
+
+        await group[1].kill()
+        await group.until(lambda: leader(group[3]) == 2)
+        told = await partition(group[3])
+        assert (told.leader_id, told.leader_epoch, told.isr_nodes) == (2, 1, (2, 3))
+        assert told.offline_replicas == (1,)
+
+        await group[2].kill()
+        await group.until(lambda: leader(group[3]) == 3)
+        paged = described_topics.DescribeTopicPartitionsRequest(
+            topics=(described_topics.TopicRequest(name=ORDERS),), response_partition_limit=i32(10), cursor=None
+        )
+        answer = await ask(DescribeTopicPartitions(group[3].topics, await membership(group[3])), paged)
+        shown = answer.topics[0].partitions[0]
+        # Too few are in sync, so whoever left may still lead.
+        assert (shown.leader_id, shown.isr_nodes, shown.eligible_leader_replicas) == (3, (3,), (2,))
+        assert topic.replication == 3
+
+
+def leader(node: GroupNode) -> int:
+    topic = node.topics.get("orders")
+    state = None if topic is None else node.topics.state_of(topic, 0)
+    return -1 if state is None else state.leader
+
+
+async def test_a_partition_that_nobody_leads_is_told_so(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path, nodes=2) as group:
+        await group[1].topics.create("orders", replication=1, placement={0: (NodeId(1),)})
+        await group[1].kill()
+        await group.until(lambda: leader(group[2]) == -1)
+        told = await partition(group[2])
+        assert (told.error_code, told.leader_id) == (ErrorCode.leader_not_available, -1)
+        assert (told.replica_nodes, told.offline_replicas) == ((1,), (1,))
+        wanted = offsets.ListOffsetsPartition(partition_index=i32(0), timestamp=i64(-1))
+        request = offsets.ListOffsetsRequest(
+            replica_id=BrokerId(-1),
+            isolation_level=i8(0),
+            topics=(offsets.ListOffsetsTopic(name=ORDERS, partitions=(wanted,)),),
+            timeout=i32Timedelta.parse(i32Timedelta.resolution * 0),
+        )
+        answer = await ask(ListOffsets(group[2].topics), request)
+        assert answer.topics[0].partitions[0].error_code is ErrorCode.not_leader_or_follower
+        election = elections.ElectLeadersRequest(
+            election_type=i8(1),
+            topic_partitions=(elections.TopicPartitions(topic=ORDERS, partitions=(i32(0),)),),
+            timeout=i32Timedelta.parse(i32Timedelta.resolution * 0),
+        )
+        elected = await ask(ElectLeaders(group[2].topics), election)
+        assert elected.replica_election_results[0].partition_result[0].error_code is (
+            ErrorCode.eligible_leaders_not_available
+        )
+
+
+async def test_the_cluster_is_described_with_its_live_nodes_and_their_racks(tmp_path: Path) -> None:
+    from kio.schema.describe_cluster.v2.request import DescribeClusterRequest
+
+    async with NodeGroup(tmp_path, nodes=2, rack="attic") as group:
+        api = DescribeCluster(await membership(group[2]))
+        request = DescribeClusterRequest(
+            include_cluster_authorized_operations=False, endpoint_type=i8(1), include_fenced_brokers=False
+        )
+        answer = await ask(api, request)
+        assert [(one.broker_id, one.host, one.rack) for one in answer.brokers] == [
+            (1, "node-1", "attic"),
+            (2, "node-2", "attic"),
+        ]
+        assert answer.controller_id in (1, 2)
+        assert answer.cluster_id == (await membership(group[1])).cluster_id
+        await group[1].kill()
+        await group.until(lambda: len(group[2].view.live) == 1 and group[2].view.controller == 2)
+        answer = await ask(api, request)
+        assert ([one.broker_id for one in answer.brokers], answer.controller_id) == ([2], 2)
