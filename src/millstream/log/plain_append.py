@@ -25,6 +25,7 @@ from millstream.records.batch import (
 
 if TYPE_CHECKING:
     from millstream.log.log import Log
+    from millstream.log.producer import Producer
 
 _CODEC_AND_CONTROL = COMPRESSION_MASK | CONTROL_FLAG
 
@@ -69,9 +70,8 @@ def append_plain(log: Log, batches: bytearray | memoryview, leader_epoch: int) -
     header = None
     if producer_id >= 0:
         header = BatchHeader(0, *fields)
-        known = log.producers.transactions.open.get(producer_id)
-        if (known is None) == bool(attributes & TRANSACTIONAL_FLAG) or (known and known.epoch != header.producer_epoch):
-            # It begins a transaction, or does not belong to the one that is open.
+        opened = log.producers.transactions.open
+        if (opened or attributes & TRANSACTIONAL_FLAG) and not _goes_on(header, opened.get(producer_id)):
             return None
         if header.base_sequence < 0 or header.producer_epoch < 0 or log.producers.check(header, now_ms) is not None:
             return None
@@ -86,3 +86,10 @@ def append_plain(log: Log, batches: bytearray | memoryview, leader_epoch: int) -
     log.end_offset = Offset(next_offset)
     log.grown(size)
     return AppendedRange(offset, log.end_offset, -1, log.start_offset, False)
+
+
+def _goes_on(header: BatchHeader, known: Producer | None) -> bool:
+    """Whether a batch neither begins a transaction nor stands beside the one that its producer has open."""
+    if known is None:
+        return not header.is_transactional
+    return header.is_transactional and known.epoch == header.producer_epoch

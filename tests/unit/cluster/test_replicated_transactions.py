@@ -1,4 +1,4 @@
-"""Transactions on three replicas: a marker counts once it is acknowledged, and a new leader knows of it or not at all."""
+"""Transactions on three replicas: a marker counts once it is acknowledged, and until then it may be taken back."""
 
 from __future__ import annotations
 
