@@ -563,6 +563,11 @@ class LogStore:
         yield counter("millstream_log_checkpoints_total", "Checkpoints of logs since the start.", self._checkpoints)
         yield from self._compactor.metrics()
         yield gauge("millstream_log_open_files", "Segment files that are open.", len(self._open_files))
+        transactions = [log.producers.transactions for log in self._logs.values()]
+        opened = sum(len(of_log.open) for of_log in transactions)
+        yield gauge("millstream_log_open_transactions", "Transactions that are open, each on each partition.", opened)
+        aborted = sum(len(of_log.aborted) for of_log in transactions)
+        yield gauge("millstream_log_aborted_transactions", "Aborted transactions that readers are told of.", aborted)
         yield gauge("millstream_log_failed_partitions", "Partitions that the disk fails.", len(self.failures))
         lost = [after - first for _, ranges in self.damage() for first, after in ranges]
         yield gauge("millstream_log_damaged_ranges", "Ranges of offsets that the disk lost.", len(lost))
