@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib as mpl
 from benchmarks.latency import ACKNOWLEDGED, END_TO_END, PERCENTS
+from benchmarks.names import BARE, DISCARD, KAFKA, LIMIT, MILLSTREAM, in_order
 from benchmarks.results import Line, Results
 from benchmarks.subject import CONSUMED, PRODUCED
-from benchmarks.subjects import BARE, DISCARD, KAFKA, LIMIT, MILLSTREAM
 
 mpl.use("agg")
 from matplotlib import pyplot
@@ -39,7 +41,13 @@ def color_of(name: str, names: list[str]) -> str:
 
 
 def _names(lines: list[Line]) -> list[str]:
-    return list(dict.fromkeys(name for line in lines for name in line.rounds))
+    return in_order(name for line in lines for name in line.rounds)
+
+
+def axis_end(values: Sequence[float]) -> float:
+    """Where an axis ends: behind all but the few values that are so large that the others could not be told apart."""
+    usual = median(values)
+    return max((value for value in values if value <= 6 * usual), default=0) or 1
 
 
 def _bars(lines: list[Line]) -> tuple[list[tuple[float, Line, str]], list[float], float]:
@@ -47,7 +55,7 @@ def _bars(lines: list[Line]) -> tuple[list[tuple[float, Line, str]], list[float]
     places, labels = [], []
     at = 0.0
     for line in lines:
-        names = list(line.rounds)
+        names = in_order(line.rounds)
         places += [(at + number, line, name) for number, name in enumerate(names)]
         labels.append(at + (len(names) - 1) / 2)
         at += len(names) + 0.8
@@ -102,11 +110,15 @@ def _cpu(lines: list[Line], direction: str, path: Path) -> Path:
     shown = [Line(line.case, line.direction, {n: r for n, r in line.rounds.items() if n != DISCARD}) for line in lines]
     places, labels, height = _bars(shown)
     figure, axes = _figure(height, f"{direction.capitalize()}: CPU seconds of the server per GB (less is better)")
-    for at, line, name in places:
-        user, system = (line.value(name, f"{kind} CPU s/GB") or 0 for kind in ("user", "system"))
-        axes.barh(at, user, height=0.9, color=color_of(name, names))
-        axes.barh(at, system, left=user, height=0.9, color=color_of(name, names), alpha=0.45)
-        axes.text(user + system, at, f" {user:.2f} + {system:.2f}", va="center", fontsize=7, color="#444444")
+    used = [[line.value(name, f"{kind} CPU s/GB") or 0 for kind in ("user", "system")] for _, line, name in places]
+    end = axis_end([sum(each) for each in used])
+    axes.set_xlim(0, end * 1.12)
+    for (at, _, name), (user, system) in zip(places, used, strict=True):
+        inner, outer = min(user, end), min(user + system, end)
+        axes.barh(at, inner, height=0.9, color=color_of(name, names))
+        axes.barh(at, outer - inner, left=inner, height=0.9, color=color_of(name, names), alpha=0.45)
+        cut = " …" if user + system > end else ""
+        axes.text(outer, at, f"{cut} {user:.2f} + {system:.2f}", va="center", fontsize=7, color="#444444")
     axes.set_xlabel("seconds per GB, user (full color) + system (pale)")
     _label(axes, shown, labels, height)
     _legend(figure, names, [_patch(color_of(name, names)) for name in names])

@@ -8,10 +8,11 @@ from typing import Any
 
 from benchmarks.cases import FLUSHES, Case
 from benchmarks.latency import ACKNOWLEDGED, END_TO_END, PERCENTS
+from benchmarks.names import KAFKA, LIMIT, MILLSTREAM
 from benchmarks.requests import IN_FLIGHT, ONE_BY_ONE
 from benchmarks.results import Line, Results
 from benchmarks.subject import CONSUMED, PRODUCED
-from benchmarks.subjects import KAFKA, LIMIT, MILLSTREAM, STARTED
+from benchmarks.subjects import STARTED
 from benchmarks.verdict import targets
 from rich import box
 from rich.table import Table as RichTable
@@ -195,5 +196,7 @@ def _verdict(results: Results) -> Table:
 def facts_table(facts: Mapping[str, Any]) -> Table:
     """Where the numbers come from."""
     table = Table("Measured on", ["what", "which"], words=2)
-    table.rows = [[name, str(value)] for name, value in facts.items()]
+    for name, value in facts.items():
+        parts = [f"{one} {two}" for one, two in value.items()] if isinstance(value, dict) else [str(value)]
+        table.rows.append([name, ", ".join(parts)])
     return table

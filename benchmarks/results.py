@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.cases import Case
+from benchmarks.names import in_order
 from benchmarks.subject import Measured
 from benchmarks.target import Numbers
 
@@ -70,8 +71,8 @@ class Results:
         return (line for line in self._lines.values() if not directions or line.direction in directions)
 
     def subjects(self, *directions: str) -> list[str]:
-        """The servers that appear in these lines, in the order of their first appearance."""
-        return list(dict.fromkeys(name for line in self.lines(*directions) for name in line.rounds))
+        """The servers that appear in these lines, in the order in which they are always shown."""
+        return in_order(name for line in self.lines(*directions) for name in line.rounds)
 
     def extreme(self, pick: Callable[[Line], float | None], *directions: str, least: bool) -> tuple[float, Line] | None:
         """The least or the largest of some number over lines, and the line where it was seen."""

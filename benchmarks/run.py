@@ -24,12 +24,13 @@ from typing import Any
 
 from benchmarks import cases, librdkafka, machine, plots, report
 from benchmarks.cases import LATENCY, Case
+from benchmarks.names import BARE, DISCARD, KAFKA, LIMIT, MILLSTREAM
 from benchmarks.peers import nats, rabbitmq, redis
 from benchmarks.peers.bare import BareMillstream
 from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.results import Results
 from benchmarks.subject import Subject
-from benchmarks.subjects import BARE, DISCARD, KAFKA, LIMIT, MILLSTREAM, ApacheKafka, Discard, Limit, Millstream
+from benchmarks.subjects import ApacheKafka, Discard, Limit, Millstream
 from rich.console import Console
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
@@ -43,9 +44,9 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     redis.NAME: redis.Redis,
 }
 OUT = Path("build/bench")
-ROUNDS, SECONDS = 3, 1.0
+ROUNDS, SECONDS = 3, 0.7
 QUICK_ROUNDS, QUICK_SECONDS = 1, 0.5
-LATENCY_TIMES = 4
+LATENCY_TIMES = 5
 """Percentiles need more messages than rates do: a line with a fixed rate takes so many times as long."""
 _WIDTH = 200
 

@@ -15,6 +15,7 @@ from typing import Self
 
 from benchmarks import latency, requests, throughput
 from benchmarks.cases import ALWAYS, INTERVAL, LATENCY, OS, PRODUCE, REQUESTS, START, Case
+from benchmarks.names import DISCARD, KAFKA, LIMIT, MILLSTREAM
 from benchmarks.peers import kafka
 from benchmarks.processes import resident_of, resident_of_tree, tree_of
 from benchmarks.subject import CONSUMED, PRODUCED, Measured, Subject
@@ -25,8 +26,6 @@ from confluent_kafka.cimpl import NewTopic
 import millstream
 from millstream.testing.server import Server, ServerFailed
 
-LIMIT, MILLSTREAM, KAFKA = "limit", "millstream", "kafka"
-DISCARD, BARE = "client-alone", "millstream-bare"
 STARTED = "start and rest"
 _ADMIN_S_MAX = 30.0
 _REST_S = 2.0

@@ -10,9 +10,9 @@ import pytest
 from benchmarks import cases, plots, report
 from benchmarks.cases import ALWAYS, LATENCY, OS, PRODUCE, Case
 from benchmarks.latency import ACKNOWLEDGED, END_TO_END
+from benchmarks.names import BARE, DISCARD, KAFKA, LIMIT, MILLSTREAM, in_order
 from benchmarks.results import Results
 from benchmarks.subject import CONSUMED, PRODUCED
-from benchmarks.subjects import BARE, KAFKA, LIMIT, MILLSTREAM
 from benchmarks.verdict import targets
 
 
@@ -122,6 +122,24 @@ def test_pictures_are_drawn(results: Results, tmp_path: Path) -> None:
     drawn = plots.draw(results, tmp_path)
     assert len(drawn) == 5
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_servers_have_their_order() -> None:
+    assert in_order([DISCARD, "redis", KAFKA, "nats", LIMIT, LIMIT, MILLSTREAM, BARE]) == [
+        LIMIT,
+        MILLSTREAM,
+        KAFKA,
+        BARE,
+        "nats",
+        "redis",
+        DISCARD,
+    ]
+
+
+def test_an_axis_ends_before_what_would_hide_the_rest() -> None:
+    assert plots.axis_end([1, 2, 3, 1000]) == 3
+    assert plots.axis_end([1, 2, 3]) == 3
+    assert plots.axis_end([0, 0]) == 1
 
 
 def test_every_factor_is_varied_by_itself() -> None:
