@@ -312,8 +312,11 @@ class Producers:
                 self.transactions.open.pop(producer_id, None)
 
     def _take_back(self, decided: Decided) -> None:
-        """Let a producer be as it was before a marker."""
-        self._by_id.pop(decided.producer_id, None)
+        """Let a producer be as it was before a marker, unless a later one is still there."""
+        known = self._by_id.pop(decided.producer_id, None)
+        if known is not None and known.marker_offset != decided.marker_offset:
+            self._by_id[decided.producer_id] = known
+            return
         self.transactions.open.pop(decided.producer_id, None)
         before = decided.before
         if before is None:

@@ -180,6 +180,25 @@ def test_a_producer_with_an_open_transaction_is_never_forgotten() -> None:
         producers.check(batch_of(1, 0, 5)[0], 1000)
 
 
+def test_a_marker_that_the_disk_lost_has_to_be_written_again() -> None:
+    producers = Producers(expiry_ms=HOUR_MS)
+    write(producers, 0, SEVEN)
+    end(producers, 1, marker_of(SEVEN, 1, commit=False))
+    producers.drop_range(1, 2)
+    assert producers.has_open(SEVEN, 0)
+    assert aborted(producers) == []
+    assert producers.check_marker(marker_of(SEVEN, 1, commit=False))
+
+    end(producers, 2, marker_of(SEVEN, 1))
+    write(producers, 3, SEVEN, 1)
+    end(producers, 4, marker_of(SEVEN, 2))
+    producers.drop_range(2, 3)
+    assert not producers.has_open(SEVEN, 0)
+    known = producers.get(SEVEN)
+    assert known is not None
+    assert known.epoch == 2
+
+
 def test_the_list_of_an_offset_range_ends_where_nothing_can_follow() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     for at in range(100):
