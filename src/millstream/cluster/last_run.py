@@ -23,6 +23,7 @@ class _Content(msgspec.Struct, kw_only=True):
     boot_id: str
     incarnations: list[str]
     whole: list[str] = []
+    let_in: bool = False
 
 
 class LastRun:
@@ -40,6 +41,8 @@ class LastRun:
         self._incarnations = found.incarnations if found is not None else []
         self._whole = found.whole if found is not None else []
         """The incarnations of which everything is here that they ever told others they have."""
+        self.was_let_in = found is not None and found.let_in
+        """Whether a cluster has ever counted on what is in this folder."""
         # A machine that does not tell its boot id may have started anew.
         same_boot = found is not None and found.boot_id == boot_id != ""
         if self._whole and not stopped_clean and not same_boot:
@@ -63,8 +66,16 @@ class LastRun:
         self._whole = [*self._whole, incarnation][-_KEPT:]
         self._write()
 
+    def let_in(self) -> None:
+        """Note, for good, that the cluster counts on what is in this folder from now on."""
+        if not self.was_let_in:
+            self.was_let_in = True
+            self._write()
+
     def _write(self) -> None:
-        content = _Content(boot_id=self._boot_id, incarnations=self._incarnations, whole=self._whole)
+        content = _Content(
+            boot_id=self._boot_id, incarnations=self._incarnations, whole=self._whole, let_in=self.was_let_in
+        )
         replace_file(self._files, self._folder, FILE_NAME, msgspec.json.encode(content))
 
     def _read(self) -> _Content | None:

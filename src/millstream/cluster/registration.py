@@ -18,7 +18,7 @@ from millstream.cluster.membership import Node
 from millstream.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put, Session
 from millstream.cluster.told import Registered
 from millstream.cluster.view import ClusterView, ViewChange
-from millstream.model.errors import NodeIdTaken, RequestTimedOut, StoreUnavailable
+from millstream.model.errors import ClusterForgotten, NodeIdTaken, RequestTimedOut, StoreUnavailable
 
 _logger = logging.getLogger(__name__)
 
@@ -80,7 +80,10 @@ class Registration:
         await self._admitted.wait()
 
     async def run(self) -> None:
-        """Stay registered; raises `NodeIdTaken` when another node has this one's id."""
+        """Stay registered.
+
+        Raises `NodeIdTaken` when another node has this one's id, `ClusterForgotten` when this one is known no more.
+        """
         while True:
             try:
                 self._lost.clear()
@@ -124,6 +127,8 @@ class Registration:
     async def _register(self) -> None:
         key = keys.node_key(self._me.node.node_id)
         admitted = await self._read(keys.admitted_key(self._me.node.node_id))
+        if admitted is None and self._last_run.was_let_in:
+            raise self._forgotten()
         # What this process lacked at its start counts once: since it was let in, it has everything it says it has.
         unclean = not self._admitted.is_set() and self._last_run.is_unclean(admitted[0] if admitted else None)
         incarnation = self._new_incarnation()
@@ -143,6 +148,14 @@ class Registration:
         while await self._store.change(changes, [Expect(key, revision)]) is None:
             revision = await self._await_place(key)
         _logger.info("registered", extra={"node": self._me.node.node_id, "unclean": unclean})
+
+    def _forgotten(self) -> ClusterForgotten:
+        """Only the store knew who has everything; deciding that anew, full logs would follow empty ones."""
+        return ClusterForgotten(
+            f"node {self._me.node.node_id} was part of a cluster, and etcd knows nothing of it: check --etcd and "
+            "--cluster; if etcd lost its data, restore it, or records would be cut off. A node that shall begin anew "
+            "needs an empty --data folder"
+        )
 
     async def _await_place(self, key: str) -> int:
         """The revision to write over: that of a run on this folder, which is over; else wait until nobody is there."""
@@ -170,6 +183,14 @@ class Registration:
         if self._me.node.node_id not in change.nodes or self._admitted.is_set() or self.is_fenced:
             return
         _logger.info("let in", extra={"node": self._me.node.node_id})
+        self._note_let_in()
         for listener in self._when_admitted:
             listener()
         self._admitted.set()
+
+    def _note_let_in(self) -> None:
+        try:
+            self._last_run.let_in()
+        except OSError as error:
+            # On a full disk the node is still of use; the note only guards against a store that loses its data.
+            _logger.warning("that this node was let in could not be noted", extra={"error": str(error)})

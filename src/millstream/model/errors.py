@@ -73,6 +73,7 @@ MillstreamError
 │   ├── StoreRefused               it answered that it did not do it
 │   └── WatchLost                  it cannot tell what changed since then; read everything anew
 ├── NodeIdTaken                    another node of the cluster runs under this id
+├── ClusterForgotten               the coordination store knows nothing of a node that the cluster had let in
 ├── CatalogUnavailable             the catalog gives no answer; data flows, declarations wait
 ├── CorruptState                   what a store holds cannot be read
 ├── DataFolderInUse
@@ -391,6 +392,10 @@ class WatchLost(StoreUnavailable):
 
 class NodeIdTaken(MillstreamError):
     """Another node of the cluster runs under this id."""
+
+
+class ClusterForgotten(MillstreamError):
+    """The coordination store knows nothing of a node that was let in: it is another store, or lost its data."""
 
 
 class CatalogUnavailable(MillstreamError):

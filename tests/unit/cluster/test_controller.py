@@ -11,6 +11,7 @@ from millstream.cluster import keys
 from millstream.cluster.embedded_store import EmbeddedStore
 from millstream.cluster.store import Delete, Expect, Put
 from millstream.model.errors import (
+    ClusterForgotten,
     ElectionNotNeeded,
     EligibleUnavailable,
     InvalidReplication,
@@ -206,6 +207,17 @@ async def test_a_second_node_with_the_same_id_is_refused(tmp_path: Path) -> None
             await twin.start()
         await twin.kill()
         assert set(group[1].view.live) == {1, 2}
+
+
+async def test_a_node_that_the_store_has_forgotten_does_not_begin_anew(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path, nodes=2) as group:
+        await group[2].stop()
+        door = EmbeddedStore(group.service, group.clock)
+        await door.change([Delete(keys.admitted_key(NodeId(2)))])
+        with pytest.raises(ClusterForgotten, match="check --etcd"):
+            await group[2].start()
+        await group[2].kill()
+        assert set(group[1].view.live) == {1}
 
 
 async def test_a_controller_that_lost_its_place_changes_nothing_any_more(tmp_path: Path) -> None:

@@ -68,3 +68,13 @@ def test_a_file_that_cannot_be_read_is_no_proof(files: MemoryFiles) -> None:
     assert not replaced.is_unclean("first")
     files.remove(f"{FOLDER}/last-run")
     assert run(files, stopped_clean=True).is_unclean("first")
+
+
+def test_a_folder_remembers_that_a_cluster_counted_on_it(files: MemoryFiles) -> None:
+    first = run(files)
+    first.begin("first")
+    assert not run(files).was_let_in
+    first.let_in()
+    assert run(files).was_let_in
+    run(files).begin("second")
+    assert run(files).was_let_in

@@ -18,6 +18,7 @@ INTERNAL: set[type[errors.MillstreamError]] = {
     errors.DataFolderInvalid,
     errors.AddressTaken,
     errors.NodeIdTaken,
+    errors.ClusterForgotten,
     errors.CorruptState,
     errors.RequestRefused,
 }
