@@ -14,6 +14,8 @@ from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.groups.coordinator import GroupCoordinator
 from millstream.kafka.api import Api
+from millstream.kafka.apis.abort_batch import AbortBatch
+from millstream.kafka.apis.abort_transaction import AbortTransaction
 from millstream.kafka.apis.add_offsets_to_txn import AddOffsetsToTxn
 from millstream.kafka.apis.add_partitions_to_txn import AddPartitionsToTxn
 from millstream.kafka.apis.alter_client_quotas import AlterClientQuotas
@@ -21,6 +23,7 @@ from millstream.kafka.apis.alter_configs import AlterConfigs
 from millstream.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
 from millstream.kafka.apis.api_versions import ApiVersions
 from millstream.kafka.apis.client_list import ClientList
+from millstream.kafka.apis.complete_batch import CompleteBatch
 from millstream.kafka.apis.consumer_group_describe import ConsumerGroupDescribe
 from millstream.kafka.apis.consumer_group_heartbeat import ConsumerGroupHeartbeat
 from millstream.kafka.apis.create_acls import CreateAcls
@@ -47,6 +50,7 @@ from millstream.kafka.apis.heartbeat import Heartbeat
 from millstream.kafka.apis.incremental_alter_configs import IncrementalAlterConfigs
 from millstream.kafka.apis.init_producer_id import InitProducerId
 from millstream.kafka.apis.join_group import JoinGroup
+from millstream.kafka.apis.last_batch import LastBatch
 from millstream.kafka.apis.leave_group import LeaveGroup
 from millstream.kafka.apis.list_config_resources import ListConfigResources
 from millstream.kafka.apis.list_groups import ListGroups
@@ -59,6 +63,7 @@ from millstream.kafka.apis.offset_commit import OffsetCommit
 from millstream.kafka.apis.offset_delete import OffsetDelete
 from millstream.kafka.apis.offset_fetch import OffsetFetch
 from millstream.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
+from millstream.kafka.apis.prepare_transaction import PrepareTransaction
 from millstream.kafka.apis.produce import Produce
 from millstream.kafka.apis.sync_group import SyncGroup
 from millstream.kafka.apis.txn_offset_commit import TxnOffsetCommit
@@ -182,6 +187,11 @@ class Served:
         yield TxnOffsetCommit(self._groups, parts.topics, service.gate)
         yield DescribeTransactions(coordinator)
         yield ListTransactions(coordinator)
+        yield PrepareTransaction(coordinator)
+        yield CompleteBatch(coordinator)
+        yield AbortBatch(coordinator)
+        yield LastBatch(coordinator)
+        yield AbortTransaction(coordinator)
 
     def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         parts = self._parts

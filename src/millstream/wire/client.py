@@ -139,10 +139,25 @@ class Client:
         """The node that coordinates a consumer group."""
         return await self._retrying(lambda: self._find_coordinator(group))
 
+    async def at_coordinator(self, name: str, attempt: Callable[[NodeId], Awaitable[T]], *, kind: int) -> T:
+        """Do something at the coordinator of a name, again and at the new one when it moves or an answer is lost."""
+
+        async def once() -> T:
+            return await attempt(await self._find_coordinator(name, kind))
+
+        return await self._retrying(once)
+
     # -- records --------------------------------------------------------------------------------------------
 
     async def produce(
-        self, topic: str, partition: int, batches: Buffer, *, acks: int = -1, timeout_ms: int | None = None
+        self,
+        topic: str,
+        partition: int,
+        batches: Buffer,
+        *,
+        acks: int = -1,
+        timeout_ms: int | None = None,
+        transactional_id: str | None = None,
     ) -> Produced:
         """Append whole batches to a partition; with `acks=0` the offset is not known and -1 is returned.
 
@@ -167,7 +182,14 @@ class Client:
                 left_s += timeout_ms / 1000
             patience_ms = int(left_s * 1000) if timeout_ms is None else timeout_ms
             return await self._produce_to(
-                pool, topic, partition, batches, acks=acks, timeout_ms=patience_ms, timeout_s=left_s
+                pool,
+                topic,
+                partition,
+                batches,
+                acks=acks,
+                timeout_ms=patience_ms,
+                timeout_s=left_s,
+                transactional_id=transactional_id,
             )
 
         return await self._retrying(attempt, lost_is_transient=idempotent)
@@ -260,11 +282,22 @@ class Client:
         return self._leaders[wanted]
 
     async def _produce_to(
-        self, pool: Pool, topic: str, partition: int, batches: Buffer, *, acks: int, timeout_ms: int, timeout_s: float
+        self,
+        pool: Pool,
+        topic: str,
+        partition: int,
+        batches: Buffer,
+        *,
+        acks: int,
+        timeout_ms: int,
+        timeout_s: float,
+        transactional_id: str | None,
     ) -> Produced:
         channel = await pool.shared()
         version = channel.version_for(producing.PRODUCE_KEY, newest=producing.NEWEST, oldest=producing.OLDEST)
-        body = producing.write_produce(version, topic, partition, batches, acks=acks, timeout_ms=timeout_ms)
+        body = producing.write_produce(
+            version, topic, partition, batches, acks=acks, timeout_ms=timeout_ms, transactional_id=transactional_id
+        )
         if acks == ACKS_NONE:
             await channel.send(producing.PRODUCE_KEY, version, body)
             return Produced(Offset(-1), -1)
@@ -312,14 +345,14 @@ class Client:
             found.update(_listed(await self.send(leader, request)))
         return found
 
-    async def _find_coordinator(self, group: str) -> NodeId:
+    async def _find_coordinator(self, name: str, kind: int = _GROUP_COORDINATOR) -> NodeId:
         from kio.schema.find_coordinator.v6.request import FindCoordinatorRequest
         from kio.static.primitive import i8
 
-        request = FindCoordinatorRequest(key_type=i8(_GROUP_COORDINATOR), coordinator_keys=(group,))
+        request = FindCoordinatorRequest(key_type=i8(kind), coordinator_keys=(name,))
         answer = (await self.send(None, request)).coordinators[0]
         if answer.error_code:
-            raise refusal(answer.error_code, answer.error_message, about=f"coordinator of group {group!r}")
+            raise refusal(answer.error_code, answer.error_message, about=f"coordinator of {name!r}")
         node_id = NodeId(answer.node_id)
         self._nodes[node_id] = NodeMetadata(node_id=node_id, host=answer.host, port=answer.port, rack=None)
         return node_id

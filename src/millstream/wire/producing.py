@@ -24,11 +24,18 @@ class Produced(NamedTuple):
 
 
 def write_produce(
-    version: int, topic: str, partition: int, batches: Buffer, *, acks: int, timeout_ms: int
+    version: int,
+    topic: str,
+    partition: int,
+    batches: Buffer,
+    *,
+    acks: int,
+    timeout_ms: int,
+    transactional_id: str | None = None,
 ) -> list[Buffer]:
     """Lay the body of a request for one partition."""
     writer = Writer(flexible=is_flexible(PRODUCE_KEY, version))
-    writer.string(None)
+    writer.string(transactional_id)
     writer.int16(acks)
     writer.int32(timeout_ms)
     writer.array_length(1)

@@ -1,0 +1,38 @@
+"""AbortBatch (key 32012), version 0: Millstream's private request that aborts every attempt at a batch.
+
+    {"query": "q", "batch": 3}   answer: {"error": 0, "message": null, "aborted": 2}
+
+A batch that is committed cannot be aborted (INVALID_TXN_STATE). The same batch may be tried again afterwards.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from millstream.kafka.private import PrivateApi
+from millstream.transactions.coordinator import TransactionCoordinator
+
+
+class NamedBatch(msgspec.Struct, frozen=True):
+    """A batch of a query."""
+
+    query: str
+    batch: int
+
+
+class AbortBatch(PrivateApi[NamedBatch]):
+    """Aborts what was written for a batch."""
+
+    key = 32012
+    asks = NamedBatch
+
+    def __init__(self, transactions: TransactionCoordinator) -> None:
+        self._transactions = transactions
+
+    async def handle(self, request: NamedBatch) -> dict[str, Any]:
+        """Abort every attempt."""
+        return {"aborted": await self._transactions.abort_batch(request.query, request.batch)}

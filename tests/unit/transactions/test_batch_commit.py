@@ -1,0 +1,300 @@
+"""The batch commit: many writers, decided together, through crashes of the driver, of tasks and of the broker.
+
+A query writes batches of several parts. Every step may fail before or after it was carried out, tasks are run twice,
+and what is left over of earlier runs goes on meanwhile. Whatever happens, each part of each batch is committed exactly
+once, and a batch as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from random import Random
+from typing import TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.coordination.state import Outcome
+from millstream.model.errors import (
+    InvalidProducerMapping,
+    InvalidRequest,
+    InvalidTransactionState,
+    MillstreamError,
+    ProducerFenced,
+)
+from millstream.model.ids import PartitionIndex, ProducerId
+from millstream.model.topic import TopicPartition
+from millstream.testing.transaction_model import FoldedCoordinator, ModelPartition
+from millstream.transactions.batch import Member, attempt_of, placement_of
+from millstream.transactions.requests import InitRequest, ProducerRef
+from millstream.transactions.shard import TransactionShard
+
+T = TypeVar("T")
+
+QUERY = "q"
+PARTS = 3
+
+
+class Crash(Exception):
+    """The process that asked is gone."""
+
+
+class Run:
+    """A coordinator, its partitions, and everybody who writes."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.coordinator = FoldedCoordinator()
+        self.partitions = {TopicPartition("t", PartitionIndex(index)): ModelPartition() for index in range(PARTS)}
+        self.attempts = count()
+        self.parts: dict[int, tuple[int, int]] = {}
+        """By attempt, the batch and the part that it writes."""
+        self.zombies: list[Callable[[], None]] = []
+
+    def ask(self, operation: Callable[[TransactionShard], Outcome[T]]) -> T:
+        """Ask the coordinator; whoever asks may die before it is carried out or before the answer is there."""
+        fate = self.random.random()
+        if fate < 0.015:
+            raise Crash
+        answer = self.coordinator.run(operation)
+        self.check()
+        if fate < 0.03:
+            raise Crash
+        return answer
+
+    def attempt(self, batch: int, part: int) -> Member | None:
+        """A task writes its part; None if the batch is committed already."""
+        if self.ask(lambda shard: shard.batches.last_batch(QUERY)) >= batch:
+            return None
+        number = next(self.attempts)
+        self.parts[number] = (batch, part)
+        name = f"spark/{QUERY}/{batch}/{part}/{number}"
+        who = self.ask(lambda shard: shard.init(InitRequest(transactional_id=name, timeout_ms=60_000)))
+        ref = ProducerRef(name, *who)
+        partition = TopicPartition("t", PartitionIndex(part))
+
+        def rest() -> None:
+            self.ask(lambda shard: shard.add_partitions(ref, [partition], version=2))
+            self.partitions[partition].append(ref.producer_id, ref.epoch, number)
+            self.ask(lambda shard: shard.batches.prepare(ref))
+
+        if self.random.random() < 0.05:
+            # The task is slow, another one is started in its place, and this one goes on some time later.
+            self.zombies.append(rest)
+            raise Crash
+        rest()
+        return Member(*ref)
+
+    def batch(self, batch: int) -> None:
+        """The driver runs a batch until it is told that it is committed."""
+        while True:
+            try:
+                members = [
+                    self.attempt(batch, part) for part in range(PARTS) for _ in range(self.random.choice([1, 1, 2]))
+                ]
+                by_part = {attempt_of_part(one): one for one in members if one is not None}
+                if len(by_part) not in (0, PARTS):
+                    continue
+                chosen = tuple(by_part.values())
+                if self.random.random() < 0.2:
+                    # A driver that is thought to be dead still has its members.
+                    self.zombies.append(lambda: self.complete(batch, chosen))  # noqa: B023
+                    raise Crash
+                self.complete(batch, chosen)
+            except (Crash, ProducerFenced, InvalidTransactionState, InvalidProducerMapping):
+                self.others_go_on()
+                continue
+            return
+
+    def complete(self, batch: int, members: tuple[Member, ...]) -> None:
+        self.ask(lambda shard: shard.batches.complete(QUERY, batch, members))
+
+    def others_go_on(self) -> None:
+        self.write_markers(all_of_them=False)
+        if self.random.random() < 0.2:
+            self.coordinator.pass_time(self.random.choice([1, 61_000]))
+        for zombie in self.zombies[:]:
+            if self.random.random() < 0.5:
+                self.zombies.remove(zombie)
+                try:
+                    zombie()
+                except (Crash, MillstreamError):
+                    continue
+
+    def write_markers(self, *, all_of_them: bool) -> None:
+        for ending in self.coordinator.run(lambda shard: shard.endings()):
+            for partition in ending.partitions:
+                if all_of_them or self.random.random() < 0.7:
+                    self.partitions[partition].end(ending)
+            if all_of_them or self.random.random() < 0.3:
+                for partition in ending.partitions:
+                    self.partitions[partition].end(ending)
+                self.coordinator.run(lambda shard: shard.complete(ending))  # noqa: B023
+
+    def check(self) -> None:
+        """No part is committed twice, by decision or by marker."""
+        committed: dict[tuple[int, int], set[int]] = {}
+        for transaction in self.coordinator.shard:
+            if transaction.is_committing:
+                number = int(transaction.transactional_id.rsplit("/", 1)[1])
+                committed.setdefault(self.parts[number], set()).add(number)
+        for partition in self.partitions.values():
+            for number, is_committed in partition.outcomes.items():
+                if is_committed:
+                    committed.setdefault(self.parts[number], set()).add(number)
+        assert all(len(numbers) == 1 for numbers in committed.values()), f"doubled: {committed}"
+        last = self.coordinator.shard.batches.last_batch_of(QUERY)
+        assert set(committed) <= {(batch, part) for batch in range(last + 1) for part in range(PARTS)}
+
+
+def attempt_of_part(member: Member) -> int:
+    return int(member.transactional_id.rsplit("/", 2)[1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_every_part_of_every_batch_is_committed_exactly_once(seed: int) -> None:
+    run = Run(seed)
+    batches = 4
+    for batch in range(batches):
+        run.batch(batch)
+        run.others_go_on()
+    for zombie in run.zombies:
+        try:
+            zombie()
+        except (Crash, MillstreamError):
+            continue
+    run.coordinator.pass_time(100_000)
+    run.coordinator.run(lambda shard: shard.batches.complete(QUERY, batches - 1, ()))
+    run.write_markers(all_of_them=True)
+    committed = [
+        run.parts[number]
+        for partition in run.partitions.values()
+        for number, is_committed in partition.outcomes.items()
+        if is_committed
+    ]
+    assert sorted(committed) == [(batch, part) for batch in range(batches) for part in range(PARTS)]
+    assert not any(partition.undecided for partition in run.partitions.values())
+    # Nothing of what is over is kept but the number of the last batch.
+    assert run.coordinator.transactions == {}
+    assert run.coordinator.shard.batches.queries == {QUERY: batches - 1}
+
+
+@pytest.mark.parametrize(
+    ("transactional_id", "found"),
+    [
+        ("spark/q/3/0/abc", ("q", 3)),
+        ("spark/a/b/q/3/0/abc", ("a/b/q", 3)),
+        ("spark/q/3/0", None),
+        ("spark/q/x/0/abc", None),
+        ("spark/q/-1/0/abc", None),
+        ("spark//3/0/abc", None),
+        ("spark/q/99999999999999999999/0/abc", None),
+        ("other/q/3/0/abc", None),
+    ],
+)
+def test_ids_of_batches(transactional_id: str, found: tuple[str, int] | None) -> None:
+    assert attempt_of(transactional_id) == found
+    assert placement_of(transactional_id) == (transactional_id if found is None else found[0])
+
+
+class One:
+    """A writer of one batch."""
+
+    def __init__(self) -> None:
+        self.coordinator = FoldedCoordinator()
+
+    def begin(self, name: str) -> ProducerRef:
+        request = InitRequest(transactional_id=name, timeout_ms=1000)
+        return ProducerRef(name, *self.coordinator.run(lambda shard: shard.init(request)))
+
+    def write(self, ref: ProducerRef) -> None:
+        partition = TopicPartition("t", PartitionIndex(0))
+        self.coordinator.run(lambda shard: shard.add_partitions(ref, [partition], version=2))
+
+    def prepare(self, ref: ProducerRef) -> None:
+        self.coordinator.run(lambda shard: shard.batches.prepare(ref))
+
+    def complete(self, batch: int, *refs: ProducerRef) -> bool:
+        members = tuple(Member(*ref) for ref in refs)
+        return self.coordinator.run(lambda shard: shard.batches.complete(QUERY, batch, members))
+
+    def states(self) -> dict[str, str]:
+        return {name: one.state.value for name, one in self.coordinator.transactions.items()}
+
+
+def test_a_prepared_transaction_waits_without_a_timeout() -> None:
+    one = One()
+    ref = one.begin("spark/q/0/0/a")
+    one.write(ref)
+    one.prepare(ref)
+    one.prepare(ref)
+    one.coordinator.pass_time(10_000_000)
+    assert one.states() == {"spark/q/0/0/a": "Prepared"}
+    with pytest.raises(InvalidTransactionState):
+        one.write(ref)
+    with pytest.raises(InvalidTransactionState):
+        one.begin("spark/q/0/0/a")
+    with pytest.raises(InvalidTransactionState):
+        one.coordinator.run(lambda shard: shard.end(ref, commit=True, version=2))
+    assert one.coordinator.run(lambda shard: shard.abort("spark/q/0/0/a")) == "Prepared"
+    assert one.states() == {"spark/q/0/0/a": "PrepareAbort"}
+
+
+def test_a_member_that_is_not_prepared_fails_the_whole() -> None:
+    one = One()
+    first, second = one.begin("spark/q/0/0/a"), one.begin("spark/q/0/1/b")
+    one.write(first)
+    one.prepare(first)
+    one.write(second)
+    with pytest.raises(InvalidTransactionState):
+        one.complete(0, first, second)
+    assert one.states() == {"spark/q/0/0/a": "Prepared", "spark/q/0/1/b": "Ongoing"}
+    one.prepare(second)
+    with pytest.raises(ProducerFenced):
+        one.complete(0, first, second._replace(epoch=5))
+    with pytest.raises(InvalidProducerMapping):
+        one.complete(0, first, second._replace(producer_id=ProducerId(5)))
+    with pytest.raises(InvalidRequest):
+        one.complete(1, first, second)
+    assert one.complete(0, first, second)
+    assert set(one.states().values()) == {"PrepareCommit"}
+    assert not one.complete(0, first, second)
+
+
+def test_losers_are_aborted_and_fenced() -> None:
+    one = One()
+    winner, loser, idle = one.begin("spark/q/2/0/a"), one.begin("spark/q/2/0/b"), one.begin("spark/q/1/0/c")
+    later, other = one.begin("spark/q/3/0/d"), one.begin("spark/other/0/0/e")
+    for ref in (winner, loser, later, other):
+        one.write(ref)
+        one.prepare(ref)
+    assert one.complete(2, winner)
+    assert one.states() == {
+        "spark/q/2/0/a": "PrepareCommit",
+        "spark/q/2/0/b": "PrepareAbort",
+        "spark/q/3/0/d": "Prepared",
+        "spark/other/0/0/e": "Prepared",
+    }
+    with pytest.raises(InvalidProducerMapping):
+        one.write(idle)
+    with pytest.raises(ProducerFenced):
+        one.begin("spark/q/2/0/f")
+    with pytest.raises(ProducerFenced):
+        one.prepare(loser)
+
+
+def test_a_batch_is_aborted_by_its_number() -> None:
+    one = One()
+    refs = [one.begin(f"spark/q/5/{part}/x") for part in range(2)]
+    one.write(refs[0])
+    one.prepare(refs[0])
+    assert one.coordinator.run(lambda shard: shard.batches.abort(QUERY, 5)) == 2
+    assert one.states() == {"spark/q/5/0/x": "PrepareAbort"}
+    one.complete(6)
+    with pytest.raises(InvalidTransactionState):
+        one.coordinator.run(lambda shard: shard.batches.abort(QUERY, 6))
+    with pytest.raises(InvalidRequest):
+        one.prepare(one.begin("plain"))
