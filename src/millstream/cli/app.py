@@ -23,6 +23,7 @@ from millstream.cli import (
     serve,
     tail,
     topic,
+    transaction,
 )
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.output import OutputClosed
@@ -37,6 +38,7 @@ ORDER = (
     "tail",
     "message",
     "group",
+    "transaction",
     "client",
     "cluster",
     "doctor",
@@ -70,6 +72,7 @@ app.command("publish")(publish.publish)
 app.command("tail")(tail.tail)
 app.add_typer(message.app, name="message")
 app.add_typer(group.app, name="group")
+app.add_typer(transaction.app, name="transaction")
 app.add_typer(client.app, name="client")
 app.add_typer(cluster.app, name="cluster")
 app.command("doctor")(doctor.doctor)

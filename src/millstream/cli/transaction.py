@@ -1,0 +1,193 @@
+"""`millstream transaction`: list, describe and abort transactions."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.options import (
+    DEFAULT_BROKERS,
+    DEFAULT_TIMEOUT_S,
+    AsJson,
+    Brokers,
+    TimeoutSeconds,
+    Yes,
+    ask_person,
+)
+from millstream.cli.output import one_line, print_json, print_line, print_table
+
+if TYPE_CHECKING:
+    from millstream.cli.transaction_admin import DescribedTransaction, ListedTransaction, OpenTransaction
+    from millstream.wire.client import Client
+
+app = typer.Typer(help="List, describe and abort transactions.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_(
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--state",
+            metavar="STATE",
+            help="Only in this state, such as Ongoing, Prepared or PrepareCommit; may be repeated. Default: all.",
+            show_default=False,
+        ),
+    ] = None,
+    longer_than: Annotated[
+        float | None,
+        typer.Option("--longer-than", metavar="SECONDS", min=0, help="Only those that have run longer than this."),
+    ] = None,
+    hanging: Annotated[
+        bool, typer.Option("--hanging", help="Only what is open on a partition although no coordinator will end it.")
+    ] = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """List transactional ids and the state of their transactions."""
+    if hanging:
+        _list_hanging(as_json=as_json, brokers=brokers, timeout=timeout)
+        return
+
+    async def question(client: Client) -> list[ListedTransaction]:
+        from millstream.cli.transaction_admin import list_transactions
+
+        longer_than_ms = -1 if longer_than is None else int(longer_than * 1000)
+        return await list_transactions(client, states=state or (), longer_than_ms=longer_than_ms)
+
+    found = ask(brokers, timeout, question)
+    if as_json:
+        print_json({"transactions": [dataclasses.asdict(one) for one in found]})
+    elif found:
+        print_table(
+            ["transactional id", "state", "producer id"],
+            [[one_line(one.transactional_id), one.state, one.producer_id] for one in found],
+        )
+    else:
+        print_line("No transactions; a producer with a transactional id makes one.")
+
+
+@app.command("describe")
+def describe(
+    transactional_id: Annotated[str, typer.Argument(help="The transactional id.", show_default=False)],
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Show one transactional id: its producer, its state, and the partitions that its transaction holds."""
+
+    async def question(client: Client) -> DescribedTransaction:
+        from millstream.cli.transaction_admin import describe_transaction
+
+        return await describe_transaction(client, transactional_id)
+
+    found = ask(brokers, timeout, question)
+    if as_json:
+        print_json(_as_document(found))
+        return
+    print_line(f"{one_line(found.transactional_id)}  ({found.state})")
+    print_line(f"producer {found.producer_id}, epoch {found.epoch}, coordinated by node {found.coordinator}")
+    if found.started_ms >= 0:
+        running_s = max(0.0, time.time() - found.started_ms / 1000)
+        print_line(f"begun {running_s:.0f} s ago, aborted after {found.timeout_ms / 1000:g} s")
+    for partition in found.partitions:
+        print_line(f"  {partition}")
+
+
+@app.command("abort")
+def abort(
+    transactional_id: Annotated[
+        str | None, typer.Argument(help="The transactional id, if a coordinator knows it.", show_default=False)
+    ] = None,
+    topic: Annotated[
+        str | None, typer.Option("--topic", metavar="TOPIC", help="The topic on which one hangs.", show_default=False)
+    ] = None,
+    partition: Annotated[
+        int | None, typer.Option("--partition", "-p", metavar="NUMBER", min=0, help="Its partition.")
+    ] = None,
+    producer_id: Annotated[int | None, typer.Option("--producer-id", metavar="ID", help="Its producer.")] = None,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Abort a transaction; its producer is fenced.
+
+    One that no coordinator knows (`transaction list --hanging`) is named by --topic, --partition and --producer-id.
+    """
+    if transactional_id is not None:
+        ask_person(f"Abort the transaction of {transactional_id!r}?", unless=yes)
+        _abort_known(transactional_id, as_json=as_json, brokers=brokers, timeout=timeout)
+        return
+    if topic is None or partition is None or producer_id is None:
+        raise typer.BadParameter("give a transactional id, or --topic, --partition and --producer-id")
+    ask_person(f"Abort what producer {producer_id} has open on {topic}-{partition}?", unless=yes)
+    _abort_hanging(topic, partition, producer_id, as_json=as_json, brokers=brokers, timeout=timeout)
+
+
+def _list_hanging(*, as_json: bool, brokers: str, timeout: float) -> None:
+    async def question(client: Client) -> list[OpenTransaction]:
+        from millstream.cli.transaction_admin import hanging_transactions
+
+        return await hanging_transactions(client)
+
+    found = ask(brokers, timeout, question)
+    if as_json:
+        print_json({"hanging": [_opened(one) for one in found]})
+    elif found:
+        rows = [[one.where.topic, one.where.partition, one.producer_id, one.epoch, one.start_offset] for one in found]
+        print_table(["topic", "partition", "producer id", "epoch", "from offset"], rows)
+    else:
+        print_line("Nothing hangs: every open transaction has a coordinator that will end it.")
+
+
+def _abort_known(transactional_id: str, *, as_json: bool, brokers: str, timeout: float) -> None:
+    async def question(client: Client) -> str:
+        from millstream.cli.transaction_admin import abort_transaction
+
+        return await abort_transaction(client, transactional_id)
+
+    state = ask(brokers, timeout, question)
+    if as_json:
+        print_json({"transactional_id": transactional_id, "was": state})
+    else:
+        print_line(f"Aborted the transaction of {one_line(transactional_id)}, which was {state}.")
+
+
+def _abort_hanging(
+    topic: str, partition: int, producer_id: int, *, as_json: bool, brokers: str, timeout: float
+) -> None:
+    async def question(client: Client) -> OpenTransaction:
+        from millstream.cli.transaction_admin import abort_on_partition
+        from millstream.model.ids import PartitionIndex
+        from millstream.model.topic import TopicPartition
+
+        return await abort_on_partition(client, TopicPartition(topic, PartitionIndex(partition)), producer_id)
+
+    found = ask(brokers, timeout, question)
+    if as_json:
+        print_json(_opened(found))
+    else:
+        print_line(f"Aborted what producer {producer_id} had open on {one_line(topic)}-{partition}.")
+
+
+def _opened(one: OpenTransaction) -> dict[str, Any]:
+    return {
+        "topic": one.where.topic,
+        "partition": one.where.partition,
+        "producer_id": one.producer_id,
+        "epoch": one.epoch,
+        "start_offset": one.start_offset,
+    }
+
+
+def _as_document(found: DescribedTransaction) -> dict[str, Any]:
+    document = dataclasses.asdict(found)
+    document["started_ms"] = None if found.started_ms < 0 else found.started_ms
+    document["partitions"] = [[one.topic, one.partition] for one in found.partitions]
+    return document

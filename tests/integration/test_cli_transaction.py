@@ -1,0 +1,141 @@
+"""`millstream transaction`, and the batch commit through Millstream's own client, against a real server."""
+
+from __future__ import annotations
+
+from uuid import uuid4
+
+import pytest
+from confluent_kafka import KafkaException, Producer
+
+from millstream.model.errors import InvalidTransactionState, ProducerFenced
+from millstream.records.record import NewRecord, encode_batch
+from millstream.testing.command import CommandLine
+from millstream.testing.server import Server
+from millstream.wire.client import Client
+from millstream.wire.fetching import READ_COMMITTED
+from millstream.wire.transactions import TransactionalProducer, Transactions
+
+WAIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def millstream(server: Server) -> CommandLine:
+    return CommandLine(server.kafka)
+
+
+@pytest.fixture
+def writer(server: Server, millstream: CommandLine, topic: str) -> Producer:
+    """A producer with a transaction that it has begun and does not end."""
+    assert millstream("topic", "create", topic).code == 0
+    settings = {"bootstrap.servers": server.kafka, "transactional.id": f"of {topic}", "log_level": 0}
+    producer = Producer(settings)
+    producer.init_transactions(WAIT_S)
+    producer.begin_transaction()
+    producer.produce(topic, b"x", partition=0)
+    assert producer.flush(WAIT_S) == 0
+    return producer
+
+
+def test_a_transaction_is_found_and_aborted(millstream: CommandLine, writer: Producer, topic: str) -> None:
+    name = f"of {topic}"
+    listed = millstream("transaction", "list", "--state", "Ongoing", "--json").document["transactions"]
+    (mine,) = [one for one in listed if one["transactional_id"] == name]
+    assert mine["state"] == "Ongoing"
+    assert name in millstream("transaction", "list").out
+    longer = millstream("transaction", "list", "--longer-than", "1000", "--json").document["transactions"]
+    assert name not in [one["transactional_id"] for one in longer]
+    hanging = millstream("transaction", "list", "--hanging", "--json").document["hanging"]
+    assert topic not in [one["topic"] for one in hanging]
+
+    described = millstream("transaction", "describe", name, "--json").document
+    assert (described["state"], described["partitions"]) == ("Ongoing", [[topic, 0]])
+    assert described["producer_id"] == mine["producer_id"]
+    assert f"{topic}-0" in millstream("transaction", "describe", name).out
+
+    assert millstream("transaction", "abort", name, "--json").document["was"] == "Ongoing"
+    with pytest.raises(KafkaException):
+        writer.commit_transaction(WAIT_S)
+    assert millstream("transaction", "abort", name).code != 0
+
+
+def test_what_no_coordinator_knows_is_ended_on_its_partition(
+    millstream: CommandLine, writer: Producer, topic: str
+) -> None:
+    described = millstream("transaction", "describe", f"of {topic}", "--json").document
+    producer_id = described["producer_id"]
+    where = ("--topic", topic, "--partition", "0", "--producer-id", producer_id)
+    assert millstream("transaction", "abort", *where, "--json").document["producer_id"] == producer_id
+    assert millstream("transaction", "abort", *where).code != 0
+    assert millstream("transaction", "abort").code == 2
+
+
+def test_an_id_that_is_not_known(millstream: CommandLine) -> None:
+    assert millstream("transaction", "describe", "nobody").code == 3
+    assert millstream("transaction", "abort", "nobody").code == 3
+
+
+async def write_part(client: Client, topic: str, query: str, batch: int, value: bytes) -> TransactionalProducer:
+    transactions = Transactions(client)
+    producer = await transactions.begin(f"spark/{query}/{batch}/0/{uuid4().hex}")
+    records = encode_batch(
+        [NewRecord(None, value, (), 1)],
+        producer_id=producer.producer_id,
+        producer_epoch=producer.epoch,
+        base_sequence=0,
+        transactional=True,
+    )
+    await client.produce(topic, 0, records, transactional_id=producer.transactional_id)
+    return producer
+
+
+async def test_a_batch_of_many_writers_is_committed_at_once(server: Server, topic: str) -> None:
+    query = uuid4().hex
+    async with Client.connect(server.kafka) as client:
+        transactions = Transactions(client)
+        assert await transactions.last_batch(query) == -1
+        members = [await write_part(client, topic, query, 0, str(number).encode()) for number in range(3)]
+        loser = await write_part(client, topic, query, 0, b"never")
+        for member in members[:2]:
+            await transactions.prepare(member)
+        with pytest.raises(InvalidTransactionState):
+            await transactions.complete_batch(query, 0, members)
+        await transactions.prepare(members[2])
+        assert (await client.fetch(topic, 0, 0, max_wait_ms=0, isolation=READ_COMMITTED)).last_stable == 0
+
+        assert await transactions.complete_batch(query, 0, members)
+        assert not await transactions.complete_batch(query, 0, members)
+        assert await transactions.last_batch(query) == 0
+        with pytest.raises(ProducerFenced):
+            await transactions.begin(f"spark/{query}/0/0/late")
+
+        answer = await client.fetch(topic, 0, 0, max_wait_ms=0, isolation=READ_COMMITTED)
+        while answer.last_stable < 8:
+            answer = await client.fetch(topic, 0, answer.last_stable, max_wait_ms=500, isolation=READ_COMMITTED)
+        answer = await client.fetch(topic, 0, 0, max_wait_ms=0, isolation=READ_COMMITTED)
+        assert [producer for producer, _ in answer.aborted] == [loser.producer_id]
+
+        given_up = await write_part(client, topic, query, 1, b"given up")
+        await transactions.prepare(given_up)
+        assert await transactions.abort_batch(query, 1) == 1
+        again = await write_part(client, topic, query, 1, b"again")
+        await transactions.prepare(again)
+        assert await transactions.complete_batch(query, 1, [again])
+
+
+async def test_a_transaction_of_millstreams_own_client(server: Server, topic: str) -> None:
+    async with Client.connect(server.kafka) as client:
+        transactions = Transactions(client)
+        producer = await transactions.begin(uuid4().hex)
+        for sequence in range(2):
+            records = encode_batch(
+                [NewRecord(None, b"x", (), 1)],
+                producer_id=producer.producer_id,
+                producer_epoch=producer.epoch,
+                base_sequence=0,
+                transactional=True,
+            )
+            await client.produce(topic, 0, records, transactional_id=producer.transactional_id)
+            following = await transactions.end(producer, commit=sequence == 0)
+            assert following.epoch == producer.epoch + 1
+            assert await transactions.end(producer, commit=sequence == 0) == following
+            producer = following
