@@ -1,0 +1,380 @@
+"""Markers: written until they are there, by whoever coordinates, through failures, restarts and changes of leaders."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from random import Random
+from typing import Any
+
+import pytest
+
+from millstream.config import Config
+from millstream.model.clock import SystemClock
+from millstream.model.errors import (
+    BrokerUnreachable,
+    ConcurrentTransactions,
+    FencedProducer,
+    InvalidRequest,
+    InvalidTransactionTimeout,
+    MillstreamError,
+    NotCoordinator,
+    NotEnoughReplicas,
+    NotLeader,
+    StorageFailure,
+    TransactionAbortable,
+    TransactionCoordinatorFenced,
+    UnknownTopic,
+)
+from millstream.model.ids import Epoch, NodeId, PartitionIndex, ProducerEpoch, ProducerId
+from millstream.model.marker import Marker
+from millstream.model.topic import TRANSACTION_STATE, TopicPartition
+from millstream.testing.state_log import MemoryTopics
+from millstream.transactions.batch import Member
+from millstream.transactions.coordinator import TransactionCoordinator
+from millstream.transactions.gate import CoordinatorGate
+from millstream.transactions.marker_routes import MarkerRoutes
+from millstream.transactions.marker_sender import MarkerSender
+from millstream.transactions.requests import Initialized, InitRequest, ProducerRef, TransactionFilter
+
+ME, OTHER = NodeId(1), NodeId(2)
+PARTITION = TopicPartition("t", PartitionIndex(0))
+SECOND = TopicPartition("t", PartitionIndex(1))
+
+
+class Ids:
+    def __init__(self) -> None:
+        self.last = 0
+        self.error: MillstreamError | None = None
+
+    async def next(self) -> ProducerId:
+        if self.error is not None:
+            raise self.error
+        self.last += 1
+        return ProducerId(self.last)
+
+
+class Writer:
+    """Partitions that take markers, or give the errors that a test has put there first."""
+
+    def __init__(self) -> None:
+        self.errors: dict[TopicPartition, list[MillstreamError]] = {}
+        self.written: list[tuple[TopicPartition, Marker]] = []
+        self.asked = asyncio.Event()
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def write(
+        self, marker: Marker, partitions: Iterable[TopicPartition]
+    ) -> Mapping[TopicPartition, MillstreamError | None]:
+        self.asked.set()
+        await self.open.wait()
+        answers: dict[TopicPartition, MillstreamError | None] = {}
+        for partition in sorted(partitions, key=str):
+            errors = self.errors.get(partition)
+            answers[partition] = errors.pop(0) if errors else None
+            if answers[partition] is None:
+                self.written.append((partition, marker))
+        return answers
+
+
+class Node:
+    def __init__(self, topics: MemoryTopics) -> None:
+        self.topics = topics
+        self.ids = Ids()
+        self.writer = Writer()
+        config = Config(transactions_partitions=1)
+        self.coordinator = TransactionCoordinator(topics, config, SystemClock(), self.ids, retry_first_s=0.001)
+        self.sender = MarkerSender(lambda: self.coordinator.shards, self.writer, Random(1))
+        self.coordinator.when_ending(self.sender.wake)
+
+    async def begin(self, name: str = "tx", *partitions: TopicPartition, version: int = 0) -> ProducerRef:
+        who = await self.coordinator.init(InitRequest(transactional_id=name, timeout_ms=60_000))
+        ref = ProducerRef(name, *who)
+        await self.coordinator.add_partitions(ref, partitions or (PARTITION,), version=version)
+        return ref
+
+    async def state(self, name: str = "tx") -> str:
+        return (await self.coordinator.describe(name)).state
+
+    async def ended(self, name: str = "tx") -> str:
+        await self.coordinator._run(name, lambda shard: shard.until_ended(name))
+        return await self.state(name)
+
+    async def close(self) -> None:
+        await self.sender.close()
+        await self.coordinator.close()
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[Node]:
+    made = Node(MemoryTopics())
+    yield made
+    await made.close()
+
+
+async def test_markers_follow_the_decision(node: Node) -> None:
+    who = await node.begin("tx", PARTITION, SECOND, version=2)
+    assert await node.coordinator.end(who, commit=True, version=2) == Initialized(who.producer_id, 1)
+    assert await node.ended() == "CompleteCommit"
+    marker = Marker(
+        producer_id=who.producer_id,
+        producer_epoch=ProducerEpoch(1),
+        commit=True,
+        coordinator_epoch=0,
+        bumps_epoch=True,
+    )
+    assert node.writer.written == [(PARTITION, marker), (SECOND, marker)]
+
+
+async def test_markers_are_written_until_they_are_there(node: Node) -> None:
+    who = await node.begin("tx", PARTITION, SECOND)
+    node.writer.errors = {PARTITION: [NotLeader("moved"), NotEnoughReplicas("few")], SECOND: [UnknownTopic("gone")]}
+    await node.coordinator.end(who, commit=False, version=0)
+    assert await node.ended() == "CompleteAbort"
+    assert [partition for partition, _ in node.writer.written] == [PARTITION]
+    assert node.sender.retries == 2
+
+
+async def test_a_partition_that_knows_a_later_epoch_needs_no_marker(node: Node) -> None:
+    who = await node.begin()
+    node.writer.errors = {PARTITION: [FencedProducer("later")]}
+    await node.coordinator.end(who, commit=True, version=0)
+    assert await node.ended() == "CompleteCommit"
+
+
+async def test_a_coordinator_that_was_replaced_stops(node: Node) -> None:
+    who = await node.begin()
+    node.writer.errors = {PARTITION: [TransactionCoordinatorFenced("replaced")] * 1}
+    await node.coordinator.end(who, commit=True, version=0)
+    # It looks again, since it still thinks that it coordinates; its next attempt is taken here.
+    assert await node.ended() == "CompleteCommit"
+
+
+async def test_a_transaction_whose_partition_hangs_holds_up_no_other(node: Node) -> None:
+    slow = await node.begin("slow", SECOND)
+    node.writer.errors = {SECOND: [NotLeader("none")] * 10_000}
+    await node.coordinator.end(slow, commit=True, version=0)
+    who = await node.begin()
+    await node.coordinator.end(who, commit=True, version=0)
+    assert await node.ended() == "CompleteCommit"
+    assert await node.state("slow") == "PrepareCommit"
+
+
+async def test_the_rest_of_the_markers_is_written_after_a_restart(node: Node) -> None:
+    who = await node.begin("tx", PARTITION, SECOND)
+    node.writer.errors = {SECOND: [NotLeader("none")] * 10_000}
+    await node.coordinator.end(who, commit=True, version=0)
+    await node.writer.asked.wait()
+    await node.close()
+    restarted = Node(node.topics.after_crash())
+    try:
+        await restarted.coordinator.start()
+        await restarted.coordinator.wait_loaded()
+        assert await restarted.ended() == "CompleteCommit"
+        assert {partition for partition, _ in restarted.writer.written} == {PARTITION, SECOND}
+    finally:
+        await restarted.close()
+
+
+async def test_a_shard_that_begins_anew_ends_what_it_had_decided(node: Node) -> None:
+    who = await node.begin()
+    node.writer.open.clear()
+    await node.coordinator.end(who, commit=True, version=0)
+    await node.writer.asked.wait()
+    (partition,) = node.topics.partitions_of(node.topics.get(TRANSACTION_STATE))  # type: ignore[arg-type]
+    partition.acknowledges = False
+    other = asyncio.ensure_future(node.coordinator.init(InitRequest(transactional_id="b", timeout_ms=1)))
+    await asyncio.sleep(0.01)
+    partition.fail(StorageFailure("the disk failed"))
+    partition.acknowledges = True
+    with pytest.raises(NotCoordinator):
+        await other
+    node.writer.open.set()
+    await node.coordinator.wait_loaded()
+    assert await node.ended() == "CompleteCommit"
+
+
+async def test_a_producer_waits_a_moment_for_its_last_transaction(node: Node) -> None:
+    who = await node.begin()
+    node.writer.open.clear()
+    await node.coordinator.end(who, commit=True, version=0)
+    adding = asyncio.ensure_future(node.coordinator.add_partitions(who, (SECOND,), version=0))
+    await node.writer.asked.wait()
+    assert not adding.done()
+    node.writer.open.set()
+    await adding
+    assert await node.state() == "Ongoing"
+    # Whoever comes anew finds it aborted, and need not ask again.
+    begun = await node.coordinator.init(InitRequest(transactional_id="tx", timeout_ms=60_000))
+    assert begun.epoch == 2
+
+
+async def test_what_is_refused_before_it_reaches_the_state(node: Node) -> None:
+    with pytest.raises(InvalidRequest):
+        await node.coordinator.init(InitRequest(transactional_id="", timeout_ms=1))
+    with pytest.raises(InvalidRequest):
+        await node.coordinator.describe("x" * 5000)
+    for timeout_ms in (0, -1, 900_001):
+        with pytest.raises(InvalidTransactionTimeout):
+            await node.coordinator.init(InitRequest(transactional_id="a", timeout_ms=timeout_ms))
+    node.ids.error = StorageFailure("the catalog is away")
+    with pytest.raises(MillstreamError, match="the catalog is away"):
+        await node.coordinator.init(InitRequest(transactional_id="a", timeout_ms=1))
+
+
+async def test_what_administrators_see(node: Node) -> None:
+    who = await node.begin("spark/q/0/0/a")
+    assert len(await node.coordinator.listing(TransactionFilter())) == 1
+    await node.coordinator.prepare(who)
+    assert node.coordinator.status().by_state["Prepared"] == 1
+    assert await node.coordinator.abort_batch("q", 0) == 1
+    await node.coordinator._run("spark/q/0/0/a", lambda shard: shard.until_ended("spark/q/0/0/a"))
+    assert await node.coordinator.listing(TransactionFilter()) == []
+    assert await node.coordinator.complete_batch("q", 0, ())
+    assert await node.coordinator.last_batch("q") == 0
+    again = await node.begin("tx")
+    assert await node.coordinator.abort("tx") == "Ongoing"
+    assert Member(*again).transactional_id == "tx"
+
+
+class Peer:
+    """Another node, which answers as a test says."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.asked: list[Any] = []
+
+    async def ask(self, node: NodeId, request: Any) -> Any:
+        self.asked.append(request)
+        answer = self.answers.pop(0)
+        if isinstance(answer, MillstreamError):
+            raise answer
+        return answer(request)
+
+
+class Local:
+    def __init__(self) -> None:
+        self.written: list[TopicPartition] = []
+
+    async def write(self, marker: Marker, partition: TopicPartition) -> None:
+        if partition == SECOND:
+            raise NotEnoughReplicas("few")
+        self.written.append(partition)
+
+
+def marker() -> Marker:
+    return Marker(producer_id=ProducerId(7), producer_epoch=ProducerEpoch(3), commit=True, coordinator_epoch=Epoch(5))
+
+
+async def test_partitions_of_this_node_are_written_directly() -> None:
+    topics = MemoryTopics()
+    topics.add("t", partitions=2)
+    local = Local()
+    routes = MarkerRoutes(topics, local, Peer(), me=ME)
+    gone = TopicPartition("gone", PartitionIndex(0))
+    answers = await routes.write(marker(), [PARTITION, SECOND, gone])
+    assert answers[PARTITION] is None
+    assert isinstance(answers[SECOND], NotEnoughReplicas)
+    assert isinstance(answers[gone], UnknownTopic)
+    await routes.close()
+
+
+def refused(request: Any) -> Any:
+    from kio.schema.errors import ErrorCode
+    from kio.schema.write_txn_markers.v2 import response
+
+    messages: Any = response
+    return messages.WriteTxnMarkersResponse(
+        markers=tuple(
+            messages.WritableTxnMarkerResult(
+                producer_id=one.producer_id,
+                topics=tuple(
+                    messages.WritableTxnMarkerTopicResult(
+                        name=topic.name,
+                        partitions=tuple(
+                            messages.WritableTxnMarkerPartitionResult(
+                                partition_index=index,
+                                error_code=ErrorCode.not_leader_or_follower if index else ErrorCode.none,
+                            )
+                            for index in topic.partition_indexes
+                        ),
+                    )
+                    for topic in one.topics
+                ),
+            )
+            for one in request.markers
+        )
+    )
+
+
+async def test_markers_for_another_node_travel_together() -> None:
+    topics = MemoryTopics()
+    topics.add("t", partitions=2)
+    topics.leader = OTHER
+    peer = Peer(refused, BrokerUnreachable("down"))
+    routes = MarkerRoutes(topics, Local(), peer, me=ME)
+    first, second = await asyncio.gather(routes.write(marker(), [PARTITION, SECOND]), routes.write(marker(), [SECOND]))
+    assert first[PARTITION] is None
+    assert isinstance(first[SECOND], NotLeader)
+    assert isinstance(second[SECOND], NotLeader)
+    assert [len(request.markers) for request in peer.asked] == [2]
+    assert isinstance((await routes.write(marker(), [PARTITION]))[PARTITION], BrokerUnreachable)
+    await routes.close()
+
+
+async def test_the_gate_asks_the_coordinator_of_this_node(node: Node) -> None:
+    gate = CoordinatorGate(node.coordinator, Peer(), me=ME)
+    away = await gate.admit("tx", 1, 0, [PARTITION], add=True)
+    assert isinstance(away[PARTITION], NotEnoughReplicas)
+    who = await node.begin()
+    assert await gate.admit(*who, [PARTITION], add=False) == {PARTITION: None}
+    assert isinstance((await gate.admit(*who, [SECOND], add=False))[SECOND], TransactionAbortable)
+    assert await gate.admit(*who, [SECOND], add=True) == {SECOND: None}
+    assert isinstance((await gate.admit("tx", who.producer_id, 9, [SECOND], add=True))[SECOND], FencedProducer)
+    node.writer.open.clear()
+    await node.coordinator.end(who, commit=True, version=0)
+    assert isinstance((await gate.admit(*who, [SECOND], add=False))[SECOND], NotEnoughReplicas)
+    assert isinstance((await gate.admit(*who, [SECOND], add=True))[SECOND], ConcurrentTransactions)
+
+
+def admitted(request: Any) -> Any:
+    from kio.schema.add_partitions_to_txn.v5 import response
+    from kio.schema.errors import ErrorCode
+
+    messages: Any = response
+    (transaction,) = request.transactions
+    return messages.AddPartitionsToTxnResponse(
+        throttle_time=None,
+        error_code=ErrorCode.none,
+        results_by_transaction=(
+            messages.AddPartitionsToTxnResult(
+                transactional_id=transaction.transactional_id,
+                topic_results=tuple(
+                    messages.AddPartitionsToTxnTopicResult(
+                        name=topic.name,
+                        results_by_partition=tuple(
+                            messages.AddPartitionsToTxnPartitionResult(
+                                partition_index=index,
+                                partition_error_code=ErrorCode.producer_fenced if index else ErrorCode.none,
+                            )
+                            for index in topic.partitions
+                        ),
+                    )
+                    for topic in transaction.topics
+                ),
+            ),
+        ),
+    )
+
+
+async def test_the_gate_asks_another_node(node: Node) -> None:
+    await node.begin()
+    node.topics.leader = OTHER
+    peer = Peer(admitted, BrokerUnreachable("down"))
+    gate = CoordinatorGate(node.coordinator, peer, me=ME)
+    answers = await gate.admit("tx", 1, 0, [PARTITION, SECOND], add=False)
+    assert answers[PARTITION] is None
+    assert isinstance(answers[SECOND], FencedProducer)
+    assert peer.asked[0].transactions[0].verify_only
+    assert isinstance((await gate.admit("tx", 1, 0, [PARTITION], add=True))[PARTITION], NotEnoughReplicas)
