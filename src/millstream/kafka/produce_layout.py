@@ -1,7 +1,7 @@
 """How Produce requests and their answers are laid out in bytes, versions 3 to 13.
 
-What clients send all day long has no transaction and no tagged fields, and is read by `read_plain` with fixed structs
-and without a call per field. It gives None for anything else, which `read_any` then reads or refuses. In the same way
+What clients send all day long has no tagged fields, and is read by `read_plain` with fixed structs and without a call
+per field. It gives None for anything else, which `read_any` then reads or refuses. In the same way
 the answer to a request for one partition is laid out by `write_one`, and every other one by `write_any`.
 """
 
@@ -30,6 +30,9 @@ _NULL: Final = -1
 # Transactional id, acks, timeout and number of topics; with fixed and with compact lengths.
 _START: Final = struct.Struct(">hhii")
 _COMPACT_START: Final = struct.Struct(">BhiB")
+# The same behind a transactional id.
+_REST: Final = struct.Struct(">hii")
+_COMPACT_REST: Final = struct.Struct(">hiB")
 _INT16: Final = struct.Struct(">h")
 _INT32: Final = struct.Struct(">i")
 _PARTITION: Final = struct.Struct(">ii")
@@ -78,7 +81,7 @@ def read(frame: memoryview, header: RequestHeader) -> Request:
 
 
 def read_plain(frame: memoryview, header: RequestHeader) -> Request | None:
-    """Read a request without a transaction and without tagged fields; None for any other and for a broken one."""
+    """Read a request without tagged fields; None for any other and for a broken one."""
     try:
         if header.flexible:
             return _read_compact(frame, header.body_at, by_id=header.version >= FIRST_WITH_TOPIC_IDS)
@@ -89,10 +92,17 @@ def read_plain(frame: memoryview, header: RequestHeader) -> Request | None:
 
 def _read_fixed(frame: memoryview, at: int) -> Request | None:
     size = len(frame)
-    transactional_id, acks, timeout_ms, topics = _START.unpack_from(frame, at)
-    if transactional_id != _NULL or topics < 0:
+    length, acks, timeout_ms, topics = _START.unpack_from(frame, at)
+    transactional_id: str | None = None
+    if length == _NULL:
+        at += _START.size
+    else:
+        name_at, at = at + 2, at + 2 + length
+        acks, timeout_ms, topics = _REST.unpack_from(frame, at)
+        transactional_id = str(frame[name_at:at], "utf-8")
+        at += _REST.size
+    if length < _NULL or topics < 0:
         return None
-    at += _START.size
     portions: list[Portion] = []
     for _ in range(topics):
         (length,) = _INT16.unpack_from(frame, at)
@@ -108,16 +118,22 @@ def _read_fixed(frame: memoryview, at: int) -> Request | None:
             if length < 0 or at > size:
                 return None
             portions.append(Portion(topic, index, frame[records_at:at]))
-    return Request(None, acks, timeout_ms, portions)
+    return Request(transactional_id, acks, timeout_ms, portions)
 
 
 def _read_compact(frame: memoryview, at: int, *, by_id: bool) -> Request | None:
     size = len(frame)
-    transactional_id, acks, timeout_ms, topics = _COMPACT_START.unpack_from(frame, at)
+    length, acks, timeout_ms, topics = _COMPACT_START.unpack_from(frame, at)
     # One more than there are, as for every compact length; 0 is null.
-    if transactional_id or not 0 < topics <= _ONE_BYTE_MAX:
+    transactional_id: str | None = None
+    if not length:
+        at += _COMPACT_START.size
+    else:
+        transactional_id, at = _read_name(frame, at)
+        acks, timeout_ms, topics = _COMPACT_REST.unpack_from(frame, at)
+        at += _COMPACT_REST.size
+    if not 0 < topics <= _ONE_BYTE_MAX:
         return None
-    at += _COMPACT_START.size
     tags = 0
     portions: list[Portion] = []
     for _ in range(topics - 1):
@@ -134,14 +150,14 @@ def _read_compact(frame: memoryview, at: int, *, by_id: bool) -> Request | None:
             at += 1
         tags |= frame[at]
         at += 1
-    return None if tags | frame[at] else Request(None, acks, timeout_ms, portions)
+    return None if tags | frame[at] else Request(transactional_id, acks, timeout_ms, portions)
 
 
 def _read_topic_id(frame: memoryview, at: int) -> tuple[str | UUID, int]:
     return _uuid(bytes(frame[at : at + _UUID_BYTES])), at + _UUID_BYTES
 
 
-def _read_name(frame: memoryview, at: int) -> tuple[str | UUID, int]:
+def _read_name(frame: memoryview, at: int) -> tuple[str, int]:
     length, at = _read_length(frame, at)
     return str(frame[at : at + length], "utf-8"), at + length
 

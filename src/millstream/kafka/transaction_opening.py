@@ -8,6 +8,7 @@ Kafka does: what it should simply try again is NOT_ENOUGH_REPLICAS, since older 
 from __future__ import annotations
 
 import asyncio
+import struct
 from typing import Final, NamedTuple
 
 from millstream.cluster.topics import Topics
@@ -28,7 +29,8 @@ from millstream.model.errors import (
     TransactionAbortable,
 )
 from millstream.model.topic import TopicPartition
-from millstream.records.batch import BATCH_HEADER, HEADER_BYTES, TRANSACTIONAL_FLAG, BatchHeader
+from millstream.records.batch import BATCH_HEADER, HEADER_BYTES, PRODUCER_ID_AT, TRANSACTIONAL_FLAG, BatchHeader
+from millstream.replication.partition import Partition
 from millstream.replication.transaction_gate import TransactionGate
 
 FIRST_WITH_ABORTABLE: Final = 11
@@ -40,7 +42,32 @@ RETRY_S: Final = 0.02
 RETRIES_MAX: Final = 5
 """While the transaction before it is still being ended, a new one waits a moment; sending it all again costs more."""
 
+_PRODUCER: Final = struct.Struct(">qh")
 _Answers = dict[TopicPartition, MillstreamError | None]
+
+
+def is_open(topics: Topics, request: Request) -> bool:
+    """Whether the transaction is open on every partition of a request already, so that there is nothing to ask."""
+    for portion in request.portions:
+        records = portion.records
+        if records is None or len(records) < HEADER_BYTES:
+            return False
+        try:
+            partition = _partition(topics, portion)
+        except MillstreamError:
+            return False
+        if not partition.has_open_transaction(*_PRODUCER.unpack_from(records, PRODUCER_ID_AT)):
+            return False
+    return True
+
+
+def _partition(topics: Topics, portion: Portion) -> Partition:
+    topic = portion.topic
+    return (
+        topics.partition(topic, portion.index)
+        if isinstance(topic, str)
+        else topics.partition_by_id(topic, portion.index)
+    )
 
 
 class _Beginning(NamedTuple):
@@ -79,11 +106,7 @@ class Opening:
         return bool(self._beginnings)
 
     def _begin(self, topics: Topics, portion: Portion, header: BatchHeader) -> None:
-        topic = portion.topic
-        if isinstance(topic, str):
-            partition = topics.partition(topic, portion.index)
-        else:
-            partition = topics.partition_by_id(topic, portion.index)
+        partition = _partition(topics, portion)
         if partition.topic.is_internal:
             # Nothing is appended to it, so nobody is asked about it either.
             return

@@ -85,9 +85,12 @@ def outcome(read_it: Callable[[], Any]) -> Any:
         return str(refused)
 
 
-@given(version=versions, wanted=topics, acks=st.integers(-2, 2))
-def test_ordinary_requests_are_read_the_plain_way_and_alike(version: int, wanted: Any, acks: int) -> None:
-    frame, header = memoryview(request_body(version, wanted, acks=acks)), header_of(version)
+@given(version=versions, wanted=topics, acks=st.integers(-2, 2), transactional_id=st.none() | st.text(max_size=200))
+def test_ordinary_requests_are_read_the_plain_way_and_alike(
+    version: int, wanted: Any, acks: int, transactional_id: str | None
+) -> None:
+    frame = memoryview(request_body(version, wanted, acks=acks, transactional_id=transactional_id))
+    header = header_of(version)
     assert told(read_plain(frame, header)) == told(read_any(frame, header))
 
 

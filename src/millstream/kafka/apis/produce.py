@@ -33,7 +33,7 @@ from millstream.kafka.api import ClientInfo
 from millstream.kafka.errors import error_code
 from millstream.kafka.produce_layout import Portion, Request, read, write
 from millstream.kafka.quota_meter import QuotaMeter
-from millstream.kafka.transaction_opening import Opening
+from millstream.kafka.transaction_opening import Opening, is_open
 from millstream.log.log import AppendedRange
 from millstream.log.transactions import Guard
 from millstream.model.errors import (
@@ -146,7 +146,7 @@ class Produce:
         if header.version < FIRST_SERVED:
             raise ProtocolViolation(f"Produce v{header.version} is not served; versions 3 and later are")
         request = read(frame, header)
-        if request.transactional_id is not None:
+        if request.transactional_id is not None and not is_open(self._topics, request):
             opening = Opening(self._topics, request, header.version)
             if opening:
                 opening.keep_records()
