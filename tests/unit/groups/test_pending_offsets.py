@@ -1,0 +1,208 @@
+"""Offsets that transactions commit: they count with the marker or vanish, and what comes late is fenced."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.config import Config
+from millstream.coordination.later import Later
+from millstream.coordination.state import StateRecord
+from millstream.coordination.timers import Timers
+from millstream.groups.coordinator import GroupCoordinator
+from millstream.groups.pending_offsets import MarkerKey, PendingOffsets, read_pending_key
+from millstream.groups.requests import CommitRequest, GroupLimits, MemberRef, PartitionCommit
+from millstream.groups.shard import GroupShard
+from millstream.groups.transactional import Guard, Producer
+from millstream.model.clock import SystemClock
+from millstream.model.errors import (
+    FencedProducer,
+    IllegalGeneration,
+    InvalidTransactionState,
+    NotCoordinator,
+    TransactionCoordinatorFenced,
+)
+from millstream.model.ids import ProducerEpoch, ProducerId
+from millstream.model.marker import Marker
+from millstream.model.topic import TopicPartition
+from millstream.testing.clock import ManualClock
+from millstream.testing.state_log import MemoryTopics
+
+GROUP = "g"
+TOPIC = "t"
+
+
+def request(offset: int, *, partition: int = 0, generation: int = -1, member: str = "") -> CommitRequest:
+    who = MemberRef(group_id=GROUP, member_id=member, instance_id=None, generation=generation)
+    commit = PartitionCommit(partition=partition, offset=offset, leader_epoch=-1, metadata="")
+    return CommitRequest(member=who, topics={TOPIC: (commit,)})
+
+
+def marker(producer: int, epoch: int, *, commit: bool, coordinator: int = 0, bumps: bool = False) -> Marker:
+    return Marker(
+        producer_id=ProducerId(producer),
+        producer_epoch=ProducerEpoch(epoch),
+        commit=commit,
+        coordinator_epoch=coordinator,
+        bumps_epoch=bumps,
+    )
+
+
+async def admitted(partition: TopicPartition) -> None:
+    assert partition.topic == "__consumer_offsets"
+
+
+@pytest.fixture
+async def groups() -> AsyncIterator[GroupCoordinator]:
+    topics = MemoryTopics()
+    topics.add(TOPIC, partitions=2)
+    made = GroupCoordinator(topics, Config(offsets_partitions=1), SystemClock())
+    yield made
+    await made.close()
+
+
+async def commit(groups: GroupCoordinator, offset: int, *, producer: int = 7, epoch: int = 0) -> None:
+    await groups.commit_in_transaction(request(offset), ProducerId(producer), epoch, admit=admitted)
+
+
+async def offset_of(groups: GroupCoordinator) -> tuple[int, bool]:
+    fetched = (await groups.fetch(GROUP, {TOPIC: [0]}))[TOPIC][0]
+    return fetched.offset, fetched.is_stable
+
+
+async def test_offsets_count_with_the_marker(groups: GroupCoordinator) -> None:
+    await commit(groups, 5)
+    assert await offset_of(groups) == (-1, False)
+    await groups.end_transaction(0, marker(7, 0, commit=True))
+    assert await offset_of(groups) == (5, True)
+    await groups.end_transaction(0, marker(7, 0, commit=True))
+    await commit(groups, 9)
+    await groups.end_transaction(0, marker(7, 0, commit=False))
+    assert await offset_of(groups) == (5, True)
+    with pytest.raises(NotCoordinator):
+        await groups.end_transaction(3, marker(7, 0, commit=True))
+
+
+async def test_late_commits_and_markers_are_fenced(groups: GroupCoordinator) -> None:
+    await commit(groups, 5, epoch=3)
+    await groups.end_transaction(0, marker(7, 4, commit=False, coordinator=2, bumps=True))
+    with pytest.raises(FencedProducer):
+        await commit(groups, 6, epoch=3)
+    await commit(groups, 6, epoch=4)
+    with pytest.raises(FencedProducer):
+        await groups.end_transaction(0, marker(7, 4, commit=True, coordinator=2, bumps=True))
+    with pytest.raises(TransactionCoordinatorFenced):
+        await groups.end_transaction(0, marker(7, 5, commit=True, coordinator=1, bumps=True))
+    await groups.end_transaction(0, marker(7, 5, commit=True, coordinator=2, bumps=True))
+    assert await offset_of(groups) == (6, True)
+
+
+async def test_a_marker_between_question_and_append_breaks_the_guard(groups: GroupCoordinator) -> None:
+    async def ended_meanwhile(partition: TopicPartition) -> None:
+        await groups.end_transaction(0, marker(7, 0, commit=False))
+
+    with pytest.raises(InvalidTransactionState):
+        await groups.commit_in_transaction(request(5), ProducerId(7), 0, admit=ended_meanwhile)
+    assert await offset_of(groups) == (-1, True)
+
+
+async def test_what_is_not_admitted_is_not_kept(groups: GroupCoordinator) -> None:
+    async def refused(partition: TopicPartition) -> None:
+        raise InvalidTransactionState("not part of it")
+
+    with pytest.raises(InvalidTransactionState):
+        await groups.commit_in_transaction(request(5), ProducerId(7), 0, admit=refused)
+    asked = request(5, generation=3, member="m")
+    with pytest.raises(IllegalGeneration):
+        await groups.commit_in_transaction(asked, ProducerId(7), 0, admit=admitted)
+    assert await offset_of(groups) == (-1, True)
+
+
+def shard_of(clock: ManualClock) -> GroupShard:
+    limits = GroupLimits(
+        session_min_ms=1,
+        session_max_ms=10**6,
+        initial_delay_ms=0,
+        members_max=10,
+        offsets_retention_ms=1000,
+        new_member_ms=1000,
+        sweep_ms=500,
+    )
+    return GroupShard(Timers(clock), limits=limits, clock=clock, topic_id_of=lambda _: None)
+
+
+def kept(shard: GroupShard, asked: CommitRequest, producer: int, epoch: int) -> Sequence[StateRecord]:
+    _, guard = shard.transactional.watch(ProducerId(producer))
+    assert isinstance(guard, Guard)
+    return shard.commit_in_transaction(asked, Producer(ProducerId(producer), epoch, guard))[0]
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("commit"), st.integers(1, 2), st.integers(0, 2), st.integers(0, 1)),
+        st.tuples(st.sampled_from(["end", "abort"]), st.integers(1, 2), st.integers(0, 3), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+@settings(deadline=None)
+@given(steps)
+def test_a_reload_after_every_step_changes_nothing(taken: list[tuple[str, int, int, int]]) -> None:
+    clock = ManualClock()
+    shard = shard_of(clock)
+    model: dict[int, int] = {}
+    pending: dict[int, dict[int, int]] = {}
+    for number, (kind, producer, epoch, partition) in enumerate(taken):
+        try:
+            if kind == "commit":
+                records = kept(shard, request(number, partition=partition), producer, epoch)
+                pending.setdefault(producer, {})[partition] = number
+            else:
+                records, _ = shard.transactional.end(marker(producer, epoch, commit=kind == "end"))
+                ended = pending.pop(producer, {})
+                model.update(ended if kind == "end" else {})
+        except FencedProducer:
+            continue
+        for record in records:
+            shard.replay(record)
+        names = shard.durable_keys()
+        again = shard_of(clock)
+        for name in names:
+            record_now = shard.durable_record(name)
+            assert record_now is not None
+            again.replay(record_now)
+        assert [again.durable_record(name) for name in names] == [shard.durable_record(name) for name in names]
+        assert set(again.durable_keys()) == set(names)
+        shard = again
+    _, fetched = shard.fetch(GROUP, {TOPIC: [0, 1]})
+    assert not isinstance(fetched, Later)
+    told = fetched[TOPIC]
+    assert {index: one.offset for index, one in told.items() if one.offset >= 0} == model
+    unstable = {index for index, one in told.items() if not one.is_stable}
+    assert unstable == {partition for offsets in pending.values() for partition in offsets}
+
+
+def test_producers_that_are_silent_are_forgotten() -> None:
+    clock = ManualClock()
+    shard = shard_of(clock)
+    for record in kept(shard, request(4), 1, 0):
+        shard.replay(record)
+    for record in shard.transactional.end(marker(1, 0, commit=True))[0]:
+        shard.replay(record)
+    assert shard.transactional.pending.last_marker(ProducerId(1)) is not None
+    clock.advance_ms(2000)
+    for record in list(shard.transactional.forgotten(1000)):
+        shard.replay(record)
+    assert shard.transactional.pending.last_marker(ProducerId(1)) is None
+
+
+def test_keys_of_other_kinds_are_left_alone() -> None:
+    assert read_pending_key(b"\x00\x01\x00\x01g\x00\x01t\x00\x00\x00\x00") is None
+    offsets = PendingOffsets()
+    assert offsets.durable_record(MarkerKey(ProducerId(1))) is None
+    assert len(offsets) == 0
+    assert list(offsets.durable_keys()) == []
