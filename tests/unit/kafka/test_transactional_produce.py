@@ -232,6 +232,29 @@ async def test_a_long_poll_is_woken_by_the_marker(tmp_path: Path) -> None:
         assert found.aborted_transactions == ()
 
 
+async def test_what_is_written_behind_an_open_transaction_wakes_nobody(tmp_path: Path) -> None:
+    async with broker_in(tmp_path) as broker:
+        await broker.write(0)
+        looks = 0
+        read = Partition.read_committed
+
+        def counted(partition: Partition, offset: Offset, *, max_bytes: int) -> Any:
+            nonlocal looks
+            looks += 1
+            return read(partition, offset, max_bytes=max_bytes)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Partition, "read_committed", counted)
+            poll = asyncio.create_task(broker.fetch(wait_ms=60_000))
+            await asyncio.sleep(0)
+            before = looks
+            for sequence in range(1, 20):
+                await broker.write(sequence)
+            assert looks == before > 0
+            await broker.end()
+            assert len((await asyncio.wait_for(poll, 30)).records) > 0
+
+
 async def test_what_comes_behind_an_open_transaction_waits(tmp_path: Path) -> None:
     async with broker_in(tmp_path) as broker:
         plain = batch(0, b"plain", producer_id=9, transactional=False)

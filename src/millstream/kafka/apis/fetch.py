@@ -100,15 +100,26 @@ class _Context(NamedTuple):
 
 
 class _Wait:
-    """A long poll: done at the first advance of any of its partitions."""
+    """A long poll: done at the first advance of any of its partitions, or of what is committed there."""
 
-    __slots__ = ("moved",)
+    __slots__ = ("_bounds", "moved")
 
-    def __init__(self) -> None:
+    def __init__(self, *, committed: bool) -> None:
         self.moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._bounds: dict[Partition, tuple[Offset, Offset]] | None = {} if committed else None
+
+    def listen(self, partition: Partition) -> None:
+        if self._bounds is not None:
+            self._bounds[partition] = self._bounds_of(partition)
+        partition.listen(self)
+
+    def _bounds_of(self, partition: Partition) -> tuple[Offset, Offset]:
+        return partition.log_start, partition.last_stable_offset
 
     def advanced(self, partition: Partition) -> None:
-        self.finish()
+        # What is written behind an open transaction is nothing to wake up for.
+        if self._bounds is None or not partition.is_leader or self._bounds_of(partition) != self._bounds[partition]:
+            self.finish()
 
     def finish(self) -> None:
         if not self.moved.done():
@@ -233,7 +244,7 @@ class Fetch:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(context.request.max_wait_ms / 1000, MAX_WAIT_S_MAX)
         while True:
-            wait = _Wait()
+            wait = _Wait(committed=context.request.read_committed)
             listening = self._listen(context, wait)
             try:
                 # The look comes after the listening, so that no advance falls between the two.
@@ -259,7 +270,7 @@ class Fetch:
             # A topic that went away in the meantime is what the next look reports to the client.
             with suppress(MillstreamError):
                 partition = self._partition(key)
-                partition.listen(wait)
+                wait.listen(partition)
                 listening.append(partition)
         return listening
 
