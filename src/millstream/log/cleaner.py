@@ -191,6 +191,9 @@ class Cleaner:
         """A marker, until its time has come: with the moment noted from when on it may go, and then not at all."""
         if not self._transactions.ended(header) or header.next_offset > self._mapped_to:
             return batch
+        if self._pass.keep_deletions:
+            # A segment that the pass leaves out may hold something of the transaction.
+            return batch
         self._ended.append(int(header.base_offset))
         if header.base_offset in self._remembered:
             return batch

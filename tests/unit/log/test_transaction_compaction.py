@@ -108,6 +108,10 @@ class Machine:
     def headers(self) -> list[BatchHeader]:
         found, at = [], int(self.log.start_offset)
         while at < self.log.end_offset:
+            lost = self.log.lost.at(at)
+            if lost is not None:
+                at = lost.next_offset
+                continue
             for header in iterate_headers(self.log.read(at, max_bytes=250, up_to=self.log.end_offset)):
                 found.append(header)
                 at = header.next_offset
@@ -201,6 +205,25 @@ def test_nothing_behind_the_last_stable_offset_is_compacted() -> None:
     machine.end(1, commit=False)
     machine.compact()
     assert machine.table() == {b"a": b"behind"}
+
+
+def test_markers_stay_when_a_damaged_segment_may_hold_their_records() -> None:
+    machine = Machine()
+    for number in range(8):
+        machine.put(1, b"k%d" % number, b"v")
+    first = machine.log.segments[0]
+    machine.end(1, commit=False)
+    machine.sync()
+    machine.files.flip_bit(first.path, first.size - 2, 0)
+    machine.kill()
+    machine.later()
+    for number in range(4):
+        machine.put(0, b"other", b"%d" % number)
+        machine.compact()
+        machine.later()
+    assert machine.log.damage
+    assert machine.markers() == [8]
+    assert len(machine.log.producers.transactions.aborted) == 1
 
 
 def test_the_last_marker_of_a_producer_stays_while_it_is_remembered() -> None:
