@@ -345,7 +345,8 @@ class Producers:
     def unpack(self, packed: list[PackedProducer]) -> None:
         """Take over what `pack` gave."""
         for producer_id, epoch, last_ms, batches in packed:
-            known = self._add(producer_id, epoch)
+            # Not more than were remembered, and which of them have a transaction open is told afterwards.
+            known = self._by_id[producer_id] = Producer(producer_id, epoch)
             known.last_ms = last_ms
             known.batches = [ProducedBatch(*batch) for batch in batches[-BATCHES_REMEMBERED:]]
 

@@ -180,6 +180,17 @@ def test_a_producer_with_an_open_transaction_is_never_forgotten() -> None:
         producers.check(batch_of(1, 0, 5)[0], 1000)
 
 
+def test_all_of_too_many_open_transactions_are_known_again() -> None:
+    producers = Producers(expiry_ms=HOUR_MS, producers_max=2)
+    for at in range(4):
+        write(producers, at, at + 1)
+    packed, transactions = producers.pack(), producers.pack_transactions()
+    producers = Producers(expiry_ms=HOUR_MS, producers_max=2)
+    producers.unpack(packed)
+    producers.unpack_transactions(transactions)
+    assert [one.producer_id for one in producers.open_transactions()] == [1, 2, 3, 4]
+
+
 def test_a_marker_that_the_disk_lost_has_to_be_written_again() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     write(producers, 0, SEVEN)
