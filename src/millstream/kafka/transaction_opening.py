@@ -37,7 +37,9 @@ FIRST_WITH_ABORTABLE: Final = 11
 FIRST_THAT_ADDS: Final = 12
 """From this version of Produce on, writing to a partition adds it to the transaction (KIP-890)."""
 
-TIMEOUT_S_MAX: Final = 60.0
+TIMEOUT_S = 30.0
+"""How long the coordinator may take. The timeout of a request is about what it writes being acknowledged."""
+
 RETRY_S: Final = 0.02
 RETRIES_MAX: Final = 5
 """While the transaction before it is still being ended, a new one waits a moment; sending it all again costs more."""
@@ -148,11 +150,11 @@ class Opening:
         partitions = [beginning.partition for beginning in self._beginnings]
         add = self._version >= FIRST_THAT_ADDS
         try:
-            async with asyncio.timeout(min(max(self._request.timeout_ms / 1000, 0.0), TIMEOUT_S_MAX)):
+            async with asyncio.timeout(TIMEOUT_S):
                 named = self._request.transactional_id or ""
                 return dict(await gate.admit(named, *self._producer, partitions, add=add))
         except TimeoutError:
-            return dict.fromkeys(partitions, RequestTimedOut("no answer within the request's timeout"))
+            return dict.fromkeys(partitions, RequestTimedOut(f"no answer within {TIMEOUT_S:g} s"))
         except MillstreamError as error:
             return dict.fromkeys(partitions, error)
 

@@ -18,6 +18,7 @@ from millstream.cluster.declarations import CatalogDeclarations
 from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.topics import Topics
 from millstream.config import Config
+from millstream.kafka import transaction_opening
 from millstream.kafka.api import ClientInfo
 from millstream.kafka.apis.describe_producers import DescribeProducers
 from millstream.kafka.apis.fetch import Fetch
@@ -105,16 +106,13 @@ class Broker:
         *,
         version: int = 12,
         transactional_id: str | None = "tx",
-        timeout_ms: int = 5000,
     ) -> dict[int, ErrorCode]:
         cls = load_request_class(0, version)
         module = __import__(cls.__module__, fromlist=["*"])
         name = {"topic_id": self.topic_id} if version >= 13 else {"name": "t"}
         parts = tuple(module.PartitionProduceData(index=index, records=batch) for index, batch in batches.items())
         data = module.TopicProduceData(partition_data=parts, **name)
-        request = cls(
-            transactional_id=transactional_id, acks=-1, timeout=timedelta(milliseconds=timeout_ms), topic_data=(data,)
-        )
+        request = cls(transactional_id=transactional_id, acks=-1, timeout=timedelta(seconds=5), topic_data=(data,))
         answer = await self.ask(self._produce, request)
         return {int(one.index): one.error_code for one in answer.responses[0].partition_responses}
 
@@ -290,10 +288,13 @@ async def test_refusals_are_told_as_the_version_understands(
         assert broker.partition.log.end_offset == 0
 
 
-async def test_a_coordinator_that_does_not_answer_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+async def test_a_coordinator_that_does_not_answer_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transaction_opening, "TIMEOUT_S", 0.02)
     async with broker_in(tmp_path) as broker:
         broker.gate.silent = True
-        assert await broker.produce({0: batch(0)}, timeout_ms=50) == {0: ErrorCode.not_enough_replicas}
+        assert await broker.produce({0: batch(0)}) == {0: ErrorCode.not_enough_replicas}
 
 
 async def test_while_the_last_transaction_ends_the_next_is_asked_about_again(tmp_path: Path) -> None:
