@@ -104,7 +104,7 @@ class Config:
         500,
         "In a cluster: how long a leader keeps the fetch of a follower when there is nothing to fetch.",
         minimum=1,
-        maximum=60_000,
+        maximum=5_000,
     )
     replica_fetch_bytes: int = setting(
         "replica-fetch-bytes",

@@ -49,7 +49,7 @@ def test_the_broker_passes_for_a_kafka_4(server: Server, admin: KafkaAdminClient
     features = admin.describe_features()
     assert features["metadata.version"]["finalized"] == (25, 25)
     assert features["metadata.version"]["finalized_epoch"] >= 25
-    assert features["transaction.version"] == {"supported": (0, 0)}
+    assert features["transaction.version"]["finalized"] == (2, 2)
     assert admin.get_broker_version_data(1).broker_version >= (4, 0)
 
 

@@ -130,8 +130,7 @@ def test_killed_while_it_compacts_nothing_is_lost(server: Server) -> None:
         assert {key: value for _, key, value in content(server)} == wanted
     wait_until(lambda: len(content(server)) == 200)
     assert {key: value for _, key, value in content(server)} == wanted
-    assert metric(server, "millstream_log_compaction_passes_total") >= 1
-    assert metric(server, "millstream_log_compaction_freed_bytes_total") > 0
+    # Its passes may all have been before the last kill, which their counters do not survive.
     assert metric(server, "millstream_log_failed_partitions") == 0
 
 

@@ -54,7 +54,7 @@ LOOK_MAX = 2000
 """So many partitions are looked at for one answer; the others come with the next, so that nobody waits for long."""
 
 ROOM_SHARE = 4
-MAX_WAIT_S_MAX = 60.0
+MAX_WAIT_S_MAX = 5.0
 
 
 class Partitions(Protocol):

@@ -76,7 +76,7 @@ def test_a_name_is_looked_at_once(topics: MemoryTopics, monkeypatch: pytest.Monk
         def fullmatch(self, name: str) -> None:
             looked_at.append(name)
 
-    monkeypatch.setattr(module, "_compile", lambda _: Counting())
+    monkeypatch.setattr(module, "compile_expression", lambda _: Counting())
     expressions = Expressions(topics)
     for _ in range(3):
         expressions.matches("x")
