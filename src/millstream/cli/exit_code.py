@@ -13,6 +13,7 @@ from millstream.model.errors import (
     InvalidRequest,
     NotFound,
     RequestTimedOut,
+    TransactionRejected,
 )
 
 
@@ -43,6 +44,7 @@ _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
     (BrokerUnreachable, ExitCode.UNREACHABLE),
     (Conflict, ExitCode.CONFLICT),
     (DataFolderInUse, ExitCode.CONFLICT),
+    (TransactionRejected, ExitCode.CONFLICT),
     (RequestTimedOut, ExitCode.TIMED_OUT),
 )
 

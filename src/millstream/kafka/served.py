@@ -198,7 +198,7 @@ class Served:
         yield DescribeCluster(parts.membership)
         process = ProcessMetrics(started_ms=parts.node.started_ms)
         lag = GroupMetrics(self._groups, parts.topics)
-        sources = (*parts.sources, self._produce, self._fetch, self._meters, lag, process)
+        sources = (*parts.sources, self._produce, self._fetch, self._transactions, self._meters, lag, process)
         yield NodeStatus(
             parts.node,
             sources,

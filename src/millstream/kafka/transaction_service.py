@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from random import SystemRandom
 
 from millstream.cluster.membership import Membership
@@ -10,6 +11,7 @@ from millstream.config import Config
 from millstream.groups.coordinator import GroupCoordinator
 from millstream.kafka.local_markers import PartitionMarkers
 from millstream.model.clock import Clock
+from millstream.model.metric import Metric, Sample, counter, gauge
 from millstream.transactions.coordinator import TransactionCoordinator
 from millstream.transactions.gate import CoordinatorGate
 from millstream.transactions.marker_routes import MarkerRoutes
@@ -39,6 +41,18 @@ class TransactionService:
         self.sender = MarkerSender(lambda: self.coordinator.shards, self._routes, SystemRandom())
         self.coordinator.when_ending(self.sender.wake)
         self.gate = CoordinatorGate(self.coordinator, self._peers, me=me)
+
+    def metrics(self) -> Iterable[Metric]:
+        """Transactional ids by state, and how the writing of markers goes."""
+        states = self.coordinator.status().by_state
+        yield Metric(
+            "millstream_transactions",
+            "gauge",
+            "Transactional ids that this node coordinates, by state.",
+            tuple(Sample(number, (("state", state),)) for state, number in sorted(states.items()) if number),
+        )
+        yield gauge("millstream_transactions_ending", "Transactions whose markers are written.", self.sender.under_way)
+        yield counter("millstream_marker_retries_total", "Times that markers were written again.", self.sender.retries)
 
     async def start(self) -> None:
         """Begin to load what the log has, and to write the markers that a crash left out."""

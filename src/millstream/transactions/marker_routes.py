@@ -18,7 +18,7 @@ from kio.schema.write_txn_markers.v2.request import (
 )
 from kio.static.primitive import i8, i16, i32
 
-from millstream.model.errors import MillstreamError, NotLeader, UnknownTopic
+from millstream.model.errors import MillstreamError, NotLeader, UnknownTopic, UnknownTopicId
 from millstream.model.ids import NodeId, PartitionIndex
 from millstream.model.marker import Marker
 from millstream.model.partition_state import PartitionState
@@ -103,7 +103,7 @@ class MarkerRoutes:
         try:
             await self._local.write(marker, partition)
         except MillstreamError as error:
-            return {partition: error}
+            return {partition: _to_be_tried_again(error)}
         return {partition: None}
 
     async def _hand_over(self, node: NodeId, marker: Marker, partitions: tuple[TopicPartition, ...]) -> Answers:
@@ -162,5 +162,11 @@ def _answers(parcel: _Parcel, result: Any) -> Answers:
         for one in topic.partitions:
             partition = TopicPartition(topic.name, PartitionIndex(one.partition_index))
             code = one.error_code
-            answers[partition] = refusal(code, None, about=f"a marker for {partition}") if code else None
+            error = refusal(code, None, about=f"a marker for {partition}") if code else None
+            answers[partition] = None if error is None else _to_be_tried_again(error)
     return answers
+
+
+def _to_be_tried_again(error: MillstreamError) -> MillstreamError:
+    """A leader that does not know the topic may only not have heard of it yet; whether it is gone is decided here."""
+    return NotLeader(str(error)) if isinstance(error, UnknownTopic | UnknownTopicId) else error

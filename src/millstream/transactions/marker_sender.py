@@ -23,7 +23,6 @@ from millstream.model.errors import (
     MillstreamError,
     TransactionCoordinatorFenced,
     UnknownTopic,
-    UnknownTopicId,
 )
 from millstream.model.ids import ProducerEpoch
 from millstream.model.marker import Marker
@@ -35,7 +34,7 @@ from millstream.transactions.transaction import EPOCH_PER_TRANSACTION
 _logger = logging.getLogger(__name__)
 
 AT_ONCE_MAX: Final = 1000
-_NOT_NEEDED: Final = (UnknownTopic, UnknownTopicId, FencedProducer)
+_NOT_NEEDED: Final = (UnknownTopic, FencedProducer)
 """The topic was deleted, or the partition has seen a later epoch of this producer."""
 
 MarkedShard = Shard[TransactionShard]

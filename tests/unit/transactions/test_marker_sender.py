@@ -280,11 +280,26 @@ async def test_partitions_of_this_node_are_written_directly() -> None:
     await routes.close()
 
 
-def refused(request: Any) -> Any:
+@pytest.mark.parametrize("here", [True, False])
+async def test_a_leader_that_has_not_heard_of_a_topic_is_asked_again(here: bool) -> None:
+    class Unheard:
+        async def write(self, marker: Marker, partition: TopicPartition) -> None:
+            raise UnknownTopic("not yet")
+
+    topics = MemoryTopics()
+    topics.add("t", partitions=2)
+    topics.leader = ME if here else OTHER
+    routes = MarkerRoutes(topics, Unheard(), Peer(lambda request: refused(request, unknown=True)), me=ME)
+    assert isinstance((await routes.write(marker(), [SECOND]))[SECOND], NotLeader)
+    await routes.close()
+
+
+def refused(request: Any, *, unknown: bool = False) -> Any:
     from kio.schema.errors import ErrorCode
     from kio.schema.write_txn_markers.v2 import response
 
     messages: Any = response
+    code = ErrorCode.unknown_topic_or_partition if unknown else ErrorCode.not_leader_or_follower
     return messages.WriteTxnMarkersResponse(
         markers=tuple(
             messages.WritableTxnMarkerResult(
@@ -295,7 +310,7 @@ def refused(request: Any) -> Any:
                         partitions=tuple(
                             messages.WritableTxnMarkerPartitionResult(
                                 partition_index=index,
-                                error_code=ErrorCode.not_leader_or_follower if index else ErrorCode.none,
+                                error_code=code if index else ErrorCode.none,
                             )
                             for index in topic.partition_indexes
                         ),

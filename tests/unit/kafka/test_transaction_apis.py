@@ -1,0 +1,344 @@
+"""The APIs of transactions over the wire format, in every version, on a coordinator in memory."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from random import Random
+from typing import Any, cast
+
+import msgspec
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.cluster.topics import Topics
+from millstream.config import Config
+from millstream.groups.coordinator import GroupCoordinator
+from millstream.kafka.apis.abort_batch import AbortBatch
+from millstream.kafka.apis.abort_transaction import AbortTransaction
+from millstream.kafka.apis.add_offsets_to_txn import AddOffsetsToTxn
+from millstream.kafka.apis.add_partitions_to_txn import AddPartitionsToTxn
+from millstream.kafka.apis.complete_batch import CompleteBatch
+from millstream.kafka.apis.describe_transactions import DescribeTransactions
+from millstream.kafka.apis.end_txn import EndTxn
+from millstream.kafka.apis.init_producer_id import InitProducerId
+from millstream.kafka.apis.last_batch import LastBatch
+from millstream.kafka.apis.list_transactions import ListTransactions
+from millstream.kafka.apis.prepare_transaction import PrepareTransaction
+from millstream.kafka.apis.txn_offset_commit import TxnOffsetCommit
+from millstream.kafka.apis.write_txn_markers import WriteTxnMarkers
+from millstream.kafka.local_markers import PartitionMarkers
+from millstream.kafka.private import PrivateApi
+from millstream.model.clock import SystemClock
+from millstream.model.errors import FencedProducer, UnknownTopic
+from millstream.model.ids import NodeId, ProducerId
+from millstream.model.marker import Marker
+from millstream.testing.asking import ask, ask_in, client_info
+from millstream.testing.state_log import MemoryTopics
+from millstream.transactions.coordinator import TransactionCoordinator
+from millstream.transactions.gate import CoordinatorGate
+from millstream.transactions.marker_routes import MarkerRoutes
+from millstream.transactions.marker_sender import MarkerSender
+from millstream.transactions.peers import WirePeers
+from millstream.wire.codec import RequestHeader
+
+ID = "tx"
+
+
+def messages(name: str, version: int, kind: str = "request") -> Any:
+    return importlib.import_module(f"kio.schema.{name}.v{version}.{kind}")
+
+
+class Ids:
+    last = 0
+
+    async def next(self) -> ProducerId:
+        self.last += 1
+        return ProducerId(self.last)
+
+
+class MarkedPartition:
+    """Takes markers of epochs up to one."""
+
+    def __init__(self) -> None:
+        self.markers: list[Marker] = []
+
+    def write_marker(self, marker: Marker) -> object:
+        if marker.producer_epoch > 30_000:
+            raise FencedProducer("too late")
+        self.markers.append(marker)
+        return marker
+
+    def acknowledged(self, appended: object) -> None:
+        return None
+
+
+class MarkedTopics(MemoryTopics):
+    def __init__(self) -> None:
+        super().__init__()
+        self.marked: dict[tuple[str, int], MarkedPartition] = {}
+
+    def partition(self, name: str, index: int) -> MarkedPartition:
+        if name == "absent":
+            raise UnknownTopic(name)
+        return self.marked.setdefault((name, index), MarkedPartition())
+
+
+class Broker:
+    def __init__(self) -> None:
+        self.topics = MarkedTopics()
+        self.topics.add("t", partitions=2)
+        config = Config(transactions_partitions=1, offsets_partitions=1)
+        known = cast("Topics", self.topics)
+        ids = Ids()
+        self.groups = GroupCoordinator(self.topics, config, SystemClock())
+        self.coordinator = TransactionCoordinator(self.topics, config, SystemClock(), ids)
+        self.local = PartitionMarkers(known, self.groups)
+        self.peers = WirePeers(lambda _: None, me=NodeId(1))
+        self.routes = MarkerRoutes(self.topics, self.local, self.peers, me=NodeId(1))
+        self.sender = MarkerSender(lambda: self.coordinator.shards, self.routes, Random(1))
+        self.coordinator.when_ending(self.sender.wake)
+        gate = CoordinatorGate(self.coordinator, self.peers, me=NodeId(1))
+        self.init = InitProducerId(ids, self.coordinator)
+        self.add = AddPartitionsToTxn(self.coordinator, known)
+        self.add_offsets = AddOffsetsToTxn(self.coordinator, self.groups)
+        self.end = EndTxn(self.coordinator)
+        self.commit_offsets = TxnOffsetCommit(self.groups, known, gate)
+        self.markers = WriteTxnMarkers(self.local)
+        self.describe = DescribeTransactions(self.coordinator)
+        self.list = ListTransactions(self.coordinator)
+
+    async def close(self) -> None:
+        await self.sender.close()
+        await self.routes.close()
+        await self.coordinator.close()
+        await self.groups.close()
+        await self.peers.close()
+
+    async def begin(self, name: str = ID, version: int = 5, **expected: int) -> Any:
+        request = messages("init_producer_id", 5).InitProducerIdRequest(
+            transactional_id=name, transaction_timeout=timedelta(minutes=1), **expected
+        )
+        return await ask_in(self.init, version, request)
+
+    async def add_to(
+        self, producer_id: int, epoch: int, *, version: int = 3, topic: str = "t", verify: bool = False
+    ) -> Any:
+        """Ask in one version; the answer is the code of partition 1."""
+        if version >= 4:
+            module = messages("add_partitions_to_txn", version)
+            wanted = module.AddPartitionsToTxnTopic(name=topic, partitions=(1,))
+            transaction = module.AddPartitionsToTxnTransaction(
+                transactional_id=ID,
+                producer_id=producer_id,
+                producer_epoch=epoch,
+                verify_only=verify,
+                topics=(wanted,),
+            )
+            answer = await ask(self.add, module.AddPartitionsToTxnRequest(transactions=(transaction,)))
+            topics = answer.results_by_transaction[0].topic_results
+        else:
+            module = messages("add_partitions_to_txn", version)
+            wanted = module.AddPartitionsToTxnTopic(name=topic, partitions=(1,))
+            request = module.AddPartitionsToTxnRequest(
+                v3_and_below_transactional_id=ID,
+                v3_and_below_producer_id=producer_id,
+                v3_and_below_producer_epoch=epoch,
+                v3_and_below_topics=(wanted,),
+            )
+            topics = (await ask(self.add, request)).results_by_topic_v3_and_below
+        return topics[0].results_by_partition[0].partition_error_code
+
+    async def end_it(self, producer_id: int, epoch: int, *, commit: bool = True, version: int = 4) -> Any:
+        request = messages("end_txn", 5).EndTxnRequest(
+            transactional_id=ID, producer_id=producer_id, producer_epoch=epoch, committed=commit
+        )
+        return await ask_in(self.end, version, request)
+
+    async def offsets(self, producer_id: int, epoch: int, *, version: int, topic: str = "t") -> Any:
+        module = messages("txn_offset_commit", 5)
+        partition = module.TxnOffsetCommitRequestPartition(
+            partition_index=0, committed_offset=5, committed_leader_epoch=-1, committed_metadata="m"
+        )
+        request = module.TxnOffsetCommitRequest(
+            transactional_id=ID,
+            group_id="g",
+            producer_id=producer_id,
+            producer_epoch=epoch,
+            topics=(module.TxnOffsetCommitRequestTopic(name=topic, partitions=(partition,)),),
+        )
+        return (await ask_in(self.commit_offsets, version, request)).topics[0].partitions[0].error_code
+
+
+@pytest.fixture
+async def broker() -> AsyncIterator[Broker]:
+    made = Broker()
+    yield made
+    await made.close()
+
+
+@pytest.mark.parametrize("version", range(6))
+async def test_a_transaction_in_every_version(broker: Broker, version: int) -> None:
+    begun = await broker.begin(version=version)
+    assert (begun.error_code, begun.producer_epoch) == (ErrorCode.none, 0)
+    who = (begun.producer_id, 0)
+    assert await broker.add_to(*who, version=version) is ErrorCode.none
+    ended = await broker.end_it(*who, version=version)
+    assert ended.error_code is ErrorCode.none
+    assert (ended.producer_id, ended.producer_epoch) == ((who[0], 1) if version == 5 else (-1, -1))
+    next_epoch = 1 if version == 5 else 0
+    assert await broker.add_to(who[0], next_epoch, version=version) is ErrorCode.none
+    (marker,) = broker.topics.marked["t", 1].markers
+    assert (marker.commit, marker.producer_epoch, marker.bumps_epoch) == (True, next_epoch, version == 5)
+
+
+@pytest.mark.parametrize("version", range(6))
+async def test_a_fenced_producer_is_told_so_as_its_version_knows(broker: Broker, version: int) -> None:
+    first = await broker.begin()
+    await broker.begin()
+    older = ErrorCode.invalid_producer_epoch
+    code = await broker.add_to(first.producer_id, 0, version=version)
+    assert code is (older if version < 2 else ErrorCode.producer_fenced)
+    ended = await broker.end_it(first.producer_id, 0, version=version)
+    expected = older if version < 2 else ErrorCode.producer_fenced
+    assert ended.error_code is expected
+    if version >= 3:
+        again = await broker.begin(version=version, producer_id=first.producer_id, producer_epoch=0)
+        assert again.error_code is (older if version < 4 else ErrorCode.producer_fenced)
+    request = messages("add_offsets_to_txn", 4).AddOffsetsToTxnRequest(
+        transactional_id=ID, producer_id=first.producer_id, producer_epoch=0, group_id="g"
+    )
+    offsets = await ask_in(broker.add_offsets, min(version, 4), request)
+    assert offsets.error_code is expected
+
+
+async def test_what_cannot_be_initialised(broker: Broker) -> None:
+    assert (await broker.begin("")).error_code is ErrorCode.invalid_request
+    request = messages("init_producer_id", 5).InitProducerIdRequest(
+        transactional_id=ID, transaction_timeout=timedelta(days=1)
+    )
+    assert (await ask(broker.init, request)).error_code is ErrorCode.invalid_transaction_timeout
+
+
+@pytest.mark.parametrize("version", range(6))
+async def test_partitions_that_cannot_be_added(broker: Broker, version: int) -> None:
+    begun = await broker.begin()
+    code = await broker.add_to(begun.producer_id, 0, version=version, topic="nothing")
+    assert code is ErrorCode.unknown_topic_or_partition
+    await broker.groups.ensure()
+    assert broker.topics.get("__consumer_offsets") is not None
+    code = await broker.add_to(begun.producer_id + 9, 0, version=version)
+    assert code is ErrorCode.invalid_producer_id_mapping
+
+
+@pytest.mark.parametrize(("version", "code"), [(4, ErrorCode.invalid_txn_state), (5, ErrorCode.transaction_abortable)])
+async def test_partitions_are_verified(broker: Broker, version: int, code: ErrorCode) -> None:
+    begun = await broker.begin()
+    assert await broker.add_to(begun.producer_id, 0, version=version, verify=True) is code
+    await broker.add_to(begun.producer_id, 0, version=version)
+    assert await broker.add_to(begun.producer_id, 0, version=version, verify=True) is ErrorCode.none
+
+
+@pytest.mark.parametrize("version", range(6))
+async def test_offsets_of_a_transaction(broker: Broker, version: int) -> None:
+    begun = await broker.begin()
+    who = (begun.producer_id, 0)
+    assert await broker.offsets(*who, version=version, topic="nothing") is ErrorCode.unknown_topic_or_partition
+    if version < 5:
+        absent = await broker.offsets(*who, version=version)
+        assert absent is (ErrorCode.transaction_abortable if version == 4 else ErrorCode.invalid_txn_state)
+        request = messages("add_offsets_to_txn", 4).AddOffsetsToTxnRequest(
+            transactional_id=ID, producer_id=who[0], producer_epoch=0, group_id="g"
+        )
+        assert (await ask_in(broker.add_offsets, min(version, 4), request)).error_code is ErrorCode.none
+    assert await broker.offsets(*who, version=version) is ErrorCode.none
+    assert await broker.offsets(who[0], 7, version=version) is ErrorCode.invalid_producer_epoch
+    fetched = (await broker.groups.fetch("g", {"t": [0]}))["t"][0]
+    assert (fetched.offset, fetched.is_stable) == (-1, False)
+    await broker.end_it(*who, version=version)
+    await broker.coordinator._run(ID, lambda shard: shard.until_ended(ID))
+    fetched = (await broker.groups.fetch("g", {"t": [0]}))["t"][0]
+    assert (fetched.offset, fetched.is_stable) == (5, True)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_markers_from_another_node(broker: Broker, version: int) -> None:
+    module = messages("write_txn_markers", 2)
+
+    def marker(epoch: int, topic: str) -> Any:
+        return module.WritableTxnMarker(
+            producer_id=7,
+            producer_epoch=epoch,
+            transaction_result=False,
+            topics=(module.WritableTxnMarkerTopic(name=topic, partition_indexes=(0,)),),
+            coordinator_epoch=3,
+            transaction_version=2,
+        )
+
+    wanted = (marker(1, "t"), marker(1, "absent"), marker(31_000, "t"), marker(1, "__consumer_offsets"))
+    answer = await ask_in(broker.markers, version, module.WriteTxnMarkersRequest(markers=wanted))
+    assert [one.topics[0].partitions[0].error_code for one in answer.markers] == [
+        ErrorCode.none,
+        ErrorCode.unknown_topic_or_partition,
+        ErrorCode.invalid_producer_epoch,
+        ErrorCode.not_leader_or_follower,
+    ]
+    (written,) = broker.topics.marked["t", 0].markers
+    assert (written.coordinator_epoch, written.commit, written.bumps_epoch) == (3, False, version == 2)
+
+
+async def test_transactions_are_listed_and_described(broker: Broker) -> None:
+    begun = await broker.begin()
+    await broker.add_to(begun.producer_id, 0)
+    module = messages("list_transactions", 2)
+
+    async def listed(**filters: Any) -> Any:
+        return await ask(broker.list, module.ListTransactionsRequest(**filters))
+
+    (found,) = (await listed()).transaction_states
+    assert (found.transactional_id, found.producer_id, found.transaction_state) == (ID, begun.producer_id, "Ongoing")
+    unknown = await listed(state_filters=("Odd",))
+    assert (unknown.unknown_state_filters, unknown.transaction_states) == (("Odd",), ())
+    assert len((await listed(state_filters=("Odd", "Ongoing"))).transaction_states) == 1
+    assert len((await listed(transactional_id_pattern="t.")).transaction_states) == 1
+    assert len((await listed(transactional_id_pattern="t")).transaction_states) == 0
+    assert (await listed(transactional_id_pattern="(")).error_code is ErrorCode.invalid_regular_expression
+    assert (await listed(duration_filter=10**9)).transaction_states == ()
+
+    asked = messages("describe_transactions", 0).DescribeTransactionsRequest(transactional_ids=(ID, "nobody", ""))
+    known, absent, empty = (await ask(broker.describe, asked)).transaction_states
+    assert (known.error_code, known.transaction_state) == (ErrorCode.none, "Ongoing")
+    assert [(one.topic, one.partitions) for one in known.topics] == [("t", (1,))]
+    assert known.transaction_timeout == timedelta(minutes=1)
+    assert absent.error_code is ErrorCode.transactional_id_not_found
+    assert empty.error_code is ErrorCode.invalid_request
+
+
+async def asked(api: PrivateApi[Any], body: Any) -> dict[str, Any]:
+    content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    header = RequestHeader(api_key=api.key, version=0, correlation_id=1, client_id="c", body_at=0, flexible=False)
+    buffers = await cast("Any", api.handle_frame(memoryview(content), header, client_info()))
+    answer: dict[str, Any] = msgspec.json.decode(buffers[1])
+    return answer
+
+
+async def test_the_requests_of_the_batch_commit(broker: Broker) -> None:
+    coordinator = broker.coordinator
+    begun = await broker.begin("spark/q/0/0/a")
+    member = {"transactional_id": "spark/q/0/0/a", "producer_id": begun.producer_id, "producer_epoch": 0}
+    whole = {"query": "q", "batch": 0, "members": [member]}
+    failed = await asked(CompleteBatch(coordinator), whole)
+    assert failed["error"] == ErrorCode.invalid_txn_state
+    assert "Empty" in failed["message"]
+    assert (await asked(PrepareTransaction(coordinator), member))["error"] == 0
+    assert await asked(LastBatch(coordinator), {"query": "q"}) == {"error": 0, "message": None, "batch": -1}
+    assert await asked(CompleteBatch(coordinator), whole) == {"error": 0, "message": None, "done_now": True}
+    assert (await asked(CompleteBatch(coordinator), whole))["done_now"] is False
+    assert (await asked(LastBatch(coordinator), {"query": "q"}))["batch"] == 0
+    assert (await asked(AbortBatch(coordinator), {"query": "q", "batch": 1}))["aborted"] == 0
+    again = await broker.begin()
+    await broker.add_to(again.producer_id, 0)
+    assert (await asked(AbortTransaction(coordinator), {"transactional_id": ID}))["state"] == "Ongoing"
+    for odd in (b"", b"{}", b"[1]", {"query": 7}):
+        assert (await asked(LastBatch(coordinator), odd))["error"] == ErrorCode.invalid_request
