@@ -151,9 +151,10 @@ class PendingOffsets:
         newest = max((pending.epoch for pending in offsets.values()), default=-1)
         if newest > marker.producer_epoch or (marker.bumps_epoch and newest == marker.producer_epoch):
             raise FencedProducer(f"producer {marker.producer_id} has begun a transaction after this marker")
-        if not offsets:
-            return []
         told = LastMarker(marker.producer_epoch, marker.coordinator_epoch, now_ms)
+        if not offsets and last is not None and last[:2] == told[:2]:
+            return []
+        # Also when it changes no offset: an older coordinator's copy may still be on its way.
         records = [marker_record(marker.producer_id, told)]
         for key, pending in offsets.items():
             if marker.commit:

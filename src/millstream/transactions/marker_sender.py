@@ -34,6 +34,8 @@ from millstream.transactions.transaction import EPOCH_PER_TRANSACTION
 _logger = logging.getLogger(__name__)
 
 AT_ONCE_MAX: Final = 1000
+PAUSE_S: Final = 1.0
+"""How long a transaction is left alone that could not be ended for another reason than its partitions."""
 _NOT_NEEDED: Final = (UnknownTopic, FencedProducer)
 """The topic was deleted, or the partition has seen a later epoch of this producer."""
 
@@ -52,8 +54,16 @@ class MarkerWriter(Protocol):
 class MarkerSender:
     """Every ending transaction of this node's shards."""
 
-    def __init__(self, shards: Callable[[], Iterable[MarkedShard]], writer: MarkerWriter, random: Random) -> None:
+    def __init__(
+        self,
+        shards: Callable[[], Iterable[MarkedShard]],
+        writer: MarkerWriter,
+        random: Random,
+        *,
+        pause_s: float = PAUSE_S,
+    ) -> None:
         self._shards = shards
+        self._pause_s = pause_s
         self._writer = writer
         self._random = random
         self._wakes = 0
@@ -114,16 +124,28 @@ class MarkerSender:
 
     async def _finish(self, shard: MarkedShard, ending: Ending) -> None:
         try:
-            if await self._write_all(shard, ending):
-                await shard.run(lambda state: state.complete(ending), pure=True)
-        except MillstreamError as error:
-            _logger.info(
-                "the end of a transaction is left to whoever coordinates it now",
-                extra={"transactional_id": ending.transactional_id, "error": str(error)},
-            )
+            reason = await self._try_to_finish(shard, ending)
+            if reason is not None:
+                # It stays decided, so it is tried again, here or by whoever coordinates it then.
+                named = {"transactional_id": ending.transactional_id, "reason": reason}
+                _logger.info("a transaction is not ended yet", extra=named)
+                await asyncio.sleep(self._pause_s)
         finally:
             self._under_way.discard((shard, ending.transactional_id))
             self.wake()
+
+    async def _try_to_finish(self, shard: MarkedShard, ending: Ending) -> str | None:
+        """Why it did not work, or None."""
+        try:
+            if not await self._write_all(shard, ending):
+                return "this node does not coordinate it any more"
+            await shard.run(lambda state: state.complete(ending), pure=True)
+        except MillstreamError as error:
+            return str(error)
+        except Exception:
+            _logger.exception("a transaction could not be ended: a defect")
+            return "a defect"
+        return None
 
     async def _write_all(self, shard: MarkedShard, ending: Ending) -> bool:
         """Write every marker, however long it takes; False when this node does not coordinate any more."""

@@ -62,6 +62,8 @@ from millstream.transactions.transaction import (
 
 _SWEEP: Final = "sweep"
 _RETRY_MS: Final = 1000
+_WAITING_MAX: Final = 100
+"""So many wait for the end of one transaction; more, such as those who gave up waiting, are not parked."""
 _UNTOLD: Final = Initialized(NO_PRODUCER_ID, NO_EPOCH)
 _COMPLETE_FOR: Final = {True: TransactionState.COMPLETE_COMMIT, False: TransactionState.COMPLETE_ABORT}
 _PREPARE_FOR: Final = {True: TransactionState.PREPARE_COMMIT, False: TransactionState.PREPARE_ABORT}
@@ -194,8 +196,11 @@ class TransactionShard:
         """Wait until the transaction that is being ended has its markers; at once if none is."""
         if transactional_id not in self._ending:
             return [], None
+        waiting = self._until_ended.setdefault(transactional_id, [])
+        if len(waiting) >= _WAITING_MAX:
+            return [], None
         later: Later[None] = Later()
-        self._until_ended.setdefault(transactional_id, []).append(later)
+        waiting.append(later)
         return [], later
 
     # For administrators

@@ -100,6 +100,16 @@ async def test_late_commits_and_markers_are_fenced(groups: GroupCoordinator) -> 
     assert await offset_of(groups) == (6, True)
 
 
+async def test_a_marker_without_offsets_fences_older_coordinators_too(groups: GroupCoordinator) -> None:
+    await commit(groups, 5)
+    await groups.end_transaction(0, marker(7, 0, commit=True, coordinator=1))
+    await groups.end_transaction(0, marker(7, 0, commit=True, coordinator=2))
+    await commit(groups, 6)
+    with pytest.raises(TransactionCoordinatorFenced):
+        await groups.end_transaction(0, marker(7, 0, commit=True, coordinator=1))
+    assert await offset_of(groups) == (5, False)
+
+
 async def test_a_marker_between_question_and_append_breaks_the_guard(groups: GroupCoordinator) -> None:
     async def ended_meanwhile(partition: TopicPartition) -> None:
         await groups.end_transaction(0, marker(7, 0, commit=False))

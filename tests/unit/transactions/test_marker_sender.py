@@ -85,7 +85,7 @@ class Node:
         self.writer = Writer()
         config = Config(transactions_partitions=1)
         self.coordinator = TransactionCoordinator(topics, config, SystemClock(), self.ids, retry_first_s=0.001)
-        self.sender = MarkerSender(lambda: self.coordinator.shards, self.writer, Random(1))
+        self.sender = MarkerSender(lambda: self.coordinator.shards, self.writer, Random(1), pause_s=0.01)
         self.coordinator.when_ending(self.sender.wake)
 
     async def begin(self, name: str = "tx", *partitions: TopicPartition, version: int = 0) -> ProducerRef:
@@ -149,6 +149,28 @@ async def test_a_coordinator_that_was_replaced_stops(node: Node) -> None:
     await node.coordinator.end(who, commit=True, version=0)
     # It looks again, since it still thinks that it coordinates; its next attempt is taken here.
     assert await node.ended() == "CompleteCommit"
+
+
+async def test_a_defect_and_a_full_disk_are_no_end(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    who = await node.begin()
+    tries = 0
+
+    async def broken(marker: Marker, partitions: Iterable[TopicPartition]) -> Any:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise ValueError("a defect")
+        return dict.fromkeys(partitions)
+
+    node.writer.write = broken  # type: ignore[method-assign]
+    (log,) = node.topics.partitions_of(node.topics.get(TRANSACTION_STATE))  # type: ignore[arg-type]
+    await node.coordinator.end(who, commit=True, version=0)
+    log.refusal = StorageFailure("the disk is full")
+    while tries < 4:
+        await asyncio.sleep(0.01)
+    log.refusal = None
+    assert await node.ended() == "CompleteCommit"
+    assert "a defect" in caplog.text
 
 
 async def test_a_transaction_whose_partition_hangs_holds_up_no_other(node: Node) -> None:
