@@ -154,19 +154,25 @@ class GroupCoordinator:
         return await self._runtime.run(request.member.group_id, lambda shard: shard.commit(request), pure=True)
 
     async def commit_in_transaction(
-        self, request: CommitRequest, producer_id: ProducerId, epoch: int, *, admit: Admit
+        self, request: CommitRequest, producer_id: ProducerId, epoch: int, *, admit: Admit, adds: bool = False
     ) -> CommitAnswer:
         """Keep offsets that count when the transaction is committed, if `admit` says that it is open.
 
-        It is asked which partition of the offsets topic is written to, and raises when that may not be.
+        It is asked which partition of the offsets topic is written to, and raises when that may not be. With `adds` it
+        adds that partition, and may wait for the end of the transaction before; the marker of this one would have a
+        later epoch, so that no guard is needed while it is asked.
         """
         group_id = request.member.group_id
         _check_group_id(group_id)
         await self._runtime.ensure()
         shard = self._runtime.shard_of(group_id)
+        partition = TopicPartition(CONSUMER_OFFSETS, self._runtime.partition_of(group_id))
+        if adds:
+            await admit(partition)
         guard = await shard.run(lambda state: state.transactional.watch(producer_id), pure=True)
         try:
-            await admit(TopicPartition(CONSUMER_OFFSETS, self._runtime.partition_of(group_id)))
+            if not adds:
+                await admit(partition)
             producer = Producer(producer_id, epoch, guard)
             return await shard.run(lambda state: state.commit_in_transaction(request, producer), pure=True)
         finally:

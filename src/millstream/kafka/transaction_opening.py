@@ -1,8 +1,11 @@
 """The partitions of a Produce request on which a transaction is about to begin: the coordinator is asked first.
 
 Each partition gives a guard before the question and takes the batch only under it, so that nothing begins on a
-partition whose marker came in between. An answer is told to the producer in words that its version understands, as
-Kafka does: what it should simply try again is NOT_ENOUGH_REPLICAS, since older clients know to do so then.
+partition whose marker came in between. Under transaction version 2 the guard is taken after the answer: what comes in
+between then is at most the marker of the transaction before, which the answer may even have waited for, while the
+marker of this one would have a later epoch and fence the batch. An answer is told to the producer in words that its
+version understands, as Kafka does: what it should simply try again is NOT_ENOUGH_REPLICAS, since older clients know to
+do so then.
 """
 
 from __future__ import annotations
@@ -76,7 +79,8 @@ class _Beginning(NamedTuple):
     """A partition where the transaction is not open yet."""
 
     portion: Portion
-    partition: TopicPartition
+    partition: Partition
+    header: BatchHeader
     guard: Guard
 
 
@@ -112,14 +116,17 @@ class Opening:
         if partition.topic.is_internal:
             # Nothing is appended to it, so nobody is asked about it either.
             return
-        guard = partition.start_transaction(
+        guard = self._guard(partition, header)
+        if guard is not None:
+            self._beginnings.append(_Beginning(portion, partition, header, guard))
+
+    def _guard(self, partition: Partition, header: BatchHeader) -> Guard | None:
+        return partition.start_transaction(
             header.producer_id,
             header.producer_epoch,
             header.base_sequence,
             bumps_epoch=self._version >= FIRST_THAT_ADDS,
         )
-        if guard is not None:
-            self._beginnings.append(_Beginning(portion, partition.log.partition, guard))
 
     def keep_records(self) -> None:
         """Copy the records, as the memory of the request is used for another one meanwhile."""
@@ -130,12 +137,23 @@ class Opening:
     async def ask(self, gate: TransactionGate) -> None:
         """Ask the coordinator; what it does not admit has failed when this returns."""
         answers = await self._answers(gate)
-        for portion, partition, guard in self._beginnings:
-            error = answers.get(partition)
+        for beginning in self._beginnings:
+            error = answers.get(beginning.partition.log.partition)
             if error is None:
-                self.guards[portion] = guard
+                self._admit(beginning)
             else:
-                _refuse(portion, as_told(error, self._version))
+                _refuse(beginning.portion, as_told(error, self._version))
+
+    def _admit(self, beginning: _Beginning) -> None:
+        guard: Guard | None = beginning.guard
+        if self._version >= FIRST_THAT_ADDS:
+            try:
+                guard = self._guard(beginning.partition, beginning.header)
+            except MillstreamError as error:
+                _refuse(beginning.portion, error)
+                return
+        if guard is not None:
+            self.guards[beginning.portion] = guard
 
     async def _answers(self, gate: TransactionGate) -> _Answers:
         for attempt in range(RETRIES_MAX + 1):
@@ -147,7 +165,7 @@ class Opening:
         return answers
 
     async def _ask_once(self, gate: TransactionGate) -> _Answers:
-        partitions = [beginning.partition for beginning in self._beginnings]
+        partitions = [beginning.partition.log.partition for beginning in self._beginnings]
         add = self._version >= FIRST_THAT_ADDS
         try:
             async with asyncio.timeout(TIMEOUT_S):

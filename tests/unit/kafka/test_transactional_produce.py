@@ -312,10 +312,28 @@ async def test_a_marker_between_question_and_append_keeps_the_batch_out(tmp_path
             producer_id=ProducerId(PRODUCER), producer_epoch=ProducerEpoch(0), commit=False, coordinator_epoch=0
         )
         broker.gate.meanwhile = lambda: broker.partition.write_marker(marker)
-        assert await broker.write(0) is ErrorCode.invalid_txn_state
-        assert await broker.write(0) is ErrorCode.invalid_txn_state
+        assert await broker.produce({0: batch(0)}, version=11) == {0: ErrorCode.invalid_txn_state}
+        assert await broker.produce({0: batch(0)}, version=11) == {0: ErrorCode.invalid_txn_state}
         broker.gate.meanwhile = None
+        assert await broker.produce({0: batch(0)}, version=11) == {0: ErrorCode.none}
+
+
+@pytest.mark.parametrize(("epoch", "code"), [(1, ErrorCode.none), (2, ErrorCode.invalid_producer_epoch)])
+async def test_only_the_marker_of_the_same_transaction_keeps_it_out_under_version_2(
+    tmp_path: Path, epoch: int, code: ErrorCode
+) -> None:
+    async with broker_in(tmp_path) as broker:
         assert await broker.write(0) is ErrorCode.none
+        marker = Marker(
+            producer_id=ProducerId(PRODUCER),
+            producer_epoch=ProducerEpoch(epoch),
+            commit=True,
+            coordinator_epoch=0,
+            bumps_epoch=True,
+        )
+        # The coordinator may answer only when the transaction before has its markers.
+        broker.gate.meanwhile = lambda: broker.partition.write_marker(marker)
+        assert await broker.write(0, epoch=1) is code
 
 
 async def test_batches_that_do_not_fit_their_transaction_are_refused(tmp_path: Path) -> None:

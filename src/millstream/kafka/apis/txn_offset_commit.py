@@ -95,13 +95,15 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
     async def _commit(
         self, version: int, message: TxnOffsetCommitRequest, valid: dict[str, list[PartitionCommit]]
     ) -> Codes:
+        adds = version >= _FIRST_THAT_ADDS
+
         async def admit(partition: TopicPartition) -> None:
             answers = await self._gate.admit(
                 message.transactional_id,
                 message.producer_id,
                 message.producer_epoch,
                 (partition,),
-                add=version >= _FIRST_THAT_ADDS,
+                add=adds,
             )
             error = answers.get(partition)
             if error is not None:
@@ -118,7 +120,7 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
         )
         try:
             answer = await self._groups.commit_in_transaction(
-                request, ProducerId(message.producer_id), message.producer_epoch, admit=admit
+                request, ProducerId(message.producer_id), message.producer_epoch, admit=admit, adds=adds
             )
         except MillstreamError as error:
             code = _as_told(error_code(error), version)
