@@ -11,7 +11,6 @@ import java.nio.file.StandardOpenOption;
 import java.util.List;
 import java.util.Map;
 import java.util.stream.IntStream;
-import millstream.conformance.Api;
 import millstream.conformance.Clients;
 import millstream.conformance.Report;
 import millstream.conformance.Trial;
@@ -33,7 +32,6 @@ public final class Connecting implements Trial.Suite {
         report.check("a worker that comes back goes on where it was", this::comesBack);
         report.check("two workers share the work; what one leaves the other takes over", this::takesOver);
         report.check("the broker is killed and comes back", this::killed);
-        report.check("exactly once for sources", () -> {}, Api.ADD_PARTITIONS_TO_TXN.any(), Api.END_TXN.any());
     }
 
     private void files() throws Exception {

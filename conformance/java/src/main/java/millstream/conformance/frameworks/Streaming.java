@@ -54,7 +54,7 @@ public final class Streaming implements Trial.Suite {
         report.check("two instances with a standby; one leaves", this::twoInstances);
         report.check("windows, and a join with a global table", this::windowsAndTables);
         report.check("the broker is killed and comes back", this::killed);
-        report.check("exactly_once_v2", () -> {}, Api.ADD_PARTITIONS_TO_TXN.any(), Api.END_TXN.any());
+        report.check("exactly_once_v2, also after a restart", this::exactlyOnce, Api.ADD_PARTITIONS_TO_TXN.any(), Api.END_TXN.any());
     }
 
     private void wordCount() throws Exception {
@@ -107,6 +107,18 @@ public final class Streaming implements Trial.Suite {
             words.awaitCounts(Map.of("a", 3L, "b", 1L, "c", 1L));
         }
         // Another folder for the state, so that nothing but the changelog has it.
+        try (KafkaStreams streams = words.start()) {
+            words.say("a d");
+            words.awaitCounts(Map.of("a", 4L, "b", 1L, "c", 1L, "d", 1L));
+        }
+    }
+
+    private void exactlyOnce() throws Exception {
+        WordCount words = new WordCount(2, "processing.guarantee", "exactly_once_v2");
+        try (KafkaStreams streams = words.start()) {
+            words.say("a b a", "a c");
+            words.awaitCounts(Map.of("a", 3L, "b", 1L, "c", 1L));
+        }
         try (KafkaStreams streams = words.start()) {
             words.say("a d");
             words.awaitCounts(Map.of("a", 4L, "b", 1L, "c", 1L, "d", 1L));
