@@ -30,6 +30,7 @@ from conformance.questions import (
     producing,
     settings,
     topics,
+    transactions,
 )
 from conformance.questions.asking import lay_fixtures
 
@@ -91,7 +92,8 @@ def start(stack: ExitStack) -> tuple[Broker, Broker]:
 
 def asked() -> Iterator[tuple[str, Callable[[Broker], Any]]]:
     """Every question, with how it is put."""
-    for part in (producing, fetching, cluster, topics, settings, groups, consumer_groups, administration):
+    parts = (producing, fetching, cluster, topics, settings, groups, consumer_groups, administration, transactions)
+    for part in parts:
         for question in part.QUESTIONS:
             yield question.name, question.ask
     for dialogue in (*dialogues.DIALOGUES, *consumer_dialogues.DIALOGUES):

@@ -18,6 +18,8 @@ WRITTEN: Final = "written"
 """One partition, to which questions append."""
 NOWHERE: Final = "nowhere"
 """A topic and a group that are not there."""
+TAKEN: Final = "taken"
+"""A transactional id that has a producer, but no transaction."""
 BAD_NAME: Final = "no/slash"
 NOBODY: Final = UUID("12345678-1234-1234-1234-123456789012")
 FIXTURE_MS: Final = 1_700_000_000_000
@@ -46,6 +48,10 @@ class Key(IntEnum):
     DELETE_RECORDS = 21
     INIT_PRODUCER_ID = 22
     OFFSET_FOR_LEADER_EPOCH = 23
+    ADD_PARTITIONS_TO_TXN = 24
+    ADD_OFFSETS_TO_TXN = 25
+    END_TXN = 26
+    TXN_OFFSET_COMMIT = 28
     DESCRIBE_ACLS = 29
     CREATE_ACLS = 30
     DELETE_ACLS = 31
@@ -64,6 +70,8 @@ class Key(IntEnum):
     UPDATE_FEATURES = 57
     DESCRIBE_CLUSTER = 60
     DESCRIBE_PRODUCERS = 61
+    DESCRIBE_TRANSACTIONS = 65
+    LIST_TRANSACTIONS = 66
     CONSUMER_GROUP_HEARTBEAT = 68
     CONSUMER_GROUP_DESCRIBE = 69
     LIST_CONFIG_RESOURCES = 74
@@ -117,6 +125,11 @@ def lay_fixtures(broker: Broker) -> None:
     # The offsets topic is made by the first question for a coordinator.
     while broker.ask(Key.OFFSET_FETCH, 5, {"group_id": NOWHERE, "topics": None})["error_code"] != "none":
         broker.ask(Key.FIND_COORDINATOR, 3, {"key": NOWHERE, "key_type": 0})
+        _wait_until(deadline)
+    # So is the one of transactions, and an id that is taken shows that its coordinators are loaded.
+    asked = {"transactional_id": TAKEN, "transaction_timeout": 60000, "producer_id": -1, "producer_epoch": -1}
+    while broker.ask(Key.INIT_PRODUCER_ID, 4, asked)["error_code"] != "none":
+        broker.ask(Key.FIND_COORDINATOR, 3, {"key": TAKEN, "key_type": 1})
         _wait_until(deadline)
 
 
