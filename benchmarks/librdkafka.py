@@ -25,6 +25,7 @@ START_OFFSET = 0
 _BLOCK = 0x4
 _ERROR_TEXT_BYTES = 512
 _ANSWER_MS_MAX = 30_000
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 MESSAGE = np.dtype(
     [
@@ -49,8 +50,17 @@ class ClientFailed(Exception):
     """The library or the broker behind it did not do what it was asked for."""
 
 
+def _keep_freed_memory() -> None:
+    """Ask glibc not to give memory back to the system: taking it again costs the client more than its work does."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option, value in ((_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 128 << 20), (_M_MMAP_THRESHOLD, 32 << 20)):
+            mallopt(option, value)
+
+
 @cache
 def _library() -> ctypes.CDLL:
+    _keep_freed_memory()
     package = Path(confluent_kafka.__file__).parent
     for folder in (package.parent / "confluent_kafka.libs", package / ".dylibs"):
         for path in sorted(folder.glob("librdkafka*")):
@@ -80,6 +90,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "rd_kafka_query_watermark_offsets": (number, [pointer, text, ctypes.c_int32, offset, offset, number]),
         "rd_kafka_queue_new": (pointer, [pointer]),
         "rd_kafka_queue_destroy": (None, [pointer]),
+        "rd_kafka_queue_length": (ctypes.c_size_t, [pointer]),
         "rd_kafka_consume_start_queue": (number, [pointer, ctypes.c_int32, ctypes.c_int64, pointer]),
         "rd_kafka_consume_stop": (number, [pointer, ctypes.c_int32]),
         "rd_kafka_consume_callback_queue": (number, [pointer, number, pointer, pointer]),
@@ -198,6 +209,11 @@ class Consumer(Client):
         for partition in partitions:
             if self._library.rd_kafka_consume_start_queue(self._topic, partition, START_OFFSET, self._queue):
                 raise ClientFailed(f"librdkafka could not start on partition {partition}")
+
+    def waiting(self) -> int:
+        """How many messages the library has received and taken apart, and nobody has taken yet."""
+        count: int = self._library.rd_kafka_queue_length(self._queue)
+        return count
 
     def poll(self, timeout_ms: int) -> None:
         """Take all that is there, waiting at most `timeout_ms` for the first."""

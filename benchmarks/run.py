@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks import cases, librdkafka, machine, plots, report
+from benchmarks import cases, librdkafka, machine, plots, reader, report
 from benchmarks.cases import LATENCY, Case
 from benchmarks.names import BARE, DISCARD, KAFKA, LIMIT, MILLSTREAM
 from benchmarks.peers import nats, rabbitmq, redis
@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = machine.facts()
     with console.status("touching memory"):
         machine.touch_memory()
+        reader.touch_memory()
     results = Results()
     with ExitStack() as stack:
         subjects = start(console, given.subjects, stack, facts)
@@ -136,7 +137,12 @@ def measure(
             for turn, subject in turns(case, subjects, rounds):
                 status.update(f"line {number} of {len(chosen)}, {case.name}: round {turn} of {rounds}, {subject.name}")
                 _measure_once(console, results, case, subject, seconds)
-            console.print(f"[{number}/{len(chosen)}] {report.summary(results, case)}", markup=False, highlight=False)
+            console.print(
+                f"[{number}/{len(chosen)}] {report.summary(results, case)}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
 
 
 def turns(case: Case, subjects: Sequence[Subject], rounds: int) -> Iterator[tuple[int, Subject]]:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import Self
 
-from benchmarks import latency, requests, throughput
+from benchmarks import latency, reader, requests, throughput
 from benchmarks.cases import ALWAYS, INTERVAL, LATENCY, OS, PRODUCE, REQUESTS, START, Case
 from benchmarks.names import DISCARD, KAFKA, LIMIT, MILLSTREAM
 from benchmarks.peers import kafka
@@ -67,7 +67,7 @@ class KafkaSubject(Subject):
             found = {PRODUCED: produced}
             if case.consumes:
                 filled = throughput.fill(target, case, stored, case.messages_to_read(seconds))
-                found[CONSUMED] = throughput.consume(target, case, filled)
+                found[CONSUMED] = reader.consume(target, case, filled)
             return found
 
 

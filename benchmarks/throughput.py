@@ -1,16 +1,14 @@
-"""How fast messages go in and come out at most, with librdkafka as the client, and what that costs the server."""
+"""How fast messages go in at most, with librdkafka as the client, and what that costs the server."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
-from benchmarks.callbacks import COUNT, notes
 from benchmarks.cases import IDEMPOTENT, Case
-from benchmarks.librdkafka import ClientFailed, Consumer, Load, Producer
+from benchmarks.librdkafka import ClientFailed, Load, Producer
 from benchmarks.processes import Meter
 from benchmarks.target import Numbers, Target
 
@@ -109,35 +107,3 @@ def fill(target: Target, case: Case, stored: int, wanted: int) -> int:
     while stored < wanted and time.monotonic() < deadline:
         stored, _ = produce(target, case, _FILL_S)
     return min(stored, wanted)
-
-
-def consume(target: Target, case: Case, wanted: int) -> Numbers:
-    """Read from the start of every partition what was produced; it is still in the page cache."""
-    settings = {
-        "bootstrap.servers": target.address,
-        "log_level": "0",
-        "group.id": target.topic,
-        "fetch.queue.backoff.ms": "0",
-        # A fetch of a partition that is read to its end must not hold up the others for long.
-        "fetch.wait.max.ms": "10",
-        "queued.min.messages": "1000000",
-        "topic.metadata.refresh.interval.ms": "-1",
-    }
-    seen = notes()
-    with closing(Consumer(target.topic, settings, range(case.partitions), seen)) as consumer:
-        deadline = time.monotonic() + _ANSWER_S_MAX
-        # The clock starts with the first messages: connecting and finding the start is not what is measured.
-        _read(target, consumer, lambda: not seen[COUNT], deadline)
-        with Meter(target.pid) as meter:
-            first, began = int(seen[COUNT]), time.perf_counter()
-            _read(target, consumer, lambda: seen[COUNT] < wanted, deadline)
-            elapsed = time.perf_counter() - began
-        return flow(case, int(seen[COUNT]) - first, elapsed, meter)
-
-
-def _read(target: Target, consumer: Consumer, unfinished: Callable[[], object], deadline: float) -> None:
-    while unfinished():
-        consumer.poll(100)
-        if time.monotonic() > deadline:
-            target.check()
-            raise TimeoutError(f"not every message came back within {_ANSWER_S_MAX:g} s")

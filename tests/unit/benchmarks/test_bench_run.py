@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from benchmarks import machine, run
+from benchmarks import machine, reader, run
 from benchmarks.cases import LATENCY, OS, REQUESTS, Case
 from benchmarks.processes import Meter
 from benchmarks.subjects import Limit
@@ -17,6 +17,7 @@ def test_a_run_writes_down_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machine, "TOUCHED_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(reader, "KEPT_BYTES", 1 << 20)
     code = run.main(["--quick", "--subjects", "limit", "--only", "produce", "--seconds", "0.1", "--out", str(tmp_path)])
     assert code == 0
     found = json.loads((tmp_path / "bench.json").read_text())
