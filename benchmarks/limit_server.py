@@ -44,6 +44,7 @@ NODE_ID = 1
 EARLIEST = -2
 INTERVAL_S = 1.0
 RECEIVE_BYTES = 2 * 1024 * 1024
+AT_ONCE_BYTES = 256 * 1024
 WRITE_BUFFER_BYTES = 64 * 1024 * 1024
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
 
@@ -256,7 +257,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def send_now(self) -> None:
         parts, self.unsent = self.unsent, []
-        self.transport.writelines(parts)
+        if parts:
+            self.transport.writelines(parts)
 
     def text(self, at: int) -> tuple[bytes, int]:
         length = _I16.unpack_from(self.view, at)[0]
@@ -329,8 +331,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def send_fetched(self, correlation: int, wanted: Wanted, bytes_max: int) -> None:
         """Answer with the bytes as they lie in the files."""
-        parts: list[bytes] = []
+        pieces: list[tuple[bytes, int, int, int]] = []
         head = bytearray(struct.pack(">ihii", 0, 0, 0, len(wanted)))
+        total = 4
         for name, asked in wanted:
             head += _I16.pack(len(name)) + name + _I32.pack(len(asked))
             for index, offset, limit, partition in asked:
@@ -339,13 +342,16 @@ class Connection(asyncio.BufferedProtocol):
                 end = partition.visible_offset
                 head += _FETCHED.pack(index, 0, end, end, 0, 0, -1, size)
                 if size:
-                    parts.append(bytes(head))
-                    parts.append(os.pread(partition.file, size, position))
+                    pieces.append((bytes(head), partition.file, size, position))
+                    total += len(head) + size
                     head = bytearray()
-        parts.append(bytes(head))
-        total = sum(map(len, parts)) + 4
-        parts[0] = struct.pack(">ii", total, correlation) + parts[0]
-        self.send(parts)
+        self.send([struct.pack(">ii", total + len(head), correlation)])
+        for before, file, size, position in pieces:
+            self.send([before, os.pread(file, size, position)])
+            # The client takes a large answer off the socket while the rest of it is still being read.
+            if total > AT_ONCE_BYTES:
+                self.send_now()
+        self.send([bytes(head)])
 
     def list_offsets(self, version: int, correlation: int, at: int, end: int) -> None:
         at += 4
