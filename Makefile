@@ -42,7 +42,7 @@ serve: $(RUN_STAMP) ## Start a broker on the default ports with its data in ./mi
 	@$(BIN)/millstream serve
 
 test: $(DEV_STAMP) ## Run all tests (under 10 minutes on 2 cores)
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 check: $(DEV_STAMP) ## Lint, types, layers
 	@$(BIN)/ruff check .
