@@ -14,7 +14,7 @@ from pathlib import Path
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
-from millstream.catalog.catalog import Catalog
+from millstream.catalog.catalog import CATALOG_NAME, Catalog
 from millstream.cluster.declarations import CatalogDeclarations, Declarations
 from millstream.cluster.last_run import FILE_NAME as LAST_RUN_NAME
 from millstream.cluster.membership import Membership, Node
@@ -169,6 +169,11 @@ class Broker:
 
     def _check_alone(self) -> None:
         if self._config.in_cluster:
+            if os.path.exists(os.path.join(self._data, CATALOG_NAME)):
+                raise DataFolderInvalid(
+                    f"{self._config.data} is that of a node on its own, whose topics a cluster would not know; "
+                    "start this node with another --data and copy the topics over with a Kafka client"
+                )
             return
         if self._config.catalog:
             raise InvalidSetting("--catalog is for nodes of a cluster, which need --etcd too; a node alone has its own")
@@ -196,7 +201,10 @@ class Broker:
         except (ValueError, OSError) as error:
             raise InvalidSetting(f"etcd cannot be asked: {error}") from error
         self._undo.push_async_callback(coordination.close)
-        catalog = Catalog(config.catalog)
+        try:
+            catalog = Catalog(config.catalog)
+        except ValueError as error:
+            raise InvalidSetting(f"--catalog: {error}") from error
         self._undo.callback(catalog.close)
         return _Reached(coordination=coordination, catalog=catalog)
 

@@ -25,6 +25,7 @@ from confluent_kafka.cimpl import NewPartitions, NewTopic
 from millstream.testing.command import run_command
 from millstream.testing.etcd_server import EtcdServer
 from millstream.testing.postgres_server import PostgresServer
+from millstream.testing.server import Server
 from millstream.testing.server_group import ServerGroup
 
 WAIT_S = 60.0
@@ -252,9 +253,22 @@ def test_a_node_of_a_cluster_is_not_started_without_it(cluster: ServerGroup, tmp
     assert (catalog.code, "--etcd" in catalog.err) == (2, True)
     etcd = run_command([*new, "--etcd", str(cluster[1].settings["etcd"])])
     assert (etcd.code, "--catalog" in etcd.err) == (2, True)
+    strange = run_command([*new, "--etcd", str(cluster[1].settings["etcd"]), "--catalog", "mysql://nowhere/none"])
+    assert (strange.code, "postgresql://" in strange.err) == (2, True)
     cluster[3].kill()
     alone = run_command(["serve", "--data", str(cluster[3].data), *free])
     assert (alone.code, "of a cluster" in alone.err) == (1, True)
+
+
+def test_the_folder_of_a_node_on_its_own_is_not_taken_into_a_cluster(cluster: ServerGroup, tmp_path: Path) -> None:
+    with Server(tmp_path / "alone"):
+        pass
+    shared = [f"--{name}={cluster[1].settings[name]}" for name in ("etcd", "catalog")]
+    free = ("--kafka", "127.0.0.1:0", "--http", "127.0.0.1:0")
+    taken = run_command(["serve", "--data", str(tmp_path / "alone"), "--node-id", "9", *shared, *free])
+    assert (taken.code, "on its own" in taken.err) == (1, True)
+    with Server(tmp_path / "alone"):
+        pass
 
 
 def get(cluster: ServerGroup, path: str) -> str:

@@ -38,6 +38,9 @@ from millstream.model.topic import Topic
 
 _logger = logging.getLogger(__name__)
 
+CATALOG_NAME = "catalog.sqlite"
+"""The catalog of a node on its own, in its data folder."""
+
 _CLUSTER_ID = "cluster-id"
 _SCHEMA_VERSION = "schema-version"
 
@@ -60,7 +63,7 @@ class Catalog:
     @classmethod
     def open_folder(cls, data: Path) -> Catalog:
         """Open the embedded catalog of a data folder, creating it in a new one."""
-        path = data / "catalog.sqlite"
+        path = data / CATALOG_NAME
         catalog = cls(f"sqlite:///{path}", reserve=data / "catalog.reserve")
         try:
             catalog.prepare()

@@ -53,6 +53,11 @@ def _led(metadata: ClusterMetadata) -> Iterator[Finding]:
     if orphans:
         detail = f"{counted(len(orphans), 'partition')} without a leader: {', '.join(orphans[:5])}"
         yield problem("partitions", detail, "start the nodes that hold them")
+        return
+    lacking = [f"{name}-{one.partition}" for name, one in partitions if len(one.in_sync) < len(one.replicas)]
+    if lacking:
+        detail = f"{counted(len(lacking), 'partition')} with replicas that are not in sync: {', '.join(lacking[:5])}"
+        yield warning("partitions", detail, "millstream cluster status shows which nodes are away")
     else:
         yield ok(
             "partitions", f"{counted(len(metadata.topics), 'topic')}, {counted(len(partitions), 'partition')}, all led"

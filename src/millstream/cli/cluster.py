@@ -153,11 +153,18 @@ def _print_status(found: ClusterStatus) -> None:
     for node in found.nodes:
         for reason in node.reasons:
             print_line(f"node {node.id}: {reason}")
-    if not found.troubled:
-        print_line()
-        print_line("Every partition has a leader and all its replicas in sync.")
-        return
+    for text in found.warnings:
+        print_line(f"warning: {text}")
     print_line()
+    if not found.troubled:
+        if found.silent:
+            # What the others tell of the partitions may be from before these nodes went.
+            print_line(
+                f"No answer from {counted(len(found.silent), 'node')}: {_numbers(found.silent)}. Look again soon."
+            )
+        else:
+            print_line("Every partition has a leader and all its replicas in sync.")
+        return
     rows = [
         [one.topic, one.partition, one.leader, _numbers(one.replicas), _numbers(one.in_sync)]
         for one in found.troubled[:ROWS_MAX]

@@ -70,6 +70,13 @@ class ClusterStatus:
     partitions: int
     troubled: list[PartitionView]
     behind: list[ReplicaView]
+    warnings: list[str]
+    """What nodes say of the cluster as a whole, such as a store that is away."""
+
+    @property
+    def silent(self) -> tuple[int, ...]:
+        """The nodes that do not answer."""
+        return tuple(node.id for node in self.nodes if node.state in (AWAY, UNREACHABLE))
 
     def described(self) -> dict[str, Any]:
         """For programs."""
@@ -81,6 +88,7 @@ class ClusterStatus:
             "without_leader": [asdict(one) for one in self.troubled if one.leader is None],
             "under_replicated": [asdict(one) for one in self.troubled if len(one.in_sync) < len(one.replicas)],
             "behind": [asdict(one) for one in self.behind],
+            "warnings": self.warnings,
         }
 
 
@@ -105,6 +113,7 @@ async def cluster_status(client: Client) -> ClusterStatus:
         partitions=sum(len(topic.partitions) for topic in metadata.topics.values()),
         troubled=_troubled(metadata),
         behind=behind,
+        warnings=sorted({text for answer in answers if answer is not None for text in answer.get("warnings", [])}),
     )
 
 

@@ -80,7 +80,14 @@ def _print(findings: list[Finding], problems: int) -> None:
         if finding.advice:
             print_line(f"         -> {finding.advice}")
     print_line()
-    print_line("Nothing is wrong." if not problems else f"{counted(problems, 'problem')} found.")
+    print_line(_verdict(findings, problems))
+
+
+def _verdict(findings: list[Finding], problems: int) -> str:
+    if problems:
+        return f"{counted(problems, 'problem')} found."
+    warnings = sum(finding.severity.value == "warning" for finding in findings)
+    return f"It works, with {counted(warnings, 'warning')}." if warnings else "Nothing is wrong."
 
 
 def _exit_code(findings: list[Finding], problems: int) -> ExitCode:

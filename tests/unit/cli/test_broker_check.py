@@ -64,14 +64,16 @@ def test_a_clock_that_is_off_is_a_warning() -> None:
 
 
 def test_partitions_without_a_leader_are_a_problem() -> None:
-    def metadata(leader_id: int) -> ClusterMetadata:
-        one = SimpleNamespace(partition=0, leader_id=leader_id)
+    def metadata(leader_id: int, in_sync: tuple[int, ...] = (1, 2)) -> ClusterMetadata:
+        one = SimpleNamespace(partition=0, leader_id=leader_id, replicas=(1, 2), in_sync=in_sync)
         topic = SimpleNamespace(name="orders", partitions={0: one})
         return cast("ClusterMetadata", SimpleNamespace(topics={"orders": topic}))
 
     assert [finding.severity for finding in broker_check._led(metadata(1))] == [Severity.OK]
     (found,) = broker_check._led(metadata(-1))
     assert (found.severity, "orders-0" in found.detail) == (Severity.PROBLEM, True)
+    (found,) = broker_check._led(metadata(1, in_sync=(1,)))
+    assert (found.severity, "orders-0" in found.detail) == (Severity.WARNING, True)
 
 
 def test_a_slow_answer_is_a_warning() -> None:
