@@ -28,7 +28,7 @@ from millstream.kafka.dispatch import Dispatch
 from millstream.log.files import DiskFiles, Files
 from millstream.log.store import LogStore
 from millstream.model.clock import Clock, SystemClock
-from millstream.model.errors import DataFolderInvalid, InvalidSetting
+from millstream.model.errors import DataFolderInvalid, InvalidSetting, MillstreamError
 from millstream.model.ids import NodeId
 from millstream.net.budget import Budget
 from millstream.net.connection import ConnectionLimits
@@ -330,9 +330,12 @@ class Broker:
         self._tasks.discard(task)
         if task.cancelled() or task.exception() is None:
             return
-        _logger.critical("a part of the node died", extra={"part": task.get_name()}, exc_info=task.exception())
+        name, error = task.get_name(), task.exception()
+        # What the tree of errors has says by itself what is wrong; anything else is a defect, whose place matters.
+        defect = None if isinstance(error, MillstreamError) else error
+        _logger.critical("a part of the node died", extra={"part": name, "error": str(error)}, exc_info=defect)
         if not self.failed.done():
-            self.failed.set_exception(RuntimeError(f"{task.get_name()}: {task.exception()}"))
+            self.failed.set_exception(RuntimeError(f"{name}: {error}"))
 
     async def _end_tasks(self) -> None:
         for task in self._tasks:
