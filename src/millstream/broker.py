@@ -21,6 +21,7 @@ from millstream.cluster.membership import Membership, Node
 from millstream.cluster.producer_ids import ProducerIds
 from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.store import CoordinationStore
+from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
 from millstream.config import Config, parse_address
 from millstream.http.child import HttpChild
@@ -54,6 +55,7 @@ class _Core:
     membership: Membership
     declarations: Declarations
     quotas: ClientQuotas
+    subscriptions: Subscriptions
     node: ClusterNode | None = None
 
 
@@ -219,7 +221,15 @@ class Broker:
         membership = Membership(catalog.cluster_id, self._advertised())
         quotas = ClientQuotas(declarations)
         await quotas.load()
-        return _Core(topics=topics, membership=membership, declarations=declarations, quotas=quotas)
+        subscriptions = Subscriptions(declarations, self._clock)
+        await subscriptions.load()
+        return _Core(
+            topics=topics,
+            membership=membership,
+            declarations=declarations,
+            quotas=quotas,
+            subscriptions=subscriptions,
+        )
 
     async def _open_in_cluster(self, store: LogStore, reached: _Reached) -> _Core:
         """One of several nodes, which agree through etcd on what the shared catalog declares."""
@@ -254,6 +264,7 @@ class Broker:
             membership=membership,
             declarations=node.declarations,
             quotas=node.quotas,
+            subscriptions=node.subscriptions,
             node=node,
         )
 
@@ -280,6 +291,7 @@ class Broker:
             membership=core.membership,
             producer_ids=ProducerIds(core.declarations),
             quotas=core.quotas,
+            subscriptions=core.subscriptions,
             budget=budget,
             connections=listener.connections,
             sources=[listener, dispatch, core.topics, store, *([core.node] if core.node is not None else [])],

@@ -28,12 +28,23 @@ from millstream.catalog.tables import (
     about,
     client_quotas,
     counters,
+    deleted_subscriptions,
     deleted_topics,
     metadata,
+    subscriptions,
     topics,
 )
-from millstream.model.errors import CatalogUnavailable, DataFolderInvalid, StorageFailure, TopicExists, UnknownTopic
+from millstream.model.errors import (
+    CatalogUnavailable,
+    DataFolderInvalid,
+    StorageFailure,
+    SubscriptionExists,
+    TopicExists,
+    UnknownSubscription,
+    UnknownTopic,
+)
 from millstream.model.quota import QuotaEntity
+from millstream.model.subscription import Subscription
 from millstream.model.topic import Topic
 
 _logger = logging.getLogger(__name__)
@@ -213,6 +224,66 @@ class Catalog:
                 replaced = {"limits": stored.excluded.limits}
                 connection.execute(stored.on_conflict_do_update(index_elements=[client_quotas.c.entity], set_=replaced))
 
+    def subscriptions(self) -> list[Subscription]:
+        """Every subscription, by name."""
+        with self._read() as connection:
+            return [
+                _subscription(row) for row in connection.execute(select(subscriptions).order_by(subscriptions.c.name))
+            ]
+
+    def add_subscription(self, subscription: Subscription) -> None:
+        """Declare a subscription, durably."""
+        try:
+            with self._change() as connection:
+                connection.execute(
+                    insert(subscriptions).values(
+                        subscription_id=str(subscription.subscription_id),
+                        name=subscription.name,
+                        topics=list(subscription.topics),
+                        overrides=dict(subscription.overrides),
+                        created_ms=subscription.created_ms,
+                    )
+                )
+        except IntegrityError as error:
+            raise SubscriptionExists(f"subscription {subscription.name!r} exists already") from error
+
+    def alter_subscription(self, subscription_id: UUID, change: Callable[[Subscription], Subscription]) -> Subscription:
+        """Store the topics and overrides that `change` gives a subscription, worked out from what is declared now."""
+        with self._change() as connection:
+            here = subscriptions.c.subscription_id == str(subscription_id)
+            row = connection.execute(select(subscriptions).where(here).with_for_update()).first()
+            if row is None:
+                raise UnknownSubscription(f"subscription {subscription_id} is not in the catalog")
+            changed = change(_subscription(row))
+            values = {"topics": list(changed.topics), "overrides": dict(changed.overrides)}
+            connection.execute(update(subscriptions).where(here).values(values))
+            return changed
+
+    def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
+        """Take a subscription out and leave the record that allows its state to go."""
+        with self._change() as connection:
+            here = subscriptions.c.subscription_id == str(subscription.subscription_id)
+            if connection.execute(delete(subscriptions).where(here)).rowcount != 1:
+                raise UnknownSubscription(f"subscription {subscription.name!r} is not in the catalog")
+            connection.execute(
+                insert(deleted_subscriptions).values(
+                    subscription_id=str(subscription.subscription_id), name=subscription.name, deleted_ms=now_ms
+                )
+            )
+
+    def deleted_subscriptions(self) -> dict[UUID, int]:
+        """Subscriptions whose state may go, and since when."""
+        with self._read() as connection:
+            return {
+                UUID(row.subscription_id): row.deleted_ms for row in connection.execute(select(deleted_subscriptions))
+            }
+
+    def forget_deleted_subscription(self, subscription_id: UUID) -> None:
+        """Drop the deletion record once the state is gone everywhere."""
+        here = deleted_subscriptions.c.subscription_id == str(subscription_id)
+        with self._change() as connection:
+            connection.execute(delete(deleted_subscriptions).where(here))
+
     def _insert(self, table: Table) -> postgresql.Insert | sqlite.Insert:
         """An insertion that can say what to do when the row is there; both databases write it in the same way."""
         return postgresql.insert(table) if self._shared else sqlite.insert(table)
@@ -288,6 +359,16 @@ def _topic(row: Any) -> Topic:
         topic_id=UUID(row.topic_id),
         partitions=row.partitions,
         replication=row.replication,
+        overrides=dict(row.overrides),
+        created_ms=row.created_ms,
+    )
+
+
+def _subscription(row: Any) -> Subscription:
+    return Subscription(
+        name=row.name,
+        subscription_id=UUID(row.subscription_id),
+        topics=tuple(row.topics),
         overrides=dict(row.overrides),
         created_ms=row.created_ms,
     )

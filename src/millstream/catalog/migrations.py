@@ -10,14 +10,19 @@ from types import MappingProxyType
 
 from sqlalchemy import Connection
 
-from millstream.catalog.tables import SCHEMA_VERSION, client_quotas
+from millstream.catalog.tables import SCHEMA_VERSION, client_quotas, deleted_subscriptions, subscriptions
 
 
 def _add_client_quotas(connection: Connection) -> None:
     client_quotas.create(connection, checkfirst=True)
 
 
-STEPS: Mapping[int, Callable[[Connection], None]] = MappingProxyType({2: _add_client_quotas})
+def _add_subscriptions(connection: Connection) -> None:
+    subscriptions.create(connection, checkfirst=True)
+    deleted_subscriptions.create(connection, checkfirst=True)
+
+
+STEPS: Mapping[int, Callable[[Connection], None]] = MappingProxyType({2: _add_client_quotas, 3: _add_subscriptions})
 """What leads to each version from the one before."""
 
 

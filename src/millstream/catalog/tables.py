@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, BigInteger, Column, Integer, MetaData, String, Table
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Whoever raises this adds the step to `catalog/migrations.py`."""
 
 metadata = MetaData()
@@ -52,3 +52,22 @@ client_quotas = Table(
     Column("limits", JSON, nullable=False),
 )
 """Limits of clients. The entity is the JSON text of a list of `[type, name]`; no name means the default."""
+
+subscriptions = Table(
+    "subscriptions",
+    metadata,
+    Column("subscription_id", String(36), primary_key=True),
+    Column("name", String(249), nullable=False, unique=True),
+    Column("topics", JSON, nullable=False),
+    Column("overrides", JSON, nullable=False),
+    Column("created_ms", BigInteger, nullable=False),
+)
+
+deleted_subscriptions = Table(
+    "deleted_subscriptions",
+    metadata,
+    Column("subscription_id", String(36), primary_key=True),
+    Column("name", String(249), nullable=False),
+    Column("deleted_ms", BigInteger, nullable=False),
+)
+"""Explicit deletion records: what a queue holds goes only because of a row here."""

@@ -28,6 +28,7 @@ from millstream.cluster.registration import Introduction, Registration
 from millstream.cluster.replica_link import ReplicaLinks
 from millstream.cluster.replicas import Replicas, ReplicaSettings
 from millstream.cluster.store import ABSENT, CoordinationStore, Expect, Put
+from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.view import ClusterView, ViewChange
 from millstream.config import Config
 from millstream.log.files import Files
@@ -103,6 +104,7 @@ class ClusterNode:
         self._tasks: list[asyncio.Task[None]] = []
         self._catalog_changed = asyncio.Event()
         self.quotas = ClientQuotas(self.declarations)
+        self.subscriptions = Subscriptions(self.declarations, around.clock, new_id=self._new_id)
 
     async def open(self) -> None:
         """Follow the coordination store, and open what this node carries. Nothing is led or followed yet."""
@@ -110,7 +112,7 @@ class ClusterNode:
         self._start("changes of the catalog", self._announcer.run())
         self._start("logs to open", self.topics.open_logs())
         self._start("removed files", self.topics.tell_removed())
-        self._start("quotas", self._follow_quotas())
+        self._start("quotas and subscriptions", self._follow_catalog())
         await self.view.ready()
         self.topics.when_roles_change(self.replicas.apply)
         self.topics.when_dropped(self.replicas.forget)
@@ -182,16 +184,19 @@ class ClusterNode:
         self._tasks.append(task)
         return task
 
-    async def _follow_quotas(self) -> None:
-        """Read the quotas, and again whenever somebody has changed the catalog; for ever."""
+    async def _follow_catalog(self) -> None:
+        """Read quotas and subscriptions, and again whenever somebody has changed the catalog; for ever."""
         backoff = self._backoff()
         while True:
             try:
                 await self.quotas.load()
+                await self.subscriptions.load()
                 backoff.succeeded()
             except MillstreamError as error:
                 level = logging.DEBUG if isinstance(error, CatalogUnavailable) else logging.WARNING
-                _logger.log(level, "quotas could not be read; trying again", extra={"error": str(error)})
+                _logger.log(
+                    level, "quotas and subscriptions could not be read; trying again", extra={"error": str(error)}
+                )
                 await backoff.pause()
                 continue
             await self._catalog_changed.wait()

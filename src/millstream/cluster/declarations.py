@@ -15,6 +15,7 @@ from millstream.cluster.store import CoordinationStore, Put
 from millstream.model.clock import Clock, SystemClock
 from millstream.model.errors import CatalogUnavailable, StoreUnavailable
 from millstream.model.quota import QuotaEntity
+from millstream.model.subscription import Subscription
 from millstream.model.topic import Topic
 
 _logger = logging.getLogger(__name__)
@@ -56,6 +57,26 @@ class Declarations(Protocol):
 
     async def change_client_quotas(self, changes: Quotas) -> None:
         """Store the limits of some entities."""
+
+    async def subscriptions(self) -> list[Subscription]:
+        """Every subscription, by name."""
+
+    async def add_subscription(self, subscription: Subscription) -> None:
+        """Declare a subscription, durably."""
+
+    async def alter_subscription(
+        self, subscription_id: UUID, change: Callable[[Subscription], Subscription]
+    ) -> Subscription:
+        """Change the topics or settings of a subscription as it is declared now, in one step."""
+
+    async def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
+        """Take a subscription out and leave the record that allows its state to go."""
+
+    async def deleted_subscriptions(self) -> dict[UUID, int]:
+        """Subscriptions whose state may go, and since when."""
+
+    async def forget_deleted_subscription(self, subscription_id: UUID) -> None:
+        """Drop the deletion record once the state is gone everywhere."""
 
 
 class CatalogDeclarations:
@@ -108,6 +129,32 @@ class CatalogDeclarations:
     async def change_client_quotas(self, changes: Quotas) -> None:
         """Store the limits of some entities."""
         await self._call(lambda catalog: catalog.change_client_quotas(changes))
+
+    async def subscriptions(self) -> list[Subscription]:
+        """Every subscription, by name."""
+        return await self._call(Catalog.subscriptions)
+
+    async def add_subscription(self, subscription: Subscription) -> None:
+        """Declare a subscription, durably."""
+        await self._call(lambda catalog: catalog.add_subscription(subscription))
+
+    async def alter_subscription(
+        self, subscription_id: UUID, change: Callable[[Subscription], Subscription]
+    ) -> Subscription:
+        """Change a subscription as it is declared now."""
+        return await self._call(lambda catalog: catalog.alter_subscription(subscription_id, change))
+
+    async def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
+        """Take a subscription out and leave the record that allows its state to go."""
+        await self._call(lambda catalog: catalog.delete_subscription(subscription, now_ms=now_ms))
+
+    async def deleted_subscriptions(self) -> dict[UUID, int]:
+        """Subscriptions whose state may go, and since when."""
+        return await self._call(Catalog.deleted_subscriptions)
+
+    async def forget_deleted_subscription(self, subscription_id: UUID) -> None:
+        """Drop the deletion record once the state is gone everywhere."""
+        await self._call(lambda catalog: catalog.forget_deleted_subscription(subscription_id))
 
     async def _call(self, ask: Callable[[Catalog], T]) -> T:
         try:
@@ -173,6 +220,9 @@ class AnnouncedDeclarations:
         self.forget_deleted = inner.forget_deleted
         self.take_block = inner.take_block
         self.client_quotas = inner.client_quotas
+        self.subscriptions = inner.subscriptions
+        self.deleted_subscriptions = inner.deleted_subscriptions
+        self.forget_deleted_subscription = inner.forget_deleted_subscription
 
     async def add_topic(self, topic: Topic) -> None:
         """Declare a topic, durably."""
@@ -200,5 +250,28 @@ class AnnouncedDeclarations:
         """Store the limits of some entities."""
         try:
             await self._inner.change_client_quotas(changes)
+        finally:
+            self._announcer.announce()
+
+    async def add_subscription(self, subscription: Subscription) -> None:
+        """Declare a subscription, durably."""
+        try:
+            await self._inner.add_subscription(subscription)
+        finally:
+            self._announcer.announce()
+
+    async def alter_subscription(
+        self, subscription_id: UUID, change: Callable[[Subscription], Subscription]
+    ) -> Subscription:
+        """Change a subscription as it is declared now."""
+        try:
+            return await self._inner.alter_subscription(subscription_id, change)
+        finally:
+            self._announcer.announce()
+
+    async def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
+        """Take a subscription out and leave the record that allows its state to go."""
+        try:
+            await self._inner.delete_subscription(subscription, now_ms=now_ms)
         finally:
             self._announcer.announce()

@@ -10,6 +10,7 @@ from millstream.cluster.behind import replicas_behind
 from millstream.cluster.membership import Membership
 from millstream.cluster.producer_ids import ProducerIds
 from millstream.cluster.quotas import ClientQuotas
+from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.groups.coordinator import GroupCoordinator
@@ -89,6 +90,7 @@ class Parts:
     membership: Membership
     producer_ids: ProducerIds
     quotas: ClientQuotas
+    subscriptions: Subscriptions
     budget: Budget
     connections: Collection[Connection]
     sources: Sequence[MetricSource]

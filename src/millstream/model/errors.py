@@ -10,6 +10,7 @@ MillstreamError
 │   ├── InvalidGroupId
 │   ├── InvalidSessionTimeout
 │   ├── InvalidTransactionTimeout
+│   ├── InvalidSubscription
 │   ├── InvalidTimestamp
 │   ├── InvalidExpression          a regular expression that cannot be used
 │   ├── MetadataTooLarge           what a consumer wants kept beside its offset
@@ -22,9 +23,11 @@ MillstreamError
 │   ├── NoReassignment             the partition is not being moved
 │   ├── UnknownGroup
 │   ├── UnknownMember
+│   ├── UnknownSubscription
 │   └── UnknownTransaction
 ├── Conflict
 │   ├── TopicExists
+│   ├── SubscriptionExists
 │   └── GroupNotEmpty
 ├── GroupRejected                  what a group answers to one of its members
 │   ├── MemberIdRequired           join again with the id given
@@ -116,6 +119,10 @@ class InvalidAssignment(InvalidRequest):
     """Partitions placed by hand on nodes that cannot hold them."""
 
 
+class InvalidSubscription(InvalidRequest):
+    """A subscription that cannot be declared like this."""
+
+
 class InvalidGroupId(InvalidRequest):
     """The id of a consumer group is empty or too long."""
 
@@ -172,6 +179,10 @@ class UnknownGroup(NotFound):
     """No consumer group has this id."""
 
 
+class UnknownSubscription(NotFound):
+    """No subscription has this name."""
+
+
 class UnknownMember(NotFound):
     """The group has no such member."""
 
@@ -186,6 +197,10 @@ class Conflict(MillstreamError):
 
 class TopicExists(Conflict):
     """A topic of this name is there already."""
+
+
+class SubscriptionExists(Conflict):
+    """A subscription has this name already."""
 
 
 class GroupNotEmpty(Conflict):

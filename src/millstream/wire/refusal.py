@@ -56,6 +56,7 @@ _ERRORS: Final[dict[int, type[errors.MillstreamError]]] = {
     87: errors.InvalidBatch,
     90: errors.ProducerFenced,
     91: errors.NotFound,
+    92: errors.SubscriptionExists,
     100: errors.UnknownTopicId,
     105: errors.UnknownTransaction,
     110: errors.FencedMemberEpoch,

@@ -19,8 +19,16 @@ from sqlalchemy import inspect
 from millstream.catalog import database
 from millstream.catalog.catalog import Catalog
 from millstream.catalog.tables import SCHEMA_VERSION, metadata
-from millstream.model.errors import CatalogUnavailable, DataFolderInvalid, TopicExists, UnknownTopic
+from millstream.model.errors import (
+    CatalogUnavailable,
+    DataFolderInvalid,
+    SubscriptionExists,
+    TopicExists,
+    UnknownSubscription,
+    UnknownTopic,
+)
 from millstream.model.quota import CLIENT_ID, PRODUCER_BYTE_RATE, QuotaEntity
+from millstream.model.subscription import Subscription
 from millstream.model.topic import Topic
 from millstream.testing.postgres_server import PostgresServer
 
@@ -95,6 +103,32 @@ def test_a_deletion_leaves_a_record_until_it_is_forgotten(catalog: Catalog) -> N
     catalog.forget_deleted(topic.topic_id)
     assert catalog.deleted_topic_ids() == set()
     catalog.add_topic(declared("orders"))
+
+
+def test_a_subscription_is_kept_changed_and_deleted_with_a_record(open_catalog: OpenCatalog) -> None:
+    catalog = open_catalog()
+    billing = Subscription(
+        name="billing", subscription_id=uuid4(), topics=("orders", "ünd"), overrides={"a": "b"}, created_ms=2**41
+    )
+    catalog.add_subscription(billing)
+    with pytest.raises(SubscriptionExists):
+        catalog.add_subscription(dataclasses.replace(billing, subscription_id=uuid4()))
+    assert open_catalog().subscriptions() == [billing]
+
+    def change(found: Subscription) -> Subscription:
+        return dataclasses.replace(found, topics=("orders",), overrides={})
+
+    assert catalog.alter_subscription(billing.subscription_id, change) == change(billing)
+    assert catalog.subscriptions() == [change(billing)]
+    catalog.delete_subscription(billing, now_ms=2**41 + 1)
+    assert catalog.subscriptions() == []
+    assert catalog.deleted_subscriptions() == {billing.subscription_id: 2**41 + 1}
+    with pytest.raises(UnknownSubscription):
+        catalog.delete_subscription(billing, now_ms=2**41)
+    with pytest.raises(UnknownSubscription):
+        catalog.alter_subscription(billing.subscription_id, change)
+    catalog.forget_deleted_subscription(billing.subscription_id)
+    assert catalog.deleted_subscriptions() == {}
 
 
 def test_blocks_of_numbers_begin_where_the_last_one_ended(catalog: Catalog) -> None:

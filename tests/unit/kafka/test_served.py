@@ -15,6 +15,7 @@ from millstream.cluster.declarations import CatalogDeclarations
 from millstream.cluster.membership import Membership
 from millstream.cluster.producer_ids import ProducerIds
 from millstream.cluster.quotas import ClientQuotas
+from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.kafka.apis.node_status import NodeState
@@ -36,6 +37,7 @@ async def served(
         membership=membership,
         producer_ids=ProducerIds(CatalogDeclarations(catalog)),
         quotas=quotas,
+        subscriptions=Subscriptions(CatalogDeclarations(catalog), SystemClock()),
         budget=Budget(1 << 20),
         connections=(),
         sources=(),

@@ -8,6 +8,7 @@ from uuid import UUID
 
 from millstream.model.errors import CatalogUnavailable
 from millstream.model.quota import QuotaEntity
+from millstream.model.subscription import Subscription
 from millstream.model.topic import Topic
 from millstream.testing.simulation.network import LinkDown, Network
 
@@ -24,6 +25,8 @@ class SimulatedDeclarations:
         self._network = network
         self._topics: dict[UUID, Topic] = {}
         self._deleted: set[UUID] = set()
+        self._subscriptions: dict[UUID, Subscription] = {}
+        self._deleted_subscriptions: dict[UUID, int] = {}
         self._next = 1
 
     def declare(self, topic: Topic) -> None:
@@ -79,6 +82,42 @@ class SimulatedDeclarations:
 
     async def change_client_quotas(self, changes: Mapping[QuotaEntity, Mapping[str, float]]) -> None:
         """Nobody is limited."""
+
+    async def subscriptions(self) -> list[Subscription]:
+        """Every subscription, by name."""
+        return await self._ask(lambda: sorted(self._subscriptions.values(), key=lambda one: one.name))
+
+    async def add_subscription(self, subscription: Subscription) -> None:
+        """Declare a subscription."""
+        await self._ask(lambda: self._subscriptions.update({subscription.subscription_id: subscription}))
+
+    async def alter_subscription(
+        self, subscription_id: UUID, change: Callable[[Subscription], Subscription]
+    ) -> Subscription:
+        """Change a subscription as it is declared now."""
+
+        def alter() -> Subscription:
+            self._subscriptions[subscription_id] = change(self._subscriptions[subscription_id])
+            return self._subscriptions[subscription_id]
+
+        return await self._ask(alter)
+
+    async def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
+        """Take a subscription out and leave the record that allows its state to go."""
+
+        def delete() -> None:
+            if self._subscriptions.pop(subscription.subscription_id, None) is not None:
+                self._deleted_subscriptions[subscription.subscription_id] = now_ms
+
+        await self._ask(delete)
+
+    async def deleted_subscriptions(self) -> dict[UUID, int]:
+        """Subscriptions whose state may go, and since when."""
+        return await self._ask(lambda: dict(self._deleted_subscriptions))
+
+    async def forget_deleted_subscription(self, subscription_id: UUID) -> None:
+        """Drop the deletion record."""
+        await self._ask(lambda: self._deleted_subscriptions.pop(subscription_id, None))
 
     async def cluster_id(self) -> str:
         """The same for all nodes."""

@@ -1,0 +1,181 @@
+"""The subscriptions: declared in the catalog, held in memory on every node for whoever delivers them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from uuid import UUID
+
+from millstream.cluster.declarations import Declarations
+from millstream.model.clock import Clock
+from millstream.model.errors import InvalidSubscription, SubscriptionExists, UnknownSubscription
+from millstream.model.subscription import Subscription, SubscriptionSettings, check_subscription
+
+_logger = logging.getLogger(__name__)
+
+SUBSCRIPTIONS_MAX = 100_000
+DELETION_KEPT_MS = 7 * 24 * 3600 * 1000
+"""How long it is remembered that a subscription was deleted, for nodes that are away meanwhile."""
+
+CheckFilter = Callable[[str], None]
+"""Raises an `InvalidRequest` that points at what is wrong with the text of a filter."""
+
+
+class Subscriptions:
+    """Every subscription that is declared, by its name and by its id."""
+
+    def __init__(
+        self,
+        declarations: Declarations,
+        clock: Clock,
+        *,
+        new_id: Callable[[], UUID] = uuid.uuid4,
+    ) -> None:
+        self._declarations = declarations
+        self._clock = clock
+        self._new_id = new_id
+        self._check_filter: CheckFilter = lambda _text: None
+        self._by_name: dict[str, Subscription] = {}
+        self._by_id: dict[UUID, Subscription] = {}
+        self._settings: dict[UUID, SubscriptionSettings] = {}
+        self._deleted: dict[UUID, int] = {}
+        self._listeners: list[Callable[[], None]] = []
+        # One change of the catalog at a time; readers never wait for it.
+        self._changing = asyncio.Lock()
+
+    def use_filters(self, check: CheckFilter) -> None:
+        """Have the text of every filter that is declared from now on checked by `check`."""
+        self._check_filter = check
+
+    async def load(self) -> None:
+        """Read what the catalog holds."""
+        async with self._changing:
+            declared = await self._declarations.subscriptions()
+            self._deleted = await self._declarations.deleted_subscriptions()
+            await self._forget_old_deletions()
+            self._by_name = {one.name: one for one in declared}
+            self._by_id = {one.subscription_id: one for one in declared}
+            self._settings = {one.subscription_id: one.settings for one in declared}
+        self._tell()
+
+    def all(self) -> list[Subscription]:
+        """Every subscription, by name."""
+        return [self._by_name[name] for name in sorted(self._by_name)]
+
+    def get(self, name: str) -> Subscription | None:
+        """The subscription of this name, if there is one."""
+        return self._by_name.get(name)
+
+    def by_id(self, subscription_id: UUID) -> Subscription | None:
+        """The subscription with this id, if there is one."""
+        return self._by_id.get(subscription_id)
+
+    def settings_of(self, subscription: Subscription) -> SubscriptionSettings:
+        """Its settings as they are now."""
+        return self._settings[subscription.subscription_id]
+
+    def is_deleted(self, subscription_id: UUID) -> bool:
+        """Whether what queues hold for it may go: only ever true because of a deletion that was recorded."""
+        return subscription_id in self._deleted
+
+    def existing(self, name: str) -> Subscription:
+        """The subscription of this name; raise `UnknownSubscription` when there is none."""
+        found = self._by_name.get(name)
+        if found is None:
+            raise UnknownSubscription(f"there is no subscription {name!r}; see `millstream subscription list`")
+        return found
+
+    async def create(
+        self, name: str, topics: Sequence[str], overrides: Mapping[str, str], *, validate_only: bool = False
+    ) -> Subscription:
+        """Declare a subscription durably."""
+        self._check(name, topics, overrides)
+        async with self._changing:
+            if name in self._by_name:
+                raise SubscriptionExists(f"subscription {name!r} exists already")
+            if len(self._by_name) >= SUBSCRIPTIONS_MAX:
+                raise InvalidSubscription(f"there are {SUBSCRIPTIONS_MAX} subscriptions already; delete some first")
+            made = Subscription(
+                name=name,
+                subscription_id=self._new_id(),
+                topics=tuple(topics),
+                overrides=dict(overrides),
+                created_ms=self._clock.now_ms(),
+            )
+            if validate_only:
+                return made
+            await self._declarations.add_subscription(made)
+            self._show(made)
+        _logger.info("subscription created", extra={"subscription": name, "topics": ",".join(topics)})
+        self._tell()
+        return made
+
+    async def alter(
+        self,
+        name: str,
+        changes: Mapping[str, str | None],
+        *,
+        topics: Sequence[str] | None = None,
+        validate_only: bool = False,
+    ) -> Subscription:
+        """Set some settings of a subscription, durably; None takes a setting back to its default."""
+        found = self.existing(name)
+
+        def changed(now: Subscription) -> Subscription:
+            merged: dict[str, str | None] = {**now.overrides, **changes}
+            overrides = {key: text for key, text in merged.items() if text is not None}
+            wanted = now.topics if topics is None else tuple(topics)
+            self._check(name, wanted, overrides)
+            return dataclasses.replace(now, overrides=overrides, topics=wanted)
+
+        # What can be told at once is told before the catalog is asked, and again with what it declares by then.
+        preview = changed(found)
+        if validate_only:
+            return preview
+        async with self._changing:
+            stored = await self._declarations.alter_subscription(found.subscription_id, changed)
+            self._show(stored)
+        _logger.info("subscription changed", extra={"subscription": name, "changes": str(dict(changes))})
+        self._tell()
+        return stored
+
+    async def delete(self, name: str) -> Subscription:
+        """Take a subscription out, durably; what its queues hold goes after that."""
+        async with self._changing:
+            found = self.existing(name)
+            now_ms = self._clock.now_ms()
+            await self._declarations.delete_subscription(found, now_ms=now_ms)
+            del self._by_name[name]
+            del self._by_id[found.subscription_id]
+            del self._settings[found.subscription_id]
+            self._deleted[found.subscription_id] = now_ms
+        _logger.info("subscription deleted", extra={"subscription": name})
+        self._tell()
+        return found
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called after each change."""
+        self._listeners.append(listener)
+
+    def _check(self, name: str, topics: Sequence[str], overrides: Mapping[str, str]) -> None:
+        settings = check_subscription(name, topics, overrides)
+        if settings.filter:
+            self._check_filter(settings.filter)
+
+    def _show(self, subscription: Subscription) -> None:
+        self._by_name[subscription.name] = subscription
+        self._by_id[subscription.subscription_id] = subscription
+        self._settings[subscription.subscription_id] = subscription.settings
+
+    async def _forget_old_deletions(self) -> None:
+        long_ago = self._clock.now_ms() - DELETION_KEPT_MS
+        for subscription_id in [one for one, deleted_ms in self._deleted.items() if deleted_ms < long_ago]:
+            await self._declarations.forget_deleted_subscription(subscription_id)
+            del self._deleted[subscription_id]
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()

@@ -1,0 +1,83 @@
+"""Subscriptions: kept by the catalog, checked before they are declared, told to whoever delivers them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millstream.catalog.catalog import Catalog
+from millstream.cluster.declarations import CatalogDeclarations
+from millstream.cluster.subscriptions import DELETION_KEPT_MS, Subscriptions
+from millstream.model.errors import InvalidRequest, InvalidSetting, SubscriptionExists, UnknownSubscription
+from millstream.model.subscription import FILTER, LEASE, ORDERED
+from millstream.testing.clock import ManualClock
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    opened = Catalog.open_folder(tmp_path)
+    yield opened
+    opened.close()
+
+
+def make(catalog: Catalog, clock: ManualClock | None = None) -> Subscriptions:
+    return Subscriptions(CatalogDeclarations(catalog), clock or ManualClock())
+
+
+async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> None:
+    subscriptions = make(catalog)
+    await subscriptions.load()
+    told: list[int] = []
+    subscriptions.when_changed(lambda: told.append(len(subscriptions.all())))
+    billing = await subscriptions.create("billing", ["orders"], {LEASE: "5000"})
+    assert subscriptions.get("billing") is subscriptions.by_id(billing.subscription_id) is billing
+    assert subscriptions.settings_of(billing).lease_ms == 5000
+    changed = await subscriptions.alter("billing", {LEASE: None, ORDERED: "true"}, topics=["orders", "bills"])
+    assert subscriptions.settings_of(changed).ordered
+    assert told == [1, 1]
+    again = make(catalog)
+    await again.load()
+    assert again.all() == [changed]
+    await again.delete("billing")
+    assert again.is_deleted(billing.subscription_id)
+    await subscriptions.load()
+    assert subscriptions.all() == []
+    assert subscriptions.is_deleted(billing.subscription_id)
+    assert told == [1, 1, 0]
+
+
+async def test_what_does_not_fit_changes_nothing(catalog: Catalog) -> None:
+    subscriptions = make(catalog)
+
+    def refuse(text: str) -> None:
+        raise InvalidRequest(f"cannot read {text}")
+
+    subscriptions.use_filters(refuse)
+    with pytest.raises(InvalidRequest, match="cannot read nonsense"):
+        await subscriptions.create("billing", ["orders"], {FILTER: "nonsense"})
+    await subscriptions.create("billing", ["orders"], {})
+    with pytest.raises(SubscriptionExists):
+        await subscriptions.create("billing", ["other"], {})
+    with pytest.raises(InvalidSetting):
+        await subscriptions.alter("billing", {LEASE: "soon"})
+    with pytest.raises(UnknownSubscription, match="subscription list"):
+        await subscriptions.alter("shipping", {})
+    with pytest.raises(UnknownSubscription):
+        await subscriptions.delete("shipping")
+    await subscriptions.create("shipping", [], {}, validate_only=True)
+    await subscriptions.alter("billing", {LEASE: "500"}, validate_only=True)
+    (only,) = catalog.subscriptions()
+    assert (only.name, only.topics, only.overrides) == ("billing", ("orders",), {})
+
+
+async def test_a_deletion_is_forgotten_when_no_node_can_still_need_it(catalog: Catalog) -> None:
+    clock = ManualClock()
+    subscriptions = make(catalog, clock)
+    billing = await subscriptions.create("billing", ["orders"], {})
+    await subscriptions.delete("billing")
+    clock.advance_ms(DELETION_KEPT_MS + 1)
+    await subscriptions.load()
+    assert not subscriptions.is_deleted(billing.subscription_id)
+    assert catalog.deleted_subscriptions() == {}
