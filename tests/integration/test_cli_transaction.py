@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
 from uuid import uuid4
 
 import pytest
 from confluent_kafka import KafkaException, Producer
+from kio.schema.errors import ErrorCode
 
 from millstream.model.errors import InvalidTransactionState, ProducerFenced
+from millstream.model.ids import PartitionIndex
 from millstream.records.record import NewRecord, encode_batch
 from millstream.testing.command import CommandLine
 from millstream.testing.server import Server
@@ -69,9 +73,64 @@ def test_what_no_coordinator_knows_is_ended_on_its_partition(
     assert millstream("transaction", "abort").code == 2
 
 
+async def write_marker(client: Client, where: tuple[str, int], producer_id: int, epoch: int, coordinator: int) -> int:
+    """Write an abort as no coordinator would; the answer is Kafka's code."""
+    from kio.schema.write_txn_markers.v1 import request
+
+    messages: Any = request
+    marker = messages.WritableTxnMarker(
+        producer_id=producer_id,
+        producer_epoch=epoch,
+        transaction_result=False,
+        topics=(messages.WritableTxnMarkerTopic(name=where[0], partition_indexes=(where[1],)),),
+        coordinator_epoch=coordinator,
+    )
+    leader = (await client.metadata([where[0]])).topics[where[0]].partitions[PartitionIndex(where[1])].leader_id
+    answer = await client.send(leader, messages.WriteTxnMarkersRequest(markers=(marker,)))
+    return int(answer.markers[0].topics[0].partitions[0].error_code)
+
+
+async def test_nobody_wedges_an_id_with_an_epoch_that_is_made_up(
+    server: Server, millstream: CommandLine, writer: Producer, topic: str
+) -> None:
+    described = await asyncio.to_thread(millstream, "transaction", "describe", f"of {topic}", "--json")
+    producer_id, epoch = described.document["producer_id"], described.document["epoch"]
+    async with Client.connect(server.kafka) as client:
+        code = await write_marker(client, (topic, 0), producer_id, epoch, 2**31 - 1)
+    assert ErrorCode(code) is ErrorCode.unknown_leader_epoch
+    await asyncio.to_thread(writer.commit_transaction, WAIT_S)
+    for _ in range(2):
+        writer.begin_transaction()
+        writer.produce(topic, b"y", partition=0)
+        await asyncio.to_thread(writer.commit_transaction, WAIT_S)
+
+
 def test_an_id_that_is_not_known(millstream: CommandLine) -> None:
-    assert millstream("transaction", "describe", "nobody").code == 3
+    described = millstream("transaction", "describe", "nobody")
+    assert (described.code, described.out) == (3, "")
+    assert "transactional id 'nobody' does not exist; millstream transaction list" in described.err
     assert millstream("transaction", "abort", "nobody").code == 3
+
+
+def test_a_state_that_there_is_not(millstream: CommandLine) -> None:
+    listed = millstream("transaction", "list", "--state", "Bogus")
+    assert (listed.code, listed.out) == (2, "")
+    assert "no state 'Bogus'" in listed.err
+    assert "PrepareCommit" in listed.err
+
+
+def test_only_what_runs_is_said_to_be_aborted_after_a_while(
+    millstream: CommandLine, writer: Producer, topic: str
+) -> None:
+    described = millstream("transaction", "describe", f"of {topic}").out
+    assert "begun 0 s ago, aborted after 60 s" in described
+    writer.commit_transaction(WAIT_S)
+    writer.begin_transaction()
+    writer.produce(topic, b"y", partition=0)
+    writer.abort_transaction(WAIT_S)
+    described = millstream("transaction", "describe", f"of {topic}").out
+    assert "the last transaction was begun" in described
+    assert "aborted after" not in described
 
 
 async def write_part(client: Client, topic: str, query: str, batch: int, value: bytes) -> TransactionalProducer:

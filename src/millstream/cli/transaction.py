@@ -93,8 +93,7 @@ def describe(
     print_line(f"{one_line(found.transactional_id)}  ({found.state})")
     print_line(f"producer {found.producer_id}, epoch {found.epoch}, coordinated by node {found.coordinator}")
     if found.started_ms >= 0:
-        running_s = max(0.0, time.time() - found.started_ms / 1000)
-        print_line(f"begun {running_s:.0f} s ago, aborted after {found.timeout_ms / 1000:g} s")
+        print_line(_how_long(found))
     for partition in found.partitions:
         print_line(f"  {partition}")
 
@@ -128,6 +127,17 @@ def abort(
         raise typer.BadParameter("give a transactional id, or --topic, --partition and --producer-id")
     ask_person(f"Abort what producer {producer_id} has open on {topic}-{partition}?", unless=yes)
     _abort_hanging(topic, partition, producer_id, as_json=as_json, brokers=brokers, timeout=timeout)
+
+
+def _how_long(found: DescribedTransaction) -> str:
+    from millstream.cli.transaction_admin import ONGOING, OPEN_STATES, PREPARED
+
+    begun = f"begun {max(0.0, time.time() - found.started_ms / 1000):.0f} s ago"
+    if found.state == ONGOING:
+        return f"{begun}, aborted after {found.timeout_ms / 1000:g} s"
+    if found.state == PREPARED:
+        return f"{begun}, waits for the decision about its batch"
+    return f"{begun}, being ended" if found.state in OPEN_STATES else f"the last transaction was {begun}"
 
 
 def _list_hanging(*, as_json: bool, brokers: str, timeout: float) -> None:

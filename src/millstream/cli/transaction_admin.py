@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from millstream.model.errors import InvalidTransactionState
+from millstream.model.errors import InvalidRequest, InvalidTransactionState, UnknownTransaction
 from millstream.model.ids import NodeId, PartitionIndex
 from millstream.model.topic import TopicPartition
 from millstream.wire.client import Client
@@ -15,7 +15,20 @@ from millstream.wire.refusal import refusal
 from millstream.wire.transactions import TRANSACTION_COORDINATOR, Transactions
 
 _DESCRIBE_KEY = 65
-OPEN_STATES = frozenset({"Ongoing", "Prepared", "PrepareCommit", "PrepareAbort"})
+_NOT_FOUND = 105
+ONGOING, PREPARED = "Ongoing", "Prepared"
+OPEN_STATES = frozenset({ONGOING, PREPARED, "PrepareCommit", "PrepareAbort"})
+STATES = (
+    "Empty",
+    ONGOING,
+    PREPARED,
+    "PrepareCommit",
+    "PrepareAbort",
+    "CompleteCommit",
+    "CompleteAbort",
+    "Dead",
+    "PrepareEpochFence",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +69,7 @@ class OpenTransaction:
 async def list_transactions(
     client: Client, *, states: Iterable[str] = (), longer_than_ms: int = -1
 ) -> list[ListedTransaction]:
-    """The transactional ids of every node."""
+    """The transactional ids of every node; `InvalidRequest` for a state that there is not."""
     from kio.schema.list_transactions.v1 import request
 
     messages: Any = request
@@ -66,6 +79,10 @@ async def list_transactions(
         answer = await client.send(node, asked)
         if answer.error_code:
             raise refusal(answer.error_code, None, about="the list of transactions")
+        if answer.unknown_state_filters:
+            raise InvalidRequest(
+                f"there is no state {answer.unknown_state_filters[0]!r}; a transaction is in one of {', '.join(STATES)}"
+            )
         found += [
             ListedTransaction(one.transactional_id, one.producer_id, one.transaction_state)
             for one in answer.transaction_states
@@ -92,6 +109,10 @@ def _read_described(body: memoryview, node: NodeId) -> DescribedTransaction:
     reader.int32()
     reader.array_length()
     code, transactional_id, state = reader.int16(), reader.string(), reader.string()
+    if code == _NOT_FOUND:
+        raise UnknownTransaction(
+            f"transactional id {transactional_id!r} does not exist; millstream transaction list shows those that do"
+        )
     if code:
         raise refusal(code, None, about=f"transactional id {transactional_id!r}")
     timeout_ms, started_ms, producer_id, epoch = reader.int32(), reader.int64(), reader.int64(), reader.int16()
@@ -146,15 +167,34 @@ def _opened(where: TopicPartition, leader: NodeId, producer: Any) -> OpenTransac
 
 
 async def hanging_transactions(client: Client) -> list[OpenTransaction]:
-    """What is open on a partition although no coordinator will end it."""
-    opened = await open_transactions(client)
+    """What is open on a partition although no coordinator will end it.
+
+    Partitions are asked before and after the coordinators, so that what began or ended meanwhile is left out.
+    """
+    before = set(await open_transactions(client))
+    if not before:
+        return []
     known = {one.producer_id: one for one in await list_transactions(client) if one.state in OPEN_STATES}
-    hanging: list[OpenTransaction] = []
-    for one in opened:
-        listed = known.get(one.producer_id)
-        if listed is None or one.where not in (await describe_transaction(client, listed.transactional_id)).partitions:
-            hanging.append(one)
-    return hanging
+    held: dict[str, frozenset[TopicPartition]] = {}
+    for producer_id in {one.producer_id for one in before} & known.keys():
+        name = known[producer_id].transactional_id
+        held[name] = await _partitions_of(client, name)
+    hanging = {
+        one
+        for one in before
+        if (of := known.get(one.producer_id)) is None or one.where not in held[of.transactional_id]
+    }
+    if not hanging:
+        return []
+    still_open = await open_transactions(client, {one.where.topic for one in hanging})
+    return [one for one in still_open if one in hanging]
+
+
+async def _partitions_of(client: Client, transactional_id: str) -> frozenset[TopicPartition]:
+    try:
+        return frozenset((await describe_transaction(client, transactional_id)).partitions)
+    except UnknownTransaction:
+        return frozenset()
 
 
 async def abort_on_partition(client: Client, where: TopicPartition, producer_id: int) -> OpenTransaction:

@@ -19,7 +19,7 @@ from millstream.coordination.timers import Timers
 from millstream.model.clock import Clock
 from millstream.model.errors import CoordinatorUnavailable, NotCoordinator, TopicExists
 from millstream.model.ids import NodeId, PartitionIndex
-from millstream.model.partition_state import PartitionState
+from millstream.model.partition_state import FIRST_EPOCH, PartitionState
 from millstream.model.topic import Topic
 
 S = TypeVar("S", bound=StateMachine)
@@ -129,6 +129,14 @@ class Runtime(Generic[S]):
         topic = self._topics.get(self._topic.name)
         state = None if topic is None else self._topics.state_of(topic, index)
         return state.leader if state is not None and state.has_leader else None
+
+    def latest_epoch(self) -> int:
+        """The latest epoch in which any node leads a partition of the topic, as far as this one knows; at least 0."""
+        topic = self._topics.get(self._topic.name)
+        if topic is None:
+            return FIRST_EPOCH
+        states = (self._topics.state_of(topic, index) for index in range(topic.partitions))
+        return max((state.leader_epoch for state in states if state is not None), default=FIRST_EPOCH)
 
     async def run(self, name: str, operation: Operation[S, T], *, pure: bool = False) -> T:
         """Carry out an operation on the shard of this name."""

@@ -18,6 +18,7 @@ from millstream.groups.consumer.requests import ConsumerGroupDescription, Consum
 from millstream.groups.consumer.shard import ConsumerTopics
 from millstream.groups.consumer.topic_view import TopicView
 from millstream.groups.group import GroupState
+from millstream.groups.pending_offsets import PendingProducer
 from millstream.groups.requests import (
     CommitAnswer,
     CommitRequest,
@@ -183,6 +184,11 @@ class GroupCoordinator:
         """A transaction that may have committed offsets in one partition of the offsets topic has ended."""
         shard = self._runtime.shard_at(PartitionIndex(index))
         await shard.run(lambda state: state.transactional.end(marker), pure=True)
+
+    async def pending_producers(self, index: int) -> list[PendingProducer]:
+        """Whose transactions have committed offsets in one partition of the offsets topic, and are not decided."""
+        shard = self._runtime.shard_at(PartitionIndex(index))
+        return await shard.run(lambda state: ([], state.transactional.pending.producers()), pure=True)
 
     async def fetch(
         self,

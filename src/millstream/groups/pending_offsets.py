@@ -19,8 +19,8 @@ from typing import Final, NamedTuple
 from millstream.coordination.state import StateRecord
 from millstream.groups.records import CommittedOffset, OffsetKey, offset_record, read_offset
 from millstream.groups.requests import FetchedOffsets
-from millstream.model.errors import FencedProducer, TransactionCoordinatorFenced
-from millstream.model.ids import ProducerId
+from millstream.model.errors import FencedProducer
+from millstream.model.ids import NO_EPOCH, ProducerId
 from millstream.model.marker import Marker
 from millstream.wire.primitives import Reader, Writer
 
@@ -58,6 +58,15 @@ class LastMarker(NamedTuple):
     epoch: int
     coordinator_epoch: int
     time_ms: int
+
+
+class PendingProducer(NamedTuple):
+    """A producer whose transaction has committed offsets and is not decided, as administrators see it."""
+
+    producer_id: ProducerId
+    epoch: int
+    coordinator_epoch: int
+    last_ms: int
 
 
 def pending_record(key: PendingKey, pending: Pending) -> StateRecord:
@@ -128,6 +137,18 @@ class PendingOffsets:
             if key.group_id == group_id
         ]
 
+    def producers(self) -> list[PendingProducer]:
+        """Every producer with something that is not decided."""
+        return [
+            PendingProducer(
+                producer_id,
+                max(pending.epoch for pending in offsets.values()),
+                self._markers[producer_id].coordinator_epoch if producer_id in self._markers else NO_EPOCH,
+                max(pending.committed.commit_ms for pending in offsets.values()),
+            )
+            for producer_id, offsets in self._by_producer.items()
+        ]
+
     def last_marker(self, producer_id: ProducerId) -> LastMarker | None:
         """The last marker of a producer, if it is remembered."""
         return self._markers.get(producer_id)
@@ -141,11 +162,7 @@ class PendingOffsets:
     def ended_by(self, marker: Marker, *, now_ms: int) -> list[StateRecord]:
         """What a marker changes; nothing when it came before. Raises when it comes too late."""
         last = self._markers.get(marker.producer_id)
-        if last is not None and marker.coordinator_epoch < last.coordinator_epoch:
-            raise TransactionCoordinatorFenced(
-                f"a coordinator of epoch {last.coordinator_epoch} has ended a transaction of producer "
-                f"{marker.producer_id} already, this one is of {marker.coordinator_epoch}"
-            )
+        marker = marker.admitted(NO_EPOCH if last is None else last.coordinator_epoch)
         self.check_epoch(marker.producer_id, marker.producer_epoch)
         offsets = self._by_producer.get(marker.producer_id, {})
         newest = max((pending.epoch for pending in offsets.values()), default=-1)

@@ -2,15 +2,20 @@
 
 A marker for `__consumer_offsets` goes through the shard of the groups there, so that offsets which the transaction has
 committed become visible or vanish in the same moment; all others are written into the partition itself.
+
+The epoch of the coordinator is held against those that this node knows of: one that nobody has yet is refused with
+`UnknownLeaderEpoch`, and tried again by a coordinator of which this node has not heard yet.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from millstream.cluster.topics import Topics
 from millstream.model.errors import CoordinatorUnavailable, NotLeader
-from millstream.model.marker import Marker
+from millstream.model.marker import ANY_COORDINATOR, Marker
 from millstream.model.topic import CONSUMER_OFFSETS, TopicPartition
 
 
@@ -24,12 +29,19 @@ class OffsetTransactions(Protocol):
 class PartitionMarkers:
     """Markers for this node's partitions."""
 
-    def __init__(self, topics: Topics, groups: OffsetTransactions) -> None:
+    def __init__(
+        self,
+        topics: Topics,
+        groups: OffsetTransactions,
+        latest_coordinator: Callable[[], int] = lambda: ANY_COORDINATOR,
+    ) -> None:
         self._topics = topics
         self._groups = groups
+        self._latest_coordinator = latest_coordinator
 
     async def write(self, marker: Marker, partition: TopicPartition) -> None:
         """Write one marker and wait until it is acknowledged."""
+        marker = replace(marker, latest_coordinator=self._latest_coordinator())
         if partition.topic == CONSUMER_OFFSETS:
             try:
                 await self._groups.end_transaction(partition.partition, marker)

@@ -156,7 +156,7 @@ class Served:
         yield IncrementalAlterConfigs(topics)
         yield AlterConfigs(topics)
         yield ListConfigResources(topics, membership)
-        yield DescribeProducers(topics)
+        yield DescribeProducers(topics, self._groups)
         yield DescribeLogDirs(topics, folder=self._parts.node.data)
         yield ElectLeaders(topics)
         yield AlterPartitionReassignments(topics, membership)

@@ -35,10 +35,15 @@ class TransactionService:
     ) -> None:
         me = membership.me.node_id
         self.coordinator = TransactionCoordinator(topics, config, clock, producer_ids)
-        self.markers = PartitionMarkers(topics, groups)
+        self.markers = PartitionMarkers(topics, groups, self.coordinator.latest_epoch)
         self._peers = WirePeers(membership.node, me=me)
         self._routes = MarkerRoutes(topics, self.markers, self._peers, me=me)
-        self.sender = MarkerSender(lambda: self.coordinator.shards, self._routes, SystemRandom())
+        self.sender = MarkerSender(
+            lambda: self.coordinator.shards,
+            self._routes,
+            SystemRandom(),
+            latest_epoch=self.coordinator.latest_epoch,
+        )
         self.coordinator.when_ending(self.sender.wake)
         self.gate = CoordinatorGate(self.coordinator, self._peers, me=me)
 

@@ -31,8 +31,8 @@ from millstream.model.errors import (
     FencedProducer,
     InvalidTransactionState,
     OutOfOrderSequence,
-    TransactionCoordinatorFenced,
 )
+from millstream.model.ids import NO_EPOCH
 from millstream.model.marker import Marker
 from millstream.records.batch import CONTROL_FLAG, TRANSACTIONAL_FLAG, BatchHeader, Buffer
 from millstream.records.control import read_marker
@@ -171,11 +171,11 @@ class Producers:
             for one in self.transactions.open.values()
         ]
 
-    def check_marker(self, marker: Marker) -> bool:
-        """Whether a marker changes anything here; raise if it comes from a producer or a coordinator of the past."""
+    def check_marker(self, marker: Marker) -> Marker | None:
+        """The marker as it is to be written, None if it is there already; raise if it comes from the past."""
         known = self._by_id.get(marker.producer_id)
         if known is None:
-            return True
+            return marker.admitted(NO_EPOCH)
         self.check_epoch(marker.producer_id, marker.producer_epoch)
         is_open = known.open_from != NO_TRANSACTION
         if marker.bumps_epoch and is_open and marker.producer_epoch == known.epoch:
@@ -183,12 +183,9 @@ class Producers:
                 f"the marker of epoch {marker.producer_epoch} of producer {marker.producer_id} is too late: "
                 "the next transaction is open"
             )
-        if marker.coordinator_epoch < known.coordinator_epoch:
-            raise TransactionCoordinatorFenced(
-                f"a coordinator of epoch {known.coordinator_epoch} has ended a transaction of producer "
-                f"{marker.producer_id} here, the one of epoch {marker.coordinator_epoch} is no longer in charge"
-            )
-        return is_open or (marker.producer_epoch, marker.coordinator_epoch) != (known.epoch, known.coordinator_epoch)
+        admitted = marker.admitted(known.coordinator_epoch)
+        is_new = (admitted.producer_epoch, admitted.coordinator_epoch) != (known.epoch, known.coordinator_epoch)
+        return admitted if is_open or is_new else None
 
     def _check_sequence(self, known: Producer, header: BatchHeader) -> ProducedBatch | None:
         sequence = header.base_sequence

@@ -230,13 +230,15 @@ class Partition(Replica):
     def write_marker(self, marker: Marker) -> AppendedRange:
         """End a transaction here without waiting; `acknowledged` tells when it is certain. May be repeated.
 
-        `FencedProducer` and `TransactionCoordinatorFenced` for a marker that comes from the past.
+        `FencedProducer` and `TransactionCoordinatorFenced` for a marker that comes from the past, `UnknownLeaderEpoch`
+        for one of a coordinator that is not known yet.
         """
         if not self.is_leader:
             raise self._not_leader()
         log = self.log
-        if log.producers.check_marker(marker):
-            return self.write(encode_marker(marker, log.clock.now_ms()), acks=ACKS_ALL, internal=True)
+        admitted = log.producers.check_marker(marker)
+        if admitted is not None:
+            return self.write(encode_marker(admitted, log.clock.now_ms()), acks=ACKS_ALL, internal=True)
         # It is there already. Whoever asked the coordinator before it came must not begin anything now.
         log.producers.transactions.guards.pop(marker.producer_id, None)
         return AppendedRange(log.end_offset, log.end_offset, -1, log.start_offset, True)

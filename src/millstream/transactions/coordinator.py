@@ -113,6 +113,10 @@ class TransactionCoordinator:
         """The node that coordinates a transactional id; None while nobody does."""
         return self._runtime.leader_of(placement_of(transactional_id))
 
+    def latest_epoch(self) -> int:
+        """The latest epoch that a coordinator of the cluster has, as far as this node knows."""
+        return self._runtime.latest_epoch()
+
     # Producers
 
     async def init(self, request: InitRequest) -> Initialized:

@@ -26,6 +26,7 @@ from millstream.model.errors import (
 )
 from millstream.model.ids import ProducerEpoch
 from millstream.model.marker import Marker
+from millstream.model.partition_state import FIRST_EPOCH
 from millstream.model.topic import TopicPartition
 from millstream.transactions.requests import Ending
 from millstream.transactions.shard import TransactionShard
@@ -60,9 +61,11 @@ class MarkerSender:
         writer: MarkerWriter,
         random: Random,
         *,
+        latest_epoch: Callable[[], int] = lambda: FIRST_EPOCH,
         pause_s: float = PAUSE_S,
     ) -> None:
         self._shards = shards
+        self._latest_epoch = latest_epoch
         self._pause_s = pause_s
         self._writer = writer
         self._random = random
@@ -148,22 +151,24 @@ class MarkerSender:
         return None
 
     async def _write_all(self, shard: MarkedShard, ending: Ending) -> bool:
-        """Write every marker, however long it takes; False when this node does not coordinate any more."""
+        """Write every marker, however long it takes; False when this node does not coordinate any more.
+
+        Coordinators have the epochs of their own partitions, and a request that was made up may have left the epoch of
+        another one. A coordinator that is told that it was replaced, but can still write down its decision, was not:
+        it goes on with the latest epoch that any coordinator has.
+        """
         left = set(ending.partitions)
         backoff = Backoff(self._random)
+        claimed = int(FIRST_EPOCH)
         while left:
             if shard.state is None:
                 return False
-            marker = Marker(
-                producer_id=ending.producer_id,
-                producer_epoch=ProducerEpoch(ending.epoch),
-                commit=ending.commit,
-                coordinator_epoch=shard.partition.leader_epoch,
-                bumps_epoch=ending.version >= EPOCH_PER_TRANSACTION,
-            )
-            answers = await self._writer.write(marker, left)
+            epoch = max(shard.partition.leader_epoch, claimed)
+            answers = await self._writer.write(_marker(ending, epoch), left)
             if any(isinstance(error, TransactionCoordinatorFenced) for error in answers.values()):
-                return False
+                claimed = self._latest_epoch()
+                if claimed <= epoch or not await shard.run(lambda state: state.confirmed(ending), pure=True):
+                    return False
             left = {one for one in left if not _is_over(ending, one, answers.get(one, _NO_ANSWER))}
             if left:
                 self.retries += 1
@@ -179,6 +184,16 @@ class MarkerSender:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _logger.error("a transaction could not be ended: a defect", exc_info=task.exception())
+
+
+def _marker(ending: Ending, coordinator_epoch: int) -> Marker:
+    return Marker(
+        producer_id=ending.producer_id,
+        producer_epoch=ProducerEpoch(ending.epoch),
+        commit=ending.commit,
+        coordinator_epoch=coordinator_epoch,
+        bumps_epoch=ending.version >= EPOCH_PER_TRANSACTION,
+    )
 
 
 _NO_ANSWER: Final = MillstreamError("no answer came")

@@ -192,6 +192,16 @@ class TransactionShard:
             return [transaction_tombstone(ending.transactional_id)], None
         return [transaction_record(transaction.complete(now_ms=self._clock.now_ms()))], None
 
+    def confirmed(self, ending: Ending) -> Outcome[bool]:
+        """Write down once more what was decided: who can do so durably is the coordinator, and no other has been since.
+
+        False when it is over by now.
+        """
+        transaction = self._transactions.get(ending.transactional_id)
+        if transaction is None or transaction.state not in ENDING or _ending_of(transaction) != ending:
+            return [], False
+        return [transaction_record(transaction)], True
+
     def until_ended(self, transactional_id: str) -> Outcome[None]:
         """Wait until the transaction that is being ended has its markers; at once if none is."""
         if transactional_id not in self._ending:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from kio.schema.errors import ErrorCode
@@ -92,7 +92,7 @@ class TestDescribeProducers:
                 PRODUCERS.TopicRequest(name="bad name", partition_indexes=(0,)),
             )
         )
-        answer = await ask(DescribeProducers(topics), asked)
+        answer = await ask(DescribeProducers(topics, cast("Any", None)), asked)
         orders, bad = answer.topics
         first, second, third = orders.partitions
         assert [(one.producer_id, one.producer_epoch, one.last_sequence) for one in first.active_producers] == [

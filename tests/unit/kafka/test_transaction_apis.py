@@ -89,12 +89,13 @@ class Broker:
     def __init__(self) -> None:
         self.topics = MarkedTopics()
         self.topics.add("t", partitions=2)
+        self.latest_coordinator = 3
         config = Config(transactions_partitions=1, offsets_partitions=1)
         known = cast("Topics", self.topics)
         ids = Ids()
         self.groups = GroupCoordinator(self.topics, config, SystemClock())
         self.coordinator = TransactionCoordinator(self.topics, config, SystemClock(), ids)
-        self.local = PartitionMarkers(known, self.groups)
+        self.local = PartitionMarkers(known, self.groups, lambda: self.latest_coordinator)
         self.peers = WirePeers(lambda _: None, me=NodeId(1))
         self.routes = MarkerRoutes(self.topics, self.local, self.peers, me=NodeId(1))
         self.sender = MarkerSender(lambda: self.coordinator.shards, self.routes, Random(1))
@@ -266,9 +267,9 @@ async def test_offsets_of_a_transaction(broker: Broker, version: int) -> None:
 async def test_markers_from_another_node(broker: Broker, version: int) -> None:
     module = messages("write_txn_markers", 2)
 
-    def marker(epoch: int, topic: str) -> Any:
+    def marker(epoch: int, topic: str, producer_id: int = 7) -> Any:
         return module.WritableTxnMarker(
-            producer_id=7,
+            producer_id=producer_id,
             producer_epoch=epoch,
             transaction_result=False,
             topics=(module.WritableTxnMarkerTopic(name=topic, partition_indexes=(0,)),),
@@ -276,16 +277,54 @@ async def test_markers_from_another_node(broker: Broker, version: int) -> None:
             transaction_version=2,
         )
 
-    wanted = (marker(1, "t"), marker(1, "absent"), marker(31_000, "t"), marker(1, "__consumer_offsets"))
+    wanted = (
+        marker(1, "t"),
+        marker(1, "absent"),
+        marker(31_000, "t"),
+        marker(1, "__consumer_offsets"),
+        marker(1, "__transaction_state"),
+        marker(-1, "t"),
+        marker(1, "t", producer_id=-1),
+    )
     answer = await ask_in(broker.markers, version, module.WriteTxnMarkersRequest(markers=wanted))
     assert [one.topics[0].partitions[0].error_code for one in answer.markers] == [
         ErrorCode.none,
         ErrorCode.unknown_topic_or_partition,
         ErrorCode.invalid_producer_epoch,
         ErrorCode.not_leader_or_follower,
+        ErrorCode.invalid_topic_exception,
+        ErrorCode.invalid_request,
+        ErrorCode.invalid_request,
     ]
     (written,) = broker.topics.marked["t", 0].markers
     assert (written.coordinator_epoch, written.commit, written.bumps_epoch) == (3, False, version == 2)
+    assert written.latest_coordinator == 3
+
+
+async def test_offsets_of_transactions_are_safe_from_coordinators_that_nobody_knows(broker: Broker) -> None:
+    begun = await broker.begin()
+    assert await broker.offsets(begun.producer_id, 0, version=5) is ErrorCode.none
+    module = messages("write_txn_markers", 2)
+
+    async def mark(coordinator_epoch: int) -> ErrorCode:
+        marker = module.WritableTxnMarker(
+            producer_id=begun.producer_id,
+            producer_epoch=0,
+            transaction_result=False,
+            topics=(module.WritableTxnMarkerTopic(name="__consumer_offsets", partition_indexes=(0,)),),
+            coordinator_epoch=coordinator_epoch,
+        )
+        answer = await ask_in(broker.markers, 2, module.WriteTxnMarkersRequest(markers=(marker,)))
+        code: ErrorCode = answer.markers[0].topics[0].partitions[0].error_code
+        return code
+
+    (pending,) = await broker.groups.pending_producers(0)
+    assert (pending.producer_id, pending.epoch, pending.coordinator_epoch) == (begun.producer_id, 0, -1)
+    assert await mark(2**31 - 1) is ErrorCode.unknown_leader_epoch
+    assert await mark(4) is ErrorCode.unknown_leader_epoch
+    assert await mark(3) is ErrorCode.none
+    assert await mark(2) is ErrorCode.transaction_coordinator_fenced
+    assert await broker.groups.pending_producers(0) == []
 
 
 async def test_transactions_are_listed_and_described(broker: Broker) -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import pytest
@@ -387,7 +387,7 @@ async def test_offsets_and_producers_tell_of_open_transactions(tmp_path: Path) -
         assert (await latest(broker, UNCOMMITTED), await latest(broker, COMMITTED)) == (3, 2)
         module: Any = producers_of
         asked = module.DescribeProducersRequest(topics=(module.TopicRequest(name="t", partition_indexes=(0,)),))
-        answer = await DescribeProducers(broker.topics).handle(asked, CLIENT)
+        answer = await DescribeProducers(broker.topics, cast("Any", None)).handle(asked, CLIENT)
         (producer,) = answer.topics[0].partitions[0].active_producers
         assert (producer.coordinator_epoch, producer.current_txn_start_offset) == (4, 2)
 

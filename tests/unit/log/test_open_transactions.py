@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ from millstream.model.errors import (
     InvalidTransactionState,
     OutOfOrderSequence,
     TransactionCoordinatorFenced,
+    UnknownLeaderEpoch,
 )
 from millstream.model.ids import ProducerEpoch, ProducerId
 from millstream.model.marker import Marker
@@ -156,6 +158,23 @@ def test_markers_of_the_past_are_refused_and_repeated_ones_change_nothing() -> N
     with pytest.raises(TransactionCoordinatorFenced):
         producers.check_marker(marker_of(SEVEN, 4, coordinator=4))
     assert producers.check_marker(marker_of(SEVEN, 4, coordinator=6))
+
+
+def test_a_coordinator_that_there_never_was_is_passed_over() -> None:
+    producers = Producers(expiry_ms=HOUR_MS)
+    made_up = 2**31 - 1
+    with pytest.raises(UnknownLeaderEpoch):
+        producers.check_marker(replace(marker_of(SEVEN, coordinator=6), latest_coordinator=5))
+    write(producers, 0, SEVEN)
+    end(producers, 1, marker_of(SEVEN, coordinator=made_up))
+    write(producers, 2, SEVEN, sequence=1)
+    of_a_tool = producers.check_marker(replace(marker_of(SEVEN, coordinator=made_up), latest_coordinator=5))
+    assert of_a_tool is not None
+    assert of_a_tool.coordinator_epoch == 5
+    end(producers, 3, replace(marker_of(SEVEN, coordinator=4), latest_coordinator=5))
+    assert not producers.open_transactions()
+    with pytest.raises(TransactionCoordinatorFenced):
+        producers.check_marker(replace(marker_of(SEVEN, coordinator=3), latest_coordinator=5))
 
 
 def test_a_late_marker_does_not_end_the_next_transaction() -> None:

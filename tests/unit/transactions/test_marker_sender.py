@@ -85,7 +85,14 @@ class Node:
         self.writer = Writer()
         config = Config(transactions_partitions=1)
         self.coordinator = TransactionCoordinator(topics, config, SystemClock(), self.ids, retry_first_s=0.001)
-        self.sender = MarkerSender(lambda: self.coordinator.shards, self.writer, Random(1), pause_s=0.01)
+        self.latest_epoch = 0
+        self.sender = MarkerSender(
+            lambda: self.coordinator.shards,
+            self.writer,
+            Random(1),
+            latest_epoch=lambda: self.latest_epoch,
+            pause_s=0.01,
+        )
         self.coordinator.when_ending(self.sender.wake)
 
     async def begin(self, name: str = "tx", *partitions: TopicPartition, version: int = 0) -> ProducerRef:
@@ -149,6 +156,41 @@ async def test_a_coordinator_that_was_replaced_stops(node: Node) -> None:
     await node.coordinator.end(who, commit=True, version=0)
     # It looks again, since it still thinks that it coordinates; its next attempt is taken here.
     assert await node.ended() == "CompleteCommit"
+
+
+async def test_a_coordinator_that_can_still_decide_was_not_replaced(node: Node) -> None:
+    who = await node.begin("tx", PARTITION, SECOND)
+    # Somebody has written a marker with the epoch of another coordinator.
+    node.writer.errors = {PARTITION: [TransactionCoordinatorFenced("replaced")]}
+    node.latest_epoch = 57
+    await node.coordinator.end(who, commit=True, version=0)
+    assert await node.ended() == "CompleteCommit"
+    assert [(where, marker.coordinator_epoch) for where, marker in node.writer.written] == [
+        (SECOND, 0),
+        (PARTITION, 57),
+    ]
+
+
+async def test_a_coordinator_that_cannot_write_is_not_believed(node: Node) -> None:
+    who = await node.begin()
+    (shard,) = node.coordinator.shards
+    node.latest_epoch = 57
+    node.writer.open.clear()
+    node.writer.errors = {PARTITION: [TransactionCoordinatorFenced("replaced")]}
+    await node.coordinator.end(who, commit=True, version=0)
+    await node.writer.asked.wait()
+    partition: Any = shard.partition
+    written, partition.write = partition.write, _refuse
+    node.writer.open.set()
+    node.writer.asked.clear()
+    await node.writer.asked.wait()
+    partition.write = written
+    assert await node.ended() == "CompleteCommit"
+    assert {marker.coordinator_epoch for _, marker in node.writer.written} == {0}
+
+
+def _refuse(*_arguments: Any, **_named: Any) -> Any:
+    raise NotLeader("another node leads")
 
 
 async def test_a_defect_and_a_full_disk_are_no_end(node: Node, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,12 +3,15 @@
 A producer is remembered for as long as `producer-expiry-ms` says, and while it has a transaction open. The epoch of its
 coordinator is known once that has ended a transaction here.
 
+In `__consumer_offsets` they are the producers whose transactions have committed offsets and are not decided. Those are
+not kept as batches of a transaction, so it is said to begin at offset 0.
+
 Version notes: version 0 is the only one.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Protocol
 
 from kio.schema.describe_producers.v0.request import DescribeProducersRequest
 from kio.schema.describe_producers.v0.response import (
@@ -22,15 +25,23 @@ from kio.schema.types import ProducerId
 from kio.static.primitive import i32, i64
 
 from millstream.cluster.topics import Topics
+from millstream.groups.pending_offsets import PendingProducer
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.log.producer import Producer
 from millstream.model.errors import MillstreamError
 from millstream.model.ids import NO_EPOCH
-from millstream.model.topic import check_topic_name
+from millstream.model.topic import CONSUMER_OFFSETS, check_topic_name
 
 _NO_SEQUENCE: Final = -1
+
+
+class OffsetTransactions(Protocol):
+    """The groups of this node, as far as transactions commit offsets of theirs."""
+
+    async def pending_producers(self, index: int) -> list[PendingProducer]:
+        """Whose transactions have committed offsets in one partition of the offsets topic, and are not decided."""
 
 
 class DescribeProducers(Api[DescribeProducersRequest, DescribeProducersResponse]):
@@ -39,24 +50,31 @@ class DescribeProducers(Api[DescribeProducersRequest, DescribeProducersResponse]
     key = 61
     versions = (0, 0)
 
-    def __init__(self, topics: Topics) -> None:
+    def __init__(self, topics: Topics, groups: OffsetTransactions) -> None:
         self._topics = topics
+        self._groups = groups
 
     async def handle(self, request: DescribeProducersRequest, client: ClientInfo) -> DescribeProducersResponse:
         """Answer each partition on its own."""
-        topics = tuple(
+        topics = [
             TopicResponse(
-                name=topic.name, partitions=tuple(self._answer(topic.name, index) for index in topic.partition_indexes)
+                name=topic.name,
+                partitions=tuple([await self._answer(topic.name, index) for index in topic.partition_indexes]),
             )
             for topic in request.topics
-        )
-        return DescribeProducersResponse(throttle_time=NO_THROTTLE, topics=topics)
+        ]
+        return DescribeProducersResponse(throttle_time=NO_THROTTLE, topics=tuple(topics))
 
-    def _answer(self, topic: str, index: i32) -> PartitionResponse:
+    async def _answer(self, topic: str, index: i32) -> PartitionResponse:
         try:
             check_topic_name(topic)
             partition = self._topics.partition(topic, index)
             partition.check_leader_epoch(NO_EPOCH)
+            producers = (
+                [_pending(one) for one in await self._groups.pending_producers(index)]
+                if topic == CONSUMER_OFFSETS
+                else [_described(one) for one in partition.log.producers]
+            )
         except MillstreamError as error:
             return PartitionResponse(
                 partition_index=index,
@@ -64,11 +82,18 @@ class DescribeProducers(Api[DescribeProducersRequest, DescribeProducersResponse]
                 error_message=error_message(error),
                 active_producers=(),
             )
-        return PartitionResponse(
-            partition_index=index,
-            error_code=ErrorCode.none,
-            active_producers=tuple(_described(producer) for producer in partition.log.producers),
-        )
+        return PartitionResponse(partition_index=index, error_code=ErrorCode.none, active_producers=tuple(producers))
+
+
+def _pending(producer: PendingProducer) -> ProducerState:
+    return ProducerState(
+        producer_id=ProducerId(producer.producer_id),
+        producer_epoch=i32(producer.epoch),
+        last_sequence=i32(_NO_SEQUENCE),
+        last_timestamp=i64(producer.last_ms),
+        coordinator_epoch=i32(producer.coordinator_epoch),
+        current_txn_start_offset=i64(0),
+    )
 
 
 def _described(producer: Producer) -> ProducerState:

@@ -5,6 +5,10 @@ is not written again. One of a coordinator that has been replaced gets TRANSACTI
 that the producer has left INVALID_PRODUCER_EPOCH. Markers for `__consumer_offsets` decide about the offsets that the
 transaction has committed.
 
+A coordinator epoch above all that this node knows gets UNKNOWN_LEADER_EPOCH, so that a request which made it up cannot
+fence the coordinators that there are; a coordinator of which this node has not heard yet tries again. Producer ids and
+epochs below 0 get INVALID_REQUEST, and `__transaction_state`, where no transaction writes, INVALID_TOPIC_EXCEPTION.
+
 Version notes: 2 tells the version of the protocol, from which a partition knows whether the marker's epoch is above
 that of the transaction's records (KIP-890), so that late copies are told from new ones.
 """
@@ -25,10 +29,10 @@ from kio.schema.write_txn_markers.v2.response import (
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code
 from millstream.kafka.local_markers import PartitionMarkers
-from millstream.model.errors import MillstreamError
+from millstream.model.errors import InvalidRequest, InvalidTopicName, MillstreamError
 from millstream.model.ids import PartitionIndex, ProducerEpoch, ProducerId
 from millstream.model.marker import Marker
-from millstream.model.topic import TopicPartition
+from millstream.model.topic import TRANSACTION_STATE, TopicPartition
 from millstream.transactions.transaction import EPOCH_PER_TRANSACTION
 
 
@@ -81,7 +85,15 @@ class WriteTxnMarkers(Api[WriteTxnMarkersRequest, WriteTxnMarkersResponse]):
 
     async def _write(self, marker: Marker, partition: TopicPartition) -> ErrorCode:
         try:
+            _check(marker, partition)
             await self._markers.write(marker, partition)
         except MillstreamError as error:
             return error_code(error)
         return ErrorCode.none
+
+
+def _check(marker: Marker, partition: TopicPartition) -> None:
+    if marker.producer_id < 0 or marker.producer_epoch < 0:
+        raise InvalidRequest(f"no producer has the id {marker.producer_id} and the epoch {marker.producer_epoch}")
+    if partition.topic == TRANSACTION_STATE:
+        raise InvalidTopicName(f"topic {TRANSACTION_STATE!r} takes no part in transactions")
