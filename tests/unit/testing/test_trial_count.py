@@ -1,0 +1,34 @@
+"""A trial lets as many faults happen as it was asked for, also when the last ones would be two at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from millstream.testing.cluster_faults import Fault
+from millstream.testing.cluster_network import Network
+from millstream.testing.cluster_trial import ClusterTrial, Outcome, Plan, Struck
+from millstream.testing.history import Report
+
+
+class Dry(ClusterTrial):
+    """A trial in which nothing is started and every draw is a pair."""
+
+    def _drawn(self) -> Iterable[list[tuple[str, Fault]]]:
+        return ([(kind, cast("Fault", None)) for kind in ("kill", "pause")] for _ in range(100))
+
+    def _strike(self, faults: Sequence[tuple[str, Fault]]) -> None:
+        kinds = tuple(kind for kind, _ in faults)
+        self._struck.append(Struck(kinds=kinds, what="", next_produce_s=0, longest_wait_s=0, whole_s=0))
+
+    def _check_everything(self) -> Outcome:
+        return Outcome(Report(sent=0, acknowledged=0, read=0), self._struck)
+
+
+@pytest.mark.parametrize("faults", [1, 14, 15])
+def test_no_more_faults_than_were_asked_for(tmp_path: Path, faults: int) -> None:
+    trial = Dry(tmp_path, cast("Network", None), Plan(faults=faults, check_every=1000))
+    assert trial.run().faults == faults
