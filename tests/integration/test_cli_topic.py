@@ -57,6 +57,9 @@ def test_a_description_can_be_read_by_people(millstream: CommandLine) -> None:
     millstream("topic", "create", "shown", "--set", "segment.ms=5000")
     shown = millstream("topic", "describe", "shown")
     assert shown.lines[0] == "shown  (1 partition, 0 messages)"
+    rows = [line.split() for line in shown.lines]
+    assert ["PARTITION", "LEADER", "REPLICAS", "IN", "SYNC", "START", "END", "MESSAGES"] in rows
+    assert ["0", "1", "1", "1", "0", "0", "0"] in rows
     assert any(line.split() == ["segment.ms", "5000", "this", "topic"] for line in shown.lines)
 
 

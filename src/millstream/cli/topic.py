@@ -292,12 +292,8 @@ def _print_description(described: dict[str, Any]) -> None:
         if text is not None:
             print_line(f"{word.ljust(11)}  {text}")
     print_line()
-    keys = ("partition", "leader", "start", "end")
-    rows = [
-        [*(one[key] for key in keys), one["end"] - one["start"], ",".join(map(str, one["in_sync"]))]
-        for one in partitions
-    ]
-    print_table([*keys, "messages", "in sync"], rows)
+    header = ["partition", "leader", "replicas", "in sync", "start", "end", "messages"]
+    print_table(header, [_row(one) for one in partitions])
     print_line()
     _print_damage(described)
     print_table(
@@ -308,6 +304,12 @@ def _print_description(described: dict[str, Any]) -> None:
             if name not in _CARD.values()
         ],
     )
+
+
+def _row(one: dict[str, Any]) -> list[Any]:
+    leader = None if one["leader"] < 0 else one["leader"]
+    nodes = [",".join(map(str, one[key])) for key in ("replicas", "in_sync")]
+    return [one["partition"], leader, *nodes, one["start"], one["end"], one["end"] - one["start"]]
 
 
 def _print_damage(described: dict[str, Any]) -> None:
