@@ -205,7 +205,8 @@ class LogStore:
         self._logs[key] = log
         self._unrecovered.discard(key)
         self._durable.discard(key)
-        if report is not None:
+        # A log that is new has nothing to recover.
+        if report is not None and (unrecovered or report.eventful):
             self._note(log, report)
         if contents.changed:
             self.checkpoint_soon(log)

@@ -110,6 +110,18 @@ def test_a_new_log_among_them_is_made_durable_like_any_other(open_store: OpenSto
     assert values(again) == [b"x"]
 
 
+def test_logs_that_are_new_are_not_told_as_recovered(
+    open_store: OpenStore, files: MemoryFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "millstream.log.recovery_told")
+    store = open_store()
+    filled_later = [TopicPartition("new", PartitionIndex(number)) for number in range(5)]
+    for where in filled_later:
+        store.open_log(UUID(int=3), where, TopicSettings())
+    store.tell_recovered()
+    assert caplog.messages == []
+
+
 def test_the_real_disk_syncs_as_a_whole(tmp_path: object) -> None:
     DiskFiles().sync_all(str(tmp_path))
 
