@@ -16,6 +16,7 @@ from uuid import UUID
 from millstream.cluster import keys
 from millstream.cluster.admission import admit
 from millstream.cluster.backoff import Backoff
+from millstream.cluster.balance import Balance
 from millstream.cluster.declarations import Declarations
 from millstream.cluster.election import UNKNOWN_MINIMUM, elect, prefer, relieve
 from millstream.cluster.keys import PartitionKey
@@ -24,7 +25,7 @@ from millstream.cluster.reconciliation import Reconciliation
 from millstream.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put
 from millstream.cluster.term import Proposal, Term
 from millstream.cluster.view import ClusterView, ViewChange
-from millstream.model.errors import MillstreamError, StoreUnavailable
+from millstream.model.errors import MillstreamError, StoreRefused, StoreUnavailable
 from millstream.model.ids import NodeId
 from millstream.model.metric import Metric, counter, gauge
 from millstream.model.partition_state import PartitionState
@@ -59,14 +60,12 @@ class Controller:
         self._view = view
         self._declarations = declarations
         self._settings_of = settings_of
-        self._balance_s = balance_s
         self._random = random
         self._changed = asyncio.Event()
         self._wake = asyncio.Event()
         self._dirty: set[PartitionKey] = set()
-        self._unbalanced: set[PartitionKey] = set()
+        self._unbalanced = Balance(balance_s)
         self._balance_timer: asyncio.TimerHandle | None = None
-        self._balance_due = False
         self._reconciliation: Reconciliation | None = None
         self._term: Term | None = None
         self.elections = 0
@@ -92,7 +91,9 @@ class Controller:
             except _Deposed:
                 _logger.info("this node is not the controller any more")
             except StoreUnavailable as error:
-                _logger.warning("the controller could not reach the store", extra={"error": str(error)})
+                # A refusal is an answer: mostly that this node has no session for the moment, which is told elsewhere.
+                level = logging.INFO if isinstance(error, StoreRefused) else logging.WARNING
+                _logger.log(level, "the controller waits for the store", extra={"error": str(error)})
                 await backoff.pause()
             except Exception:
                 # Whatever it was, a cluster without a controller is worse than one that tries again.
@@ -150,9 +151,7 @@ class Controller:
         self._term = None
         self._reconciliation = None
         self._unbalanced.clear()
-        if self._balance_timer is not None:
-            self._balance_timer.cancel()
-            self._balance_timer = None
+        self._set_balance_timer()
 
     def _look(self, change: ViewChange) -> None:
         self._changed.set()
@@ -182,8 +181,7 @@ class Controller:
                         await admit(registered, term, self._view.live, self._min_in_sync)
                 await self._elect(term)
                 await self._finish_moves(term)
-                if self._balance_due:
-                    await self._balance(term)
+                await self._balance(term)
                 backoff.succeeded()
             except StoreUnavailable as error:
                 _logger.warning("elections wait for the store", extra={"error": str(error)})
@@ -193,10 +191,11 @@ class Controller:
 
     async def _elect(self, term: Term) -> None:
         dirty, self._dirty = list(self._dirty), set()
+        now, staying = asyncio.get_running_loop().time(), self._staying()
         settings: dict[UUID, TopicSettings | None] = {}
         proposals: list[Proposal] = []
         for number, partition in enumerate(dirty, 1):
-            versioned = self._view.states.get(partition)
+            versioned, decided = self._view.states.get(partition), None
             if versioned is not None:
                 topic_id = partition[0]
                 if topic_id not in settings:
@@ -204,13 +203,11 @@ class Controller:
                 decided = self._decide(versioned.state, settings[topic_id])
                 if decided is not None:
                     proposals.append(Proposal(partition, decided, versioned.revision))
-                elif prefer(versioned.state, self._staying()) is not None:
-                    self._unbalanced.add(partition)
+            could_go_back = versioned is not None and decided is None and prefer(versioned.state, staying) is not None
+            self._unbalanced.note(partition, could_go_back=could_go_back, now=now)
             if number % _WORKED_OUT_AT_ONCE == 0:
                 await asyncio.sleep(0)
         await self._propose(term, proposals)
-        if self._unbalanced and self._balance_timer is None and self._balance_s > 0:
-            self._balance_timer = asyncio.get_running_loop().call_later(self._balance_s, self._balance_soon)
 
     def _decide(self, state: PartitionState, settings: TopicSettings | None) -> PartitionState | None:
         live = self._view.live
@@ -241,15 +238,16 @@ class Controller:
     def _staying(self) -> set[NodeId]:
         return set(self._view.live) - self._view.leaving
 
-    def _balance_soon(self) -> None:
-        self._balance_timer = None
-        self._balance_due = True
-        self._wake.set()
+    def _set_balance_timer(self) -> None:
+        if self._balance_timer is not None:
+            self._balance_timer.cancel()
+        due = self._unbalanced.next_due
+        self._balance_timer = None if due is None else asyncio.get_running_loop().call_at(due, self._wake.set)
 
     async def _balance(self, term: Term) -> None:
-        """Give leaderships back to the preferred replicas that are in sync."""
-        self._balance_due = False
-        unbalanced, self._unbalanced = self._unbalanced, set()
+        """Give leaderships back to the preferred replicas that have been in sync for long enough."""
+        unbalanced = self._unbalanced.take_due(asyncio.get_running_loop().time())
+        self._set_balance_timer()
         staying = self._staying()
         proposals = []
         for partition in unbalanced:

@@ -1,0 +1,53 @@
+"""Leaderships go back to preferred replicas when their time has come, and not with that of others."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+from millstream.cluster.balance import Balance
+from millstream.cluster.keys import PartitionKey
+from millstream.model.ids import PartitionIndex
+
+AFTER_S = 30.0
+
+
+def key(index: int) -> PartitionKey:
+    return UUID(int=1), PartitionIndex(index)
+
+
+def test_each_partition_waits_for_its_own_time() -> None:
+    balance = Balance(AFTER_S)
+    balance.note(key(0), could_go_back=True, now=100)
+    balance.note(key(1), could_go_back=True, now=129)
+    assert balance.next_due == 130
+    assert balance.take_due(129.9) == []
+    assert balance.take_due(130) == [key(0)]
+    assert balance.next_due == 159
+    assert balance.take_due(158.9) == []
+    assert balance.take_due(159) == [key(1)]
+    assert balance.next_due is None
+
+
+def test_the_time_does_not_begin_anew_while_all_is_well_but_does_after_a_setback() -> None:
+    balance = Balance(AFTER_S)
+    balance.note(key(0), could_go_back=True, now=100)
+    balance.note(key(0), could_go_back=True, now=120)
+    assert balance.next_due == 130
+    balance.note(key(0), could_go_back=False, now=125)
+    assert balance.next_due is None
+    balance.note(key(0), could_go_back=True, now=128)
+    assert balance.take_due(130) == []
+    assert balance.take_due(158) == [key(0)]
+
+
+def test_a_time_of_zero_leaves_leaders_as_they_are() -> None:
+    balance = Balance(0)
+    balance.note(key(0), could_go_back=True, now=100)
+    assert balance.next_due is None
+
+
+def test_what_is_cleared_is_forgotten() -> None:
+    balance = Balance(AFTER_S)
+    balance.note(key(0), could_go_back=True, now=100)
+    balance.clear()
+    assert (balance.next_due, balance.take_due(1000)) == (None, [])
