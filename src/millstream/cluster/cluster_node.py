@@ -36,7 +36,7 @@ from millstream.log.store import LogStore
 from millstream.model.clock import Clock
 from millstream.model.errors import CatalogUnavailable, MillstreamError
 from millstream.model.ids import NodeId
-from millstream.model.metric import Metric, gauge
+from millstream.model.metric import Metric, counter, gauge
 from millstream.replication.in_sync import NOT_REGISTERED
 
 _logger = logging.getLogger(__name__)
@@ -227,9 +227,11 @@ class ClusterNode:
     def metrics(self) -> Iterable[Metric]:
         """The node's place in the cluster."""
         registration = self._registration
-        fenced = registration is None or registration.is_fenced
+        fenced = registration is None or registration.is_fenced or not registration.is_certain
+        losses = 0 if registration is None else registration.losses
         yield gauge("millstream_nodes", "Nodes that are alive, as this one sees it.", len(self.view.live))
-        yield gauge("millstream_node_fenced", "1 while the cluster does not count on this node.", int(fenced))
+        yield gauge("millstream_node_fenced", "1 while the cluster may not count on this node.", int(fenced))
+        yield counter("millstream_node_losses_total", "Times that the cluster gave this node up while it ran.", losses)
         yield gauge("millstream_coordination_available", "1 while the store answers.", int(self._store.available))
         yield from self.replicas.metrics()
         if self._controller is not None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from millstream.cluster.embedded_service import EmbeddedService
 from millstream.cluster.store import Change, Event, Expect, Snapshot, check_changes
-from millstream.cluster.store_health import StoreHealth
+from millstream.cluster.store_health import HealthTold
 from millstream.model.clock import Clock
 from millstream.model.errors import StoreRefused, StoreUnavailable
 
@@ -33,6 +33,12 @@ class EmbeddedSession:
         self._renewing = asyncio.create_task(self._renew(), name="store-session")
         self.lease = lease
         self.live = True
+        self._unanswered = 0
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the service has answered to one of the last signs of life."""
+        return self.live and self._unanswered < RENEWALS
 
     async def close(self) -> None:
         """End the session and its keys."""
@@ -54,32 +60,21 @@ class EmbeddedSession:
 
     async def _holds(self) -> bool:
         try:
-            return await self._store.renew(self.lease)
+            holds = await self._store.renew(self.lease)
         except StoreUnavailable:
+            self._unanswered += 1
             return True
+        self._unanswered = 0
+        return holds
 
 
-class EmbeddedStore:
+class EmbeddedStore(HealthTold):
     """The coordination store of a node whose service is in the same process."""
 
     def __init__(self, service: EmbeddedService, clock: Clock) -> None:
+        super().__init__(clock)
         self._service = service
-        self._health = StoreHealth(clock)
         self._session: EmbeddedSession | None = None
-
-    @property
-    def available(self) -> bool:
-        """Whether the last that was heard of the store was an answer."""
-        return self._health.available
-
-    @property
-    def away_since_ms(self) -> int | None:
-        """Since when it gives none."""
-        return self._health.away_since_ms
-
-    def when_changed(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called each time `available` changes."""
-        self._health.when_changed(listener)
 
     async def read(self, prefix: str) -> Snapshot:
         """Every key that begins with `prefix`."""

@@ -149,7 +149,7 @@ class EtcdMembers:
             except NotConnected as error:
                 reason, lost = str(error), False
             except grpc.aio.AioRpcError as error:
-                if _is_final(error):
+                if is_final(error):
                     self.health.answered()
                     raise _refused(error) from error
                 reason, lost = f"{error.code().name}, {error.details()}", not _is_cut_off(error)
@@ -206,7 +206,7 @@ def wants_login(error: Any) -> bool:
     return error.code() == _CODE.UNAUTHENTICATED or "auth store is old" in details or "name is empty" in details
 
 
-def _is_final(error: Any) -> bool:
+def is_final(error: Any) -> bool:
     """Whether etcd answered, surely without having carried out the request, and another member would say the same."""
     return error.code() in _SURELY_NOT_DONE
 

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 from aetcd import rpc
 
-from millstream.cluster.etcd_members import OPTIONS, EtcdMembers, wants_login
+from millstream.cluster.etcd_members import OPTIONS, EtcdMembers, is_final, wants_login
 from millstream.model.clock import Clock
 from millstream.model.errors import StoreUnavailable
 
@@ -40,11 +40,17 @@ class EtcdSession:
         self._ended = threading.Event()
         self._channels: dict[str, Any] = {}
         self._last_beat = clock.monotonic()
+        self._renewed_at = self._last_beat
         self._beating = self._loop.call_later(ttl_s / _BEATS, self._beat)
         self._thread = threading.Thread(target=self._keep_alive, name="etcd-lease", daemon=True)
         self.lease = lease
         self.live = True
         self._thread.start()
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether etcd has said within the time of the lease that it holds."""
+        return self.live and self._clock.monotonic() - self._renewed_at < self._ttl_s
 
     async def close(self) -> None:
         """End the lease, and with it its keys."""
@@ -87,17 +93,25 @@ class EtcdSession:
         if self._clock.monotonic() - self._last_beat >= self._ttl_s:
             self._ask("LeaseRevoke", rpc.LeaseRevokeRequest(ID=self.lease), rpc.LeaseRevokeResponse)
             return False
+        asked_at = self._clock.monotonic()
         answer = self._ask("LeaseKeepAlive", rpc.LeaseKeepAliveRequest(ID=self.lease), rpc.LeaseKeepAliveResponse)
-        return answer is None or answer.TTL > 0
+        if answer is None:
+            return True
+        self._renewed_at = asked_at
+        return bool(answer.TTL > 0)
 
     def _ask(self, method: str, request: Any, kind: Any) -> Any:
-        """The answer to a request about the lease, which every member may be asked; None when there is none."""
+        """What a request about the lease came to, which every member may be asked; None when it was not carried out."""
         reason = ""
         for _ in self._members.address.endpoints:
             endpoint = self._members.endpoint
             try:
                 answer = self._call(endpoint, f"Lease/{method}", request, kind)
             except grpc.RpcError as error:
+                if is_final(error):
+                    # An answer all the same, for example that there is no such lease any more.
+                    self._loop.call_soon_threadsafe(self._members.health.answered)
+                    return None
                 reason = str(error.details())
                 self._loop.call_soon_threadsafe(self._members.move_on, endpoint)
                 continue

@@ -14,7 +14,7 @@ from millstream.cluster.etcd_members import EtcdMembers
 from millstream.cluster.etcd_session import EtcdSession
 from millstream.cluster.etcd_watch import EtcdWatch
 from millstream.cluster.store import Change, Entry, Event, Expect, Put, Snapshot, check_changes
-from millstream.cluster.store_health import StoreHealth
+from millstream.cluster.store_health import HealthTold
 from millstream.model.clock import Clock
 from millstream.model.errors import StoreRefused, StoreUnavailable, WatchLost
 
@@ -25,31 +25,17 @@ PAGE_KEYS = 1000
 _READS_MAX = 5
 
 
-class EtcdStore:
+class EtcdStore(HealthTold):
     """One node's door to etcd. Its keys lie under `/millstream/<cluster>/`."""
 
     def __init__(
         self, address: EtcdAddress, cluster: str, clock: Clock, *, request_s_max: float = REQUEST_S_MAX
     ) -> None:
+        super().__init__(clock)
         self._namespace = f"/millstream/{cluster}/".encode()
         self._clock = clock
-        self._health = StoreHealth(clock)
         self._members = EtcdMembers(address, self._health, request_s_max=request_s_max)
         self._session: EtcdSession | None = None
-
-    @property
-    def available(self) -> bool:
-        """Whether the last that was heard of the store was an answer."""
-        return self._health.available
-
-    @property
-    def away_since_ms(self) -> int | None:
-        """Since when it gives none."""
-        return self._health.away_since_ms
-
-    def when_changed(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called each time `available` changes."""
-        self._health.when_changed(listener)
 
     async def read(self, prefix: str) -> Snapshot:
         """Every key that begins with `prefix`, page by page, all as of the revision of the first page."""

@@ -62,6 +62,8 @@ class Registration:
         self._leaving = False
         self._when_admitted: list[Callable[[], None]] = []
         self.incarnation: str | None = None
+        self.losses = 0
+        """How often the cluster stopped to count on this node although it ran."""
         view.listen(self._look)
 
     @property
@@ -69,7 +71,14 @@ class Registration:
         """Whether the cluster does not count on this node now, as far as it knows."""
         node = self._me.node.node_id
         registered = self._view.nodes.get(node)
-        return registered is None or registered.incarnation != self.incarnation or not self._view.is_live(node)
+        if registered is None or registered.incarnation != self.incarnation:
+            return True
+        return self._session is None or not self._session.live or not self._view.is_live(node)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the store has confirmed lately that this node's session holds; else others may have given it up."""
+        return self._session is not None and self._session.confirmed
 
     def when_admitted(self, listener: Callable[[], None]) -> None:
         """Have `listener` called when the cluster has let this node in for the first time."""
@@ -91,6 +100,7 @@ class Registration:
                 await self._register()
                 self._backoff.succeeded()
                 await self._lost.wait()
+                self.losses += 1
                 _logger.warning("the cluster does not count on this node any more; registering again")
             except StoreUnavailable as error:
                 _logger.warning("registering failed; trying again", extra={"error": str(error)})

@@ -83,6 +83,10 @@ class Session(Protocol):
     def live(self) -> bool:
         """Whether it holds, as far as this node knows. Nothing may rely on it for safety, only compare-and-swap."""
 
+    @property
+    def confirmed(self) -> bool:
+        """Whether the store has said within the time of the session that it holds; else it may be over by now."""
+
     async def close(self) -> None:
         """End it, and with it its keys, at once where the store can be reached, else by its time running out.
 

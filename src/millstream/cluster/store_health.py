@@ -16,6 +16,7 @@ class StoreHealth:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._listeners: list[Callable[[], None]] = []
+        self._answered_once = False
         self.away_since_ms: int | None = None
 
     @property
@@ -29,6 +30,7 @@ class StoreHealth:
 
     def answered(self) -> None:
         """Note that the store gave an answer, whatever it was."""
+        self._answered_once = True
         if self.away_since_ms is None:
             return
         away_ms = self._clock.now_ms() - self.away_since_ms
@@ -41,12 +43,35 @@ class StoreHealth:
         if self.away_since_ms is not None:
             return
         self.away_since_ms = self._clock.now_ms()
-        _logger.warning(
-            "the coordination store is away; data flows with the current leaders, changes of the cluster wait",
-            extra={"reason": reason},
-        )
+        if self._answered_once:
+            # Before that, whoever waits for the first answer tells.
+            _logger.warning(
+                "the coordination store is away; data flows with the current leaders, changes of the cluster wait",
+                extra={"reason": reason},
+            )
         self._tell()
 
     def _tell(self) -> None:
         for listener in self._listeners:
             listener()
+
+
+class HealthTold:
+    """A store that tells its health; what every back end has in common."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._health = StoreHealth(clock)
+
+    @property
+    def available(self) -> bool:
+        """Whether the last that was heard of the store was an answer."""
+        return self._health.available
+
+    @property
+    def away_since_ms(self) -> int | None:
+        """Since when it gives none."""
+        return self._health.away_since_ms
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called each time `available` changes."""
+        self._health.when_changed(listener)

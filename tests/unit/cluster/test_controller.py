@@ -253,6 +253,46 @@ async def test_quotas_hold_on_every_node(tmp_path: Path) -> None:
             told.clear()
 
 
+def number(node: GroupNode, name: str) -> float:
+    found = {metric.name: [sample.value for sample in metric.samples] for metric in node.cluster.metrics()}
+    (value,) = found[name]
+    assert isinstance(value, int | float)
+    return value
+
+
+async def test_a_node_without_its_place_is_told_as_fenced(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path, nodes=2) as group:
+        node = group[2]
+        assert number(node, "millstream_node_fenced") == 0
+        assert number(node, "millstream_node_losses_total") == 0
+        # Put out by the controller: registered, but not let in.
+        door = EmbeddedStore(group.service, group.clock)
+        told: list[float] = []
+        node.view.listen(lambda _change: told.append(number(node, "millstream_node_fenced")))
+        await door.change([Delete(keys.admitted_key(NodeId(2)))])
+        await group.until(lambda: 1 in told and number(node, "millstream_node_fenced") == 0)
+        # Its session ends: it registers anew and is let in again.
+        (lease,) = [lease for lease in tuple(group.service._leases) if "nodes/2" in group.service._leases[lease].keys]
+        told.clear()
+        group.service.revoke(lease)
+        await group.until(lambda: number(node, "millstream_node_losses_total") == 1)
+        await group.until(lambda: number(node, "millstream_node_fenced") == 0)
+        assert 1 in told
+
+
+async def test_a_node_that_cannot_renew_its_session_is_told_as_fenced(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path, nodes=1) as group:
+        node = group[1]
+        registration = node.cluster._registration
+        assert registration is not None
+        session = registration._session
+        assert session is not None
+        session._unanswered = 3  # type: ignore[attr-defined]
+        assert number(node, "millstream_node_fenced") == 1
+        # It still counts as ready: while the store is away as a whole, data flows.
+        assert list(node.cluster.troubles()) == []
+
+
 async def test_health_tells_what_is_not_well(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         await group[1].topics.create("orders", replication=3, partitions=2)

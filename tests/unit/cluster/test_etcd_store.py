@@ -182,6 +182,23 @@ async def test_a_loop_that_stands_still_loses_its_lease(connect: Connect) -> Non
     assert not session.live
 
 
+async def test_a_lease_that_is_gone_does_not_mean_that_the_store_is_away(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = ManualClock()
+    store = connect(clock=clock)
+    lost = asyncio.Event()
+    session = await store.open_session(TTL_S, lost.set)
+    assert session.confirmed
+    await ask(store, lambda member: member.leases.LeaseRevoke, rpc.LeaseRevokeRequest(ID=session.lease))
+    # The loop seems to have stood still, so the session gives its lease back, and hears that there is none.
+    clock.advance_ms(int(TTL_S * 1000))
+    assert not session.confirmed
+    await lost.wait()
+    assert store.available
+    assert "away" not in caplog.text
+
+
 async def test_a_loop_that_is_busy_for_a_while_keeps_its_lease(connect: Connect) -> None:
     store = connect()
     lost: list[float] = []
