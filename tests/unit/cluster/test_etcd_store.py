@@ -189,11 +189,11 @@ async def test_a_lease_that_is_gone_does_not_mean_that_the_store_is_away(
     store = connect(clock=clock)
     lost = asyncio.Event()
     session = await store.open_session(TTL_S, lost.set)
-    assert session.confirmed
+    assert bool(session.confirmed)
     await ask(store, lambda member: member.leases.LeaseRevoke, rpc.LeaseRevokeRequest(ID=session.lease))
     # The loop seems to have stood still, so the session gives its lease back, and hears that there is none.
     clock.advance_ms(int(TTL_S * 1000))
-    assert not session.confirmed
+    assert session.confirmed is False
     await lost.wait()
     assert store.available
     assert "away" not in caplog.text
