@@ -19,7 +19,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.testing.history import Kind
+from millstream.testing.finding import Kind
 from millstream.testing.kill_trial import KillTrial, Plan
 from millstream.testing.server import Server, ServerFailed
 

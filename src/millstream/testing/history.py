@@ -18,8 +18,9 @@ called `group/member`: each must read in order, and together they must miss noth
                   two readers that saw different things at one offset, a message in another partition
     phantom       read or acknowledged, but never sent
 
-Offsets are taken as dense, as they are in topics that are neither compacted nor transactional. An event costs 12 to
-24 bytes, and checking sorts arrays instead of keeping objects, so histories of millions of events are fine.
+Offsets are taken as dense, as they are in topics that are neither compacted nor transactional (for these there is
+`transaction_history.py`). An event costs 12 to 24 bytes, and checking sorts arrays instead of keeping objects, so
+histories of millions of events are fine.
 
 As a command: `python -m millstream.testing.history FILE` reads one JSON object a line (as `History.save` writes them),
 prints what it found and exits with 0 if all is well, 1 if something was found, 2 if the file cannot be read.
@@ -33,7 +34,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -41,37 +41,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.testing.finding import SHOWN_MAX, Finding, Kind
+
 SEQUENCE_BITS = 40
 UNKNOWN = -1
 _POSITIONED = -1
-_SHOWN_MAX = 20
 _GAPS_MAX = 1000
 
 Integers: TypeAlias = NDArray[np.int64]
-
-
-class Kind(StrEnum):
-    """What can be wrong with a history."""
-
-    LOST = "lost"
-    DOUBLED = "doubled"
-    REORDERED = "reordered"
-    SKIPPED = "skipped"
-    INCONSISTENT = "inconsistent"
-    PHANTOM = "phantom"
-
-
-class Finding(NamedTuple):
-    """One thing that is wrong, and where."""
-
-    kind: Kind
-    topic: str
-    partition: int
-    offset: int
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.topic}-{self.partition} at offset {self.offset}: {self.detail}"
 
 
 @dataclass(slots=True)
@@ -340,7 +317,7 @@ class _Check:
 
     def _add(self, kind: Kind, rows: Integers, describe: Callable[[int], str]) -> None:
         """Count rows of (partition, offset, message) as findings, and describe the first few."""
-        shown = min(len(rows), max(0, _SHOWN_MAX - self._report.counts[kind]))
+        shown = min(len(rows), max(0, SHOWN_MAX - self._report.counts[kind]))
         if len(rows):
             self._report.counts[kind] += len(rows)
         for row in range(shown):

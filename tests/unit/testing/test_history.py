@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from millstream.testing.history import History, Kind, main
+from millstream.testing.finding import Kind
+from millstream.testing.history import History, main
 
 Message = tuple[str, int]
 

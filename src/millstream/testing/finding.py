@@ -1,0 +1,37 @@
+"""What a check of a history can find, and how it is told."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+SHOWN_MAX = 20
+"""How many findings of each kind are described; the others are counted."""
+
+
+class Kind(StrEnum):
+    """What can be wrong with a history."""
+
+    LOST = "lost"
+    DOUBLED = "doubled"
+    REORDERED = "reordered"
+    SKIPPED = "skipped"
+    INCONSISTENT = "inconsistent"
+    PHANTOM = "phantom"
+    WENT_BACK = "went back"
+    ABORTED_READ = "aborted read"
+    EARLY_READ = "read before commit"
+    TORN = "torn"
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong, and where."""
+
+    kind: Kind
+    topic: str
+    partition: int
+    offset: int
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.topic}-{self.partition} at offset {self.offset}: {self.detail}"

@@ -1,0 +1,111 @@
+"""The events of a history of transactions, as programs and readers write them down: one JSON object a line.
+
+A transaction is its producer (one life of a program) and a number that the producer counts up; a message is its
+transaction and its index among the outputs. All that a transaction will write is noted before it begins. Times are
+those of one clock for all processes, in nanoseconds.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class Input(msgspec.Struct, frozen=True, array_like=True):
+    """What a transaction consumed of a partition of its source: the offsets from `first` up to before `next`."""
+
+    partition: int
+    first: int
+    next: int
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """A message of a transaction: where it goes, and from which message of the source it was made."""
+
+    topic: str
+    partition: int
+    source_partition: int
+    source_offset: int
+
+
+class Begun(msgspec.Struct, frozen=True, tag="begun", tag_field="event"):
+    """A transaction is about to begin. Of one message of the source it writes at most one to each topic."""
+
+    producer: str
+    number: int
+    group: str
+    source: str
+    inputs: list[Input]
+    outputs: list[Output]
+    at: int
+
+
+class Asked(msgspec.Struct, frozen=True, tag="asked", tag_field="event"):
+    """The client is about to be told to commit or abort."""
+
+    producer: str
+    number: int
+    commit: bool
+    at: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="event"):
+    """The client has said that the transaction is committed or aborted."""
+
+    producer: str
+    number: int
+    committed: bool
+    at: int
+
+
+class Reads(msgspec.Struct, frozen=True, tag="reads", tag_field="event"):
+    """There is a reader, of what is committed or of everything."""
+
+    consumer: str
+    committed: bool
+
+
+class Positioned(msgspec.Struct, frozen=True, tag="positioned", tag_field="event"):
+    """A reader goes on from here; offset -1 means from wherever its next poll is."""
+
+    consumer: str
+    topic: str
+    partition: int
+    offset: int = -1
+
+
+class Polled(msgspec.Struct, frozen=True, tag="polled", tag_field="event"):
+    """A reader was given a message."""
+
+    consumer: str
+    topic: str
+    partition: int
+    offset: int
+    producer: str
+    number: int
+    index: int
+    at: int
+
+
+class Told(msgspec.Struct, frozen=True, tag="told", tag_field="event"):
+    """An observer was told the committed offset of a group."""
+
+    observer: str
+    group: str
+    topic: str
+    partition: int
+    offset: int
+    at: int
+
+
+Event: TypeAlias = Begun | Asked | Ended | Reads | Positioned | Polled | Told
+
+
+_DECODER = msgspec.json.Decoder(Event)
+
+
+def decode(line: bytes) -> Event:
+    """One event of a file."""
+    event: Event = _DECODER.decode(line)
+    return event

@@ -1,0 +1,395 @@
+"""Each fault of transactions is planted and must be found; a history without a fault must give no finding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from millstream.testing.finding import Kind
+from millstream.testing.transaction_check import check, main
+from millstream.testing.transaction_events import (
+    Asked,
+    Begun,
+    Ended,
+    Event,
+    Input,
+    Output,
+    Polled,
+    Positioned,
+    Reads,
+    Told,
+)
+from millstream.testing.transaction_history import Transaction, TransactionHistory
+
+PRODUCERS = ("w0", "w1")
+FATES = ("committed", "aborted", "unanswered, committed", "unanswered, aborted", "killed before")
+READERS = {"audit": True, "other": True, "all": False}
+Where = tuple[str, int]
+Message = tuple[str, int, int]
+
+
+@dataclass
+class Entry:
+    """A record in a log: a message, or a marker or a hole that nobody is given."""
+
+    message: Message | None
+    visible: bool = False
+    visible_at: int = 0
+    polled_at: dict[str, int] = field(default_factory=dict)
+    hidden_from: set[str] = field(default_factory=set)
+    seen_as: dict[str, Message] = field(default_factory=dict)
+
+
+@dataclass
+class Story:
+    """What really happened, before it is written down as a history."""
+
+    begun: list[Begun] = field(default_factory=list)
+    ends: list[Asked | Ended] = field(default_factory=list)
+    logs: dict[Where, list[Entry]] = field(default_factory=dict)
+    told: list[Told] = field(default_factory=list)
+    more: dict[str, list[tuple[Where, int, bool]]] = field(default_factory=dict)
+    fates: dict[tuple[str, int], str] = field(default_factory=dict)
+    position: dict[int, int] = field(default_factory=dict)
+    clock: count[int] = field(default_factory=lambda: count(1000, 10))
+
+    def begin(self, producer: str, sources: int, partition: int, first: int | None = None) -> Begun:
+        start = self.position.get(partition, 0) if first is None else first
+        outputs = [
+            Output(topic, place, partition, at)
+            for at in range(start, start + sources)
+            for topic, place in (("a", at % 2), ("b", at // 2 % 2))
+        ]
+        number = sum(one.producer == producer for one in self.begun)
+        inputs = [Input(partition, start, start + sources)]
+        one = Begun(producer, number, "group", "in", inputs, outputs, next(self.clock))
+        self.begun.append(one)
+        for index, output in enumerate(outputs):
+            entry = Entry((producer, number, index))
+            self.logs.setdefault((output.topic, output.partition), []).append(entry)
+        return one
+
+    def end(self, one: Begun, fate: str) -> None:
+        key = (one.producer, one.number)
+        self.fates[key] = fate
+        commits = fate in ("committed", "unanswered, committed")
+        if fate != "killed before":
+            self.ends.append(Asked(*key, fate != "aborted", next(self.clock)))
+        if fate in ("committed", "aborted"):
+            self.ends.append(Ended(*key, commits, next(self.clock)))
+        for where in {(output.topic, output.partition) for output in one.outputs}:
+            self.logs[where].append(Entry(None))
+        for entry in self.entries(key):
+            entry.visible, entry.visible_at = commits, next(self.clock)
+        if commits:
+            (consumed,) = one.inputs
+            self.position[consumed.partition] = consumed.next
+            self.told.append(Told("offsets", "group", "in", consumed.partition, consumed.next, next(self.clock)))
+
+    def entries(self, key: tuple[str, int]) -> list[Entry]:
+        return [each for log in self.logs.values() for each in log if each.message and each.message[:2] == key]
+
+    def of(self, *fates: str) -> list[Begun]:
+        return [one for one in self.begun if self.fates[one.producer, one.number] in fates]
+
+    def events(self) -> list[Event]:
+        events: list[Event] = [*self.begun, *self.ends, *(Reads(*each) for each in READERS.items())]
+        for reader in READERS:
+            for where, log in self.logs.items():
+                events.append(Positioned(reader, *where, 0))
+                events += [self.poll(reader, where, at) for at in range(len(log)) if self.may_see(reader, log[at])]
+            for where, offset, sought in self.more.get(reader, ()):
+                if sought:
+                    events.append(Positioned(reader, *where, offset))
+                events.append(self.poll(reader, where, offset))
+        return [*events, *self.told]
+
+    def may_see(self, reader: str, entry: Entry) -> bool:
+        if entry.message is None or reader in entry.hidden_from:
+            return False
+        return entry.visible or not READERS[reader] or reader in entry.polled_at
+
+    def poll(self, reader: str, where: Where, offset: int) -> Polled:
+        entry = self.logs[where][offset]
+        message = entry.seen_as.get(reader) or entry.message
+        assert message is not None
+        producer, number, index = message
+        at = entry.polled_at.get(reader, entry.visible_at)
+        return Polled(reader, *where, offset, producer, number, index, at)
+
+    def history(self) -> TransactionHistory:
+        history = TransactionHistory()
+        for event in self.events():
+            history.note(event)
+        return history
+
+    def counts(self) -> dict[Kind, int]:
+        return dict(check(self.history(), complete=["audit", "other", "all"]).counts)
+
+
+@st.composite
+def stories(draw: DrawFn) -> Story:
+    """Two producers with interleaved transactions of every fate; the last ones of each fate are always there."""
+    story = Story()
+    step = st.tuples(st.sampled_from((0, 1)), st.integers(1, 3), st.sampled_from(FATES))
+    opened: dict[int, tuple[Begun, str]] = {}
+    for partition, sources, fate in draw(st.lists(step, max_size=16)):
+        if partition in opened:
+            story.end(*opened.pop(partition))
+        else:
+            opened[partition] = story.begin(PRODUCERS[partition], sources, partition), fate
+    for one, fate in opened.values():
+        story.end(one, fate)
+    for fate in (*FATES, "committed"):
+        story.end(story.begin(PRODUCERS[0], draw(st.integers(1, 3)), 0), fate)
+    story.end(story.begin(PRODUCERS[1], 1, 1), "committed")
+    return story
+
+
+def choose(story: Story, data: st.DataObject, *fates: str) -> tuple[Begun, Entry]:
+    """A transaction of one of these fates, and one of its records."""
+    one = data.draw(st.sampled_from(story.of(*fates)))
+    return one, data.draw(st.sampled_from(story.entries((one.producer, one.number))))
+
+
+@given(stories())
+def test_a_valid_history_gives_no_finding(story: Story) -> None:
+    assert story.counts() == {}
+
+
+@given(stories())
+def test_a_history_that_is_not_complete_gives_no_finding(story: Story) -> None:
+    story.told.clear()
+    assert check(story.history()).ok
+
+
+@given(stories(), st.data())
+def test_an_aborted_message_that_is_read_is_found(story: Story, data: st.DataObject) -> None:
+    _, entry = choose(story, data, "aborted")
+    entry.polled_at["audit"] = next(story.clock)
+    assert story.counts() == {Kind.ABORTED_READ: 1}
+
+
+@given(stories(), st.data())
+def test_a_message_that_nobody_asked_to_commit_is_found(story: Story, data: st.DataObject) -> None:
+    _, entry = choose(story, data, "killed before")
+    entry.polled_at["audit"] = next(story.clock)
+    assert story.counts() == {Kind.EARLY_READ: 1}
+
+
+@given(stories(), st.data())
+def test_a_read_before_the_commit_is_found(story: Story, data: st.DataObject) -> None:
+    one, entry = choose(story, data, "committed", "unanswered, committed")
+    asked = Transaction(
+        one, [(each.commit, each.at) for each in story.ends if isinstance(each, Asked) and _is(each, one)]
+    )
+    assert asked.commit_asked_at is not None
+    entry.polled_at["audit"] = asked.commit_asked_at
+    assert story.counts() == {}
+    entry.polled_at["audit"] -= 1
+    assert story.counts() == {Kind.EARLY_READ: 1}
+
+
+def _is(event: Asked | Ended, one: Begun) -> bool:
+    return (event.producer, event.number) == (one.producer, one.number)
+
+
+@given(stories(), st.data(), st.sampled_from(["committed", "unanswered, committed"]))
+def test_a_transaction_of_which_one_message_is_missing_is_torn(story: Story, data: st.DataObject, fate: str) -> None:
+    _, entry = choose(story, data, fate)
+    entry.hidden_from = set(READERS)
+    assert story.counts() == {Kind.TORN: 1}
+
+
+@given(stories(), st.data())
+def test_an_unanswered_transaction_that_is_half_there_is_torn(story: Story, data: st.DataObject) -> None:
+    _, entry = choose(story, data, "unanswered, aborted")
+    for reader in ("audit", "other"):
+        entry.polled_at[reader] = next(story.clock)
+    counts = story.counts()
+    assert counts.pop(Kind.TORN) == 1
+    # Its source was worked on again, unless this was the last try.
+    assert set(counts) <= {Kind.DOUBLED}
+
+
+@given(stories())
+def test_outputs_without_the_offsets_that_belong_to_them_are_torn(story: Story) -> None:
+    last = max(each.offset for each in story.told if each.partition == 0)
+    story.told = [each for each in story.told if (each.partition, each.offset) != (0, last)]
+    assert story.counts() == {Kind.TORN: 1}
+
+
+@given(stories())
+def test_offsets_without_the_outputs_that_belong_to_them_are_torn(story: Story) -> None:
+    one = story.begin(PRODUCERS[0], 2, 0)
+    story.end(one, "unanswered, aborted")
+    story.told.append(Told("offsets", "group", "in", 0, one.inputs[0].next, next(story.clock)))
+    assert story.counts() == {Kind.TORN: 1}
+
+
+@given(stories(), st.data())
+def test_a_committed_transaction_that_left_nothing_is_lost(story: Story, data: st.DataObject) -> None:
+    one, _ = choose(story, data, "committed")
+    for entry in story.entries((one.producer, one.number)):
+        entry.hidden_from = set(READERS)
+    assert story.counts() == {Kind.LOST: 1}
+
+
+@given(stories())
+def test_a_source_that_the_group_is_past_and_nobody_worked_on_is_lost(story: Story) -> None:
+    story.end(story.begin("w9", 1, 9, first=1), "committed")
+    assert story.counts() == {Kind.LOST: 1}
+
+
+@given(stories(), st.data())
+def test_a_message_at_two_offsets_is_found(story: Story, data: st.DataObject) -> None:
+    one, entry = choose(story, data, "committed")
+    story.logs[_where(one, entry)].append(Entry(entry.message, visible=True, visible_at=next(story.clock)))
+    assert story.counts() == {Kind.DOUBLED: 1}
+
+
+def _where(one: Begun, entry: Entry) -> Where:
+    assert entry.message is not None
+    output = one.outputs[entry.message[2]]
+    return output.topic, output.partition
+
+
+@given(stories(), st.data())
+def test_a_source_that_was_worked_on_twice_is_found(story: Story, data: st.DataObject) -> None:
+    (consumed,) = choose(story, data, "committed", "unanswered, committed")[0].inputs
+    story.end(story.begin("zombie", 1, consumed.partition, first=consumed.first), "unanswered, committed")
+    told = story.told.pop()
+    story.position[consumed.partition] = max(story.position[consumed.partition], told.offset)
+    assert story.counts() == {Kind.DOUBLED: 2}
+
+
+@given(stories(), st.data(), st.sampled_from(["audit", "other", "all"]))
+def test_a_message_that_one_reader_skips_is_found(story: Story, data: st.DataObject, reader: str) -> None:
+    _, entry = choose(story, data, "committed", "unanswered, committed")
+    entry.hidden_from = {reader}
+    assert story.counts() == {Kind.SKIPPED: 1}
+
+
+@given(stories(), st.data(), st.sampled_from(["audit", "all"]), st.booleans())
+def test_a_reader_that_goes_back_is_found_unless_it_sought(
+    story: Story, data: st.DataObject, reader: str, sought: bool
+) -> None:
+    one, entry = choose(story, data, "committed")
+    where = _where(one, entry)
+    log = story.logs[where]
+    again = [at for at in range(log.index(entry), len(log)) if story.may_see(reader, log[at])]
+    story.more[reader] = [(where, at, sought and at == again[0]) for at in again]
+    assert story.counts() == ({} if sought else {Kind.WENT_BACK: 1})
+
+
+@given(stories())
+def test_two_messages_in_the_wrong_order_are_found(story: Story) -> None:
+    log = story.logs["a", 0]
+    one, other = story.begin(PRODUCERS[0], 2, 0), story.begin(PRODUCERS[0], 2, 0, first=story.position[0] + 2)
+    story.end(one, "committed")
+    story.end(other, "committed")
+    early, late = (next(each for each in log if each in story.entries((x.producer, x.number))) for x in (one, other))
+    early.message, late.message = late.message, early.message
+    early.visible_at = late.visible_at = next(story.clock)
+    assert story.counts() == {Kind.REORDERED: 1}
+
+
+@given(stories(), st.data())
+def test_two_readers_that_see_different_things_are_found(story: Story, data: st.DataObject) -> None:
+    _, entry = choose(story, data, "committed")
+    other = story.begin("w9", 1, 9)
+    story.end(other, "committed")
+    entry.seen_as["other"] = ("w9", 0, 0)
+    entry.polled_at["other"] = next(story.clock)
+    assert story.counts() == {Kind.INCONSISTENT: 1}
+
+
+@given(stories())
+def test_a_message_that_nobody_wrote_is_found(story: Story) -> None:
+    story.logs["a", 0].append(Entry(("ghost", 0, 0), visible=True))
+    assert story.counts() == {Kind.PHANTOM: 1}
+
+
+@given(stories())
+def test_a_message_in_another_partition_is_found(story: Story) -> None:
+    one = story.begin(PRODUCERS[0], 1, 0)
+    story.end(one, "committed")
+    entry = story.entries((one.producer, one.number))[0]
+    log = story.logs[_where(one, entry)]
+    log[log.index(entry)] = Entry(None)
+    story.logs.setdefault(("elsewhere", 7), []).append(entry)
+    assert story.counts() == {Kind.INCONSISTENT: 1}
+
+
+@given(stories(), st.data())
+def test_a_committed_offset_that_goes_back_is_found(story: Story, data: st.DataObject) -> None:
+    before = data.draw(st.sampled_from(story.told))
+    at = story.told.index(before) + 1
+    story.told[at:at] = [msgspec.structs.replace(before, offset=before.offset - 1), before]
+    assert story.counts() == {Kind.WENT_BACK: 1}
+
+
+@given(stories(), st.data())
+def test_an_offset_that_is_told_before_its_commit_is_found(story: Story, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(story.told) - 1))
+    story.told[at] = msgspec.structs.replace(story.told[at], at=0)
+    assert story.counts() == {Kind.EARLY_READ: 1}
+
+
+@given(stories())
+def test_an_aborted_offset_that_is_told_is_found(story: Story) -> None:
+    one = story.begin("w9", 1, 9)
+    story.end(one, "aborted")
+    story.told.append(Told("offsets", "group", "in", 9, one.inputs[0].next, next(story.clock)))
+    assert story.counts() == {Kind.ABORTED_READ: 1, Kind.TORN: 1}
+
+
+@given(stories())
+def test_an_offset_that_nobody_committed_is_found(story: Story) -> None:
+    story.told.append(Told("offsets", "group", "in", 5, 3, next(story.clock)))
+    assert story.counts()[Kind.INCONSISTENT] == 1
+
+
+@given(stories())
+def test_a_program_that_was_not_given_a_message_of_its_source_is_found(story: Story) -> None:
+    one = story.begin(PRODUCERS[0], 3, 0)
+    story.begun[-1] = short = msgspec.structs.replace(one, outputs=one.outputs[:2] + one.outputs[4:])
+    for log in story.logs.values():
+        log[:] = [each for each in log if each.message is None or each.message[:2] != (one.producer, one.number)]
+    story.end(short, "aborted")
+    assert story.counts() == {Kind.SKIPPED: 1}
+
+
+@given(stories())
+def test_a_history_survives_a_file(tmp_path_factory: pytest.TempPathFactory, story: Story) -> None:
+    path = tmp_path_factory.mktemp("history") / "history.jsonl"
+    history = story.history()
+    history.save(path)
+    loaded = TransactionHistory.load(path)
+    assert list(loaded.events()) == list(history.events())
+    assert str(check(loaded, complete=["audit"])) == str(check(history, complete=["audit"]))
+
+
+def test_the_command_tells_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "history.jsonl"
+    history = TransactionHistory()
+    history.note(Reads("audit", committed=True))
+    history.save(path)
+    assert main([str(path), "--complete", "audit"]) == 0
+    history.note(Polled("audit", "a", 0, 3, "ghost", 0, 0, 5))
+    history.save(path)
+    assert main([str(path)]) == 1
+    assert "phantom: a-0 at offset 3: message 0 of transaction 0 of ghost" in capsys.readouterr().out
+    path.write_text('{"event": "asked", "producer": "w", "number": 1, "commit": true, "at": 1}\n')
+    assert main([str(path)]) == 2
+    assert "line 1: transaction 1 of w has not begun" in capsys.readouterr().err
+    path.write_text('{"event": "positioned", "consumer": "x", "topic": "t", "partition": 1}\n')
+    assert main([str(path)]) == 2
+    assert "nobody has said what x reads" in capsys.readouterr().err
