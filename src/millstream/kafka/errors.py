@@ -41,6 +41,7 @@ _CODES: Final[dict[type[errors.MillstreamError], ErrorCode]] = {
     errors.TopicExists: ErrorCode.topic_already_exists,
     errors.SubscriptionExists: ErrorCode.duplicate_resource,
     errors.GroupNotEmpty: ErrorCode.non_empty_group,
+    errors.InvalidRecordState: ErrorCode.invalid_record_state,
     errors.GroupRejected: ErrorCode.rebalance_in_progress,
     errors.MemberIdRequired: ErrorCode.member_id_required,
     errors.IllegalGeneration: ErrorCode.illegal_generation,

@@ -28,7 +28,8 @@ MillstreamError
 ├── Conflict
 │   ├── TopicExists
 │   ├── SubscriptionExists
-│   └── GroupNotEmpty
+│   ├── GroupNotEmpty
+│   └── InvalidRecordState         the worker does not hold a lease on this message (any more)
 ├── GroupRejected                  what a group answers to one of its members
 │   ├── MemberIdRequired           join again with the id given
 │   ├── IllegalGeneration
@@ -205,6 +206,10 @@ class SubscriptionExists(Conflict):
 
 class GroupNotEmpty(Conflict):
     """The group still has members."""
+
+
+class InvalidRecordState(Conflict):
+    """The worker does not hold a lease on this message, or no longer."""
 
 
 class GroupRejected(MillstreamError):

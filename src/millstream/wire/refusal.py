@@ -64,6 +64,7 @@ _ERRORS: Final[dict[int, type[errors.MillstreamError]]] = {
     112: errors.UnsupportedAssignor,
     113: errors.StaleMemberEpoch,
     120: errors.TransactionAbortable,
+    121: errors.InvalidRecordState,
     128: errors.InvalidExpression,
 }
 OFFSET_OUT_OF_RANGE: Final = 1

@@ -1,0 +1,40 @@
+"""What workers are given and what they say: leases, and the four verbs that settle them."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from millstream.model.ids import Offset
+
+
+class Lease(NamedTuple):
+    """Consecutive messages that one worker holds, all in the same attempt."""
+
+    first: Offset
+    last: Offset
+    attempt: int
+    """The how manieth delivery this is, from 1."""
+    deadline_ms: int
+
+
+class Verb(IntEnum):
+    """What a worker says of messages that it holds; the numbers are those of Kafka's acknowledgements."""
+
+    ACCEPT = 1
+    RELEASE = 2
+    REJECT = 3
+    EXTEND = 4
+
+
+class Settle(NamedTuple):
+    """One verb about consecutive messages; it is carried out for all of them or for none."""
+
+    first: Offset
+    last: Offset
+    verb: Verb
+    delay_ms: int | None = None
+    """Release: how long until the next attempt, None for the backoff that is declared. Extend: for how long from now
+    on, None for the declared lease."""
+    reason: str = ""
+    """Release, reject: why; the dead letter carries it."""
