@@ -57,6 +57,12 @@ class Config:
         "etcd-certificate", "", "File with this node's certificate, where etcd asks for one."
     )
     etcd_key: str = setting("etcd-key", "", "File with the private key of `etcd-certificate`.")
+    etcd_wait_ms: int = setting(
+        "etcd-wait-ms",
+        60_000,
+        "In a cluster: how long a starting node waits for etcd before it gives up; 0 waits for ever.",
+        minimum=0,
+    )
     cluster: str = setting("cluster", "millstream", "The name of the cluster, under which its nodes meet in etcd.")
     catalog: str = setting(
         "catalog",
@@ -141,6 +147,13 @@ class Config:
         "transactions-partitions",
         4,
         "Partitions of `__transaction_state`; fixed once the topic exists.",
+        minimum=1,
+        maximum=1000,
+    )
+    subscriptions_partitions: int = setting(
+        "subscriptions-partitions",
+        4,
+        "Partitions of `__subscriptions`; fixed once the topic exists.",
         minimum=1,
         maximum=1000,
     )

@@ -125,7 +125,10 @@ class Runtime(Generic[S]):
 
     def leader_of(self, name: str) -> NodeId | None:
         """The node that holds the state of this name; None while nobody leads its partition."""
-        index = self.partition_of(name)
+        return self.leader_at(self.partition_of(name))
+
+    def leader_at(self, index: PartitionIndex) -> NodeId | None:
+        """The node that leads one partition of the topic; None while nobody does."""
         topic = self._topics.get(self._topic.name)
         state = None if topic is None else self._topics.state_of(topic, index)
         return state.leader if state is not None and state.has_leader else None

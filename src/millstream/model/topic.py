@@ -19,7 +19,8 @@ _NAME = re.compile(r"[a-zA-Z0-9._-]+\Z")
 
 CONSUMER_OFFSETS = "__consumer_offsets"
 TRANSACTION_STATE = "__transaction_state"
-INTERNAL_TOPICS = frozenset({CONSUMER_OFFSETS, TRANSACTION_STATE, "__subscriptions", "__deliveries"})
+SUBSCRIPTIONS = "__subscriptions"
+INTERNAL_TOPICS = frozenset({CONSUMER_OFFSETS, TRANSACTION_STATE, SUBSCRIPTIONS, "__deliveries"})
 
 OWNER = "millstream.owner"
 DESCRIPTION = "millstream.description"

@@ -10,11 +10,12 @@ from millstream.cluster.membership import Node
 from millstream.model.errors import BrokerUnreachable
 from millstream.model.ids import NodeId
 from millstream.wire.channel import Channel
-from millstream.wire.codec import load_request_class, load_response_class
+from millstream.wire.codec import load_request_class, load_response_class, response_body_at
 from millstream.wire.shape import reshape
 
 CONNECT_S: Final = 3.0
 ANSWER_S: Final = 30.0
+_PRIVATE_VERSION: Final = 0
 
 
 class Peers(Protocol):
@@ -22,6 +23,9 @@ class Peers(Protocol):
 
     async def ask(self, node: NodeId, request: Any) -> Any:
         """Send a message to a node; the answer is of the message's version. A `MillstreamError` when none came."""
+
+    async def ask_privately(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
+        """Send one of Millstream's own requests; the body of the answer. A `MillstreamError` when none came."""
 
 
 class WirePeers:
@@ -41,6 +45,12 @@ class WirePeers:
         version = channel.version_for(key, newest=newest)
         answer = await channel.call(reshape(request, load_request_class(key, version)), timeout_s=ANSWER_S)
         return reshape(answer, load_response_class(key, newest))
+
+    async def ask_privately(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
+        """Send one of Millstream's own requests."""
+        channel = await self._channel(node)
+        frame = await channel.exchange(api_key, _PRIVATE_VERSION, [body], timeout_s=ANSWER_S)
+        return frame[response_body_at(api_key, _PRIVATE_VERSION, frame) :]
 
     async def close(self) -> None:
         """Let go of every connection."""

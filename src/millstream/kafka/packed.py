@@ -1,0 +1,50 @@
+"""What Millstream's private requests between nodes have in common: MessagePack in, MessagePack out.
+
+An answer begins with `error`, Kafka's code (0 when all is well), and a message that says what went wrong.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+from kio.schema.errors import ErrorCode
+
+from millstream.kafka.api import ClientInfo
+from millstream.kafka.errors import error_code, error_message
+from millstream.model.errors import MillstreamError
+from millstream.net.connection import Answer, Buffers
+from millstream.wire.codec import RequestHeader, response_head
+
+RequestT = TypeVar("RequestT")
+
+
+class PackedApi(ABC, Generic[RequestT]):
+    """One private request whose body carries bytes."""
+
+    key: int
+    versions = (0, 0)
+    asks: ClassVar[Any]
+    """The type of the request's body."""
+    answers: ClassVar[Any]
+    """The type of the answer; its first two fields are the error's code and its message."""
+
+    @abstractmethod
+    async def handle(self, request: RequestT) -> Any:
+        """Carry a request out; what is returned is the answer."""
+
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
+        """Answer later."""
+        return self._answer(bytes(frame[header.body_at :]), header)
+
+    async def _answer(self, body: bytes, header: RequestHeader) -> Buffers | None:
+        try:
+            request: RequestT = msgspec.msgpack.decode(body, type=self.asks)
+            told = await self.handle(request)
+        except msgspec.MsgspecError as error:
+            told = self.answers(int(ErrorCode.invalid_request), str(error))
+        except MillstreamError as error:
+            told = self.answers(int(error_code(error)), error_message(error))
+        content = msgspec.msgpack.encode(told)
+        return [response_head(header.api_key, header.version, header.correlation_id, len(content)), content]

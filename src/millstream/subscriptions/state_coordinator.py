@@ -1,0 +1,92 @@
+"""The queues' states that this node keeps: the partitions of `__subscriptions` that it leads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from uuid import UUID
+
+from millstream.config import Config
+from millstream.coordination.runtime import Runtime, StateTopic, StateTopics
+from millstream.coordination.shard import RETRY_FIRST_S
+from millstream.model.clock import Clock
+from millstream.model.errors import CoordinatorUnavailable
+from millstream.model.ids import Epoch, NodeId, PartitionIndex
+from millstream.model.subscription import QueueKey
+from millstream.model.topic import SUBSCRIPTIONS
+from millstream.subscriptions.state_shard import StateShard, WriteResult
+from millstream.subscriptions.state_store import QueueImage, QueueWrite, StoredQueue
+
+_TOPIC_SETTINGS = {
+    # Deltas of a queue build on each other, so none may go before a snapshot has taken its place.
+    "cleanup.policy": "delete",
+    "retention.ms": "-1",
+    "segment.bytes": str(64 * 1024 * 1024),
+    "max.message.bytes": str(64 * 1024 * 1024),
+}
+
+
+class StateCoordinator:
+    """Keeps the states of queues in the log."""
+
+    def __init__(
+        self,
+        topics: StateTopics,
+        config: Config,
+        clock: Clock,
+        make_image: Callable[[QueueKey], QueueImage],
+        *,
+        retry_first_s: float = RETRY_FIRST_S,
+    ) -> None:
+        topic = StateTopic(name=SUBSCRIPTIONS, partitions=config.subscriptions_partitions, overrides=_TOPIC_SETTINGS)
+        self._runtime: Runtime[StateShard] = Runtime(
+            topics, topic, lambda _timers: StateShard(make_image), clock=clock, retry_first_s=retry_first_s
+        )
+
+    async def start(self) -> None:
+        """Begin to load what the log has."""
+        await self._runtime.start()
+
+    async def close(self) -> None:
+        """Let what was appended be acknowledged."""
+        await self._runtime.close()
+
+    async def wait_loaded(self) -> None:
+        """Wait until no shard is loading any more."""
+        await self._runtime.wait_loaded()
+
+    async def ensure(self) -> None:
+        """Make the topic if this is its first use."""
+        await self._runtime.ensure()
+
+    def partition_of(self, key: QueueKey) -> PartitionIndex:
+        """The partition of the topic that keeps a queue."""
+        return self._runtime.partition_of(f"{key.subscription_id}/{key.topic_id}/{key.partition}")
+
+    def leader_of(self, index: PartitionIndex) -> NodeId | None:
+        """The node that keeps one partition of the topic; None while nobody does."""
+        return self._runtime.leader_at(index)
+
+    async def load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:
+        """Read a queue back for its leader."""
+        shard = self._runtime.shard_at(self.partition_of(key))
+        return await shard.run(lambda state: state.load(key, leader_epoch), pure=True)
+
+    def write(self, index: PartitionIndex, writes: Sequence[QueueWrite]) -> asyncio.Future[list[WriteResult]]:
+        """Take in writes of one partition now; the future tells when they are durable."""
+        if any(self.partition_of(write.key) != index for write in writes):
+            raise CoordinatorUnavailable(f"a write was sent to partition {index}, which does not keep its queue")
+        return self._runtime.shard_at(index).submit(lambda state: state.write(writes), pure=True)
+
+    async def forget(self, is_gone: Callable[[UUID], bool]) -> int:
+        """Drop the queues of subscriptions that were deleted, as far as this node keeps them."""
+        gone = 0
+        for shard in self._runtime.shards:
+            if shard.state is not None:
+                gone += await shard.run(lambda state: state.forget(is_gone), pure=True)
+        return gone
+
+    @property
+    def queues(self) -> int:
+        """How many queues this node keeps the state of."""
+        return sum(len(shard.state) for shard in self._runtime.shards if shard.state is not None)

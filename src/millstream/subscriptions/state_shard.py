@@ -1,0 +1,126 @@
+"""The state machine of one partition of `__subscriptions`: the images of its queues, each with who may write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+from millstream.coordination.state import Outcome, StateRecord
+from millstream.model.errors import FencedLeaderEpoch, MillstreamError, OutOfOrderSequence
+from millstream.model.ids import Epoch
+from millstream.model.subscription import QueueKey
+from millstream.subscriptions.state_records import DELTAS, SNAPSHOT, QueueRecord, read_record, write_record
+from millstream.subscriptions.state_store import QueueImage, QueueWrite, StoredQueue
+
+NO_SEQUENCE = -1
+
+WriteResult = MillstreamError | None
+
+
+@dataclass(slots=True)
+class _Kept:
+    leader_epoch: Epoch
+    sequence: int
+    image: QueueImage
+    has_state: bool = False
+
+
+class StateShard:
+    """The queues of one partition."""
+
+    def __init__(self, make_image: Callable[[QueueKey], QueueImage]) -> None:
+        self._make_image = make_image
+        self._kept: dict[QueueKey, _Kept] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterable[QueueKey]:
+        return iter(self._kept)
+
+    def load(self, key: QueueKey, leader_epoch: Epoch) -> Outcome[StoredQueue]:
+        """Read a queue for its leader; leaders before it can write no more once this is answered."""
+        kept = self._kept.get(key)
+        if kept is not None and kept.leader_epoch > leader_epoch:
+            raise _fenced(key, kept, leader_epoch)
+        records: Sequence[StateRecord] = ()
+        if kept is None or kept.leader_epoch < leader_epoch:
+            sequence = NO_SEQUENCE if kept is None else kept.sequence
+            records = [write_record(QueueRecord(DELTAS, key, leader_epoch, sequence, b""))]
+        if kept is None:
+            return records, StoredQueue(None, NO_SEQUENCE)
+        return records, StoredQueue(kept.image.snapshot() if kept.has_state else None, kept.sequence)
+
+    def write(self, writes: Iterable[QueueWrite]) -> Outcome[list[WriteResult]]:
+        """Take in the writes of several queues; each is told whether it was."""
+        records: list[StateRecord] = []
+        results: list[WriteResult] = []
+        ends: dict[QueueKey, int] = {}
+        for write in writes:
+            try:
+                is_new = self._check(write, ends)
+            except MillstreamError as error:
+                results.append(error)
+                continue
+            results.append(None)
+            if is_new:
+                ends[write.key] = write.sequence
+                records.append(
+                    write_record(QueueRecord(DELTAS, write.key, write.leader_epoch, write.sequence, write.deltas))
+                )
+        return records, results
+
+    def forget(self, is_gone: Callable[[UUID], bool]) -> Outcome[int]:
+        """Drop the queues of subscriptions that were deleted; say how many."""
+        gone = [key for key in self._kept if is_gone(key.subscription_id)]
+        return [write_record(QueueRecord(SNAPSHOT, key, Epoch(-1), NO_SEQUENCE, None)) for key in gone], len(gone)
+
+    # The state machine
+
+    def replay(self, record: StateRecord) -> None:
+        """Take one record in."""
+        read = read_record(record)
+        if read.content is None:
+            self._kept.pop(read.key, None)
+            return
+        kept = self._kept.get(read.key)
+        if kept is None or read.kind == SNAPSHOT:
+            # A snapshot stands for everything before it.
+            kept = self._kept[read.key] = _Kept(read.leader_epoch, read.sequence, self._make_image(read.key))
+        if read.content:
+            kept.image.replay(read.content)
+            kept.has_state = True
+        kept.leader_epoch, kept.sequence = read.leader_epoch, read.sequence
+
+    def loaded(self) -> None:
+        """Nothing is due by itself."""
+
+    def unload(self) -> None:
+        """Nobody is parked."""
+
+    def durable_keys(self) -> list[Hashable]:
+        """Every queue."""
+        return list(self._kept)
+
+    def durable_record(self, key: Hashable) -> StateRecord | None:
+        """The snapshot of a queue."""
+        if not isinstance(key, QueueKey) or (kept := self._kept.get(key)) is None:
+            return None
+        content = kept.image.snapshot() if kept.has_state else b""
+        return write_record(QueueRecord(SNAPSHOT, key, kept.leader_epoch, kept.sequence, content))
+
+    def _check(self, write: QueueWrite, ends: dict[QueueKey, int]) -> bool:
+        """Whether a write is new; raise when it may not be."""
+        kept = self._kept.get(write.key)
+        if kept is None or kept.leader_epoch != write.leader_epoch:
+            raise _fenced(write.key, kept, write.leader_epoch)
+        end = ends.get(write.key, kept.sequence)
+        if write.sequence > end + 1:
+            raise OutOfOrderSequence(f"write {write.sequence} of a queue came after {end}; the ones between are lost")
+        return write.sequence == end + 1
+
+
+def _fenced(key: QueueKey, kept: _Kept | None, leader_epoch: Epoch) -> FencedLeaderEpoch:
+    known = "was not loaded" if kept is None else f"is written under leader epoch {kept.leader_epoch}"
+    return FencedLeaderEpoch(f"the queue of partition {key.partition} {known}, not under {leader_epoch}")

@@ -1,0 +1,235 @@
+"""The store of queues: what is written is read back, in order and once, wherever it is kept and whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from random import Random
+from uuid import UUID, uuid4
+
+import msgspec
+import pytest
+
+from millstream.config import Config
+from millstream.coordination.state import StateRecord
+from millstream.kafka.apis.load_queue import LoadQueueState
+from millstream.kafka.apis.write_queues import WriteQueueStates
+from millstream.model.errors import (
+    BrokerUnreachable,
+    CorruptState,
+    FencedLeaderEpoch,
+    MillstreamError,
+    NotCoordinator,
+    OutOfOrderSequence,
+    StorageFailure,
+)
+from millstream.model.ids import Epoch, NodeId, PartitionIndex
+from millstream.model.subscription import QueueKey
+from millstream.model.topic import SUBSCRIPTIONS
+from millstream.subscriptions import state_lane
+from millstream.subscriptions.routed_store import RoutedStateStore
+from millstream.subscriptions.state_coordinator import StateCoordinator
+from millstream.subscriptions.state_messages import LOAD_KEY, WRITE_KEY, LoadQueue, WriteQueues
+from millstream.subscriptions.state_records import read_record
+from millstream.subscriptions.state_store import QueueWrite
+from millstream.testing.clock import ManualClock
+from millstream.testing.state_log import MemoryPartition, MemoryTopics
+
+ME, OTHER = NodeId(1), NodeId(2)
+
+
+class Joined:
+    """An image that is just all of its deltas, one after the other."""
+
+    def __init__(self, _key: QueueKey) -> None:
+        self._content = b""
+
+    def replay(self, deltas: bytes) -> None:
+        self._content += deltas
+
+    def snapshot(self) -> bytes:
+        return self._content
+
+
+class FakePeers:
+    """Another node, whose coordinator answers in this process; `trouble` gives the errors of the next requests."""
+
+    def __init__(self, states: StateCoordinator) -> None:
+        self.trouble: Iterator[MillstreamError | None] = iter(())
+        self.lost_answers = 0
+        self._load = LoadQueueState(states)
+        self._write = WriteQueueStates(states)
+
+    async def ask(self, node: NodeId, request: object) -> object:
+        raise NotImplementedError
+
+    async def ask_privately(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
+        assert node == OTHER
+        error = next(self.trouble, None)
+        if error is not None:
+            raise error
+        answer: object
+        if api_key == LOAD_KEY:
+            answer = await self._carry_out(self._load, msgspec.msgpack.decode(body, type=LoadQueue))
+        else:
+            assert api_key == WRITE_KEY
+            answer = await self._carry_out(self._write, msgspec.msgpack.decode(body, type=WriteQueues))
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise BrokerUnreachable("the connection was lost before the answer came")
+        return memoryview(msgspec.msgpack.encode(answer))
+
+    async def _carry_out(self, api: LoadQueueState | WriteQueueStates, request: object) -> object:
+        try:
+            return await api.handle(request)  # type: ignore[arg-type]
+        except MillstreamError as error:
+            from millstream.kafka.errors import error_code
+
+            return api.answers(int(error_code(error)), str(error))
+
+
+def coordinator(topics: MemoryTopics) -> StateCoordinator:
+    return StateCoordinator(topics, Config(subscriptions_partitions=2), ManualClock(), Joined, retry_first_s=0.001)
+
+
+def key_at(states: StateCoordinator, index: int) -> QueueKey:
+    """A queue that the given partition keeps."""
+    while True:
+        key = QueueKey(uuid4(), uuid4(), PartitionIndex(3))
+        if states.partition_of(key) == index:
+            return key
+
+
+async def opened(topics: MemoryTopics) -> tuple[StateCoordinator, FakePeers, RoutedStateStore]:
+    states = coordinator(topics)
+    await states.ensure()
+    await states.wait_loaded()
+    peers = FakePeers(states)
+    return states, peers, RoutedStateStore(states, peers, Random(1), me=ME)
+
+
+def state_partition(topics: MemoryTopics, index: int) -> MemoryPartition:
+    topic = topics.get(SUBSCRIPTIONS)
+    assert topic is not None
+    return topics.partitions_of(topic)[index]
+
+
+@pytest.fixture(params=[ME, OTHER], ids=["kept here", "kept by another node"])
+def topics(request: pytest.FixtureRequest) -> MemoryTopics:
+    made = MemoryTopics()
+    made.leader = request.param
+    return made
+
+
+async def test_what_is_written_is_read_back_by_the_next_leader(topics: MemoryTopics) -> None:
+    states, _, store = await opened(topics)
+    key = key_at(states, 1)
+    assert await store.load(key, Epoch(3)) == (None, -1)
+    await asyncio.gather(*(store.write(QueueWrite(key, Epoch(3), number, b"%d" % number)) for number in range(10)))
+    assert await store.load(key, Epoch(3)) == (b"0123456789", 9)
+    assert await store.load(key, Epoch(4)) == (b"0123456789", 9)
+    with pytest.raises(FencedLeaderEpoch):
+        await store.write(QueueWrite(key, Epoch(3), 10, b"late"))
+    with pytest.raises(FencedLeaderEpoch):
+        await store.load(key, Epoch(3))
+    await store.write(QueueWrite(key, Epoch(4), 10, b"!"))
+    _, _, again = await opened(topics.after_crash())
+    assert await again.load(key, Epoch(4)) == (b"0123456789!", 10)
+    await again.close()
+    await store.close()
+
+
+async def test_a_write_that_is_repeated_counts_once_and_none_is_left_out(topics: MemoryTopics) -> None:
+    states, _, store = await opened(topics)
+    key = key_at(states, 0)
+    await store.load(key, Epoch(0))
+    await store.write(QueueWrite(key, Epoch(0), 0, b"a"))
+    await store.write(QueueWrite(key, Epoch(0), 0, b"a"))
+    with pytest.raises(OutOfOrderSequence):
+        await store.write(QueueWrite(key, Epoch(0), 2, b"c"))
+    assert await store.load(key, Epoch(0)) == (b"a", 0)
+    await store.close()
+
+
+async def test_trouble_that_passes_costs_neither_a_write_nor_the_order() -> None:
+    topics = MemoryTopics()
+    topics.leader = OTHER
+    states, peers, store = await opened(topics)
+    key, other = key_at(states, 0), key_at(states, 0)
+    await store.load(key, Epoch(0))
+    await store.load(other, Epoch(0))
+    peers.trouble = iter([BrokerUnreachable("gone"), None, NotCoordinator("moved"), BrokerUnreachable("gone"), None])
+    peers.lost_answers = 2
+    written = []
+    for number in range(20):
+        written.append(store.write(QueueWrite(key, Epoch(0), number, bytes([97 + number]))))
+        if number < 5:
+            written.append(store.write(QueueWrite(other, Epoch(0), number, b"o")))
+        await asyncio.sleep(0)
+    await asyncio.gather(*written)
+    assert await store.load(key, Epoch(0)) == (b"abcdefghijklmnopqrst", 19)
+    assert await store.load(other, Epoch(0)) == (b"ooooo", 4)
+    await store.close()
+
+
+async def test_a_failed_sync_is_survived() -> None:
+    topics = MemoryTopics()
+    states, _, store = await opened(topics)
+    key = key_at(states, 0)
+    await store.load(key, Epoch(0))
+    partition = state_partition(topics, 0)
+    partition.acknowledges = False
+    written = [store.write(QueueWrite(key, Epoch(0), number, b"x")) for number in range(3)]
+    await asyncio.sleep(0.001)
+    assert not any(future.done() for future in written)
+    partition.fail(StorageFailure("the sync failed"))
+    partition.acknowledges = True
+    await asyncio.gather(*written)
+    assert await store.load(key, Epoch(0)) == (b"xxx", 2)
+    await store.close()
+
+
+async def test_what_is_not_durable_is_bounded_and_told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_lane, "UNWRITTEN_BYTES_MAX", 10)
+    monkeypatch.setattr("millstream.subscriptions.routed_store.CLOSE_S", 0.01)
+    topics = MemoryTopics()
+    states, _, store = await opened(topics)
+    key = key_at(states, 0)
+    await store.load(key, Epoch(0))
+    partition = state_partition(topics, 0)
+    partition.acknowledges = False
+    written = store.write(QueueWrite(key, Epoch(0), 0, b"x" * 10))
+    assert not store.has_room(key)
+    await store.close()
+    with pytest.raises(NotCoordinator):
+        await written
+    with pytest.raises(NotCoordinator):
+        await store.write(QueueWrite(key, Epoch(0), 1, b"x"))
+    assert store.has_room(key)
+
+
+async def test_queues_of_deleted_subscriptions_go() -> None:
+    topics = MemoryTopics()
+    states, _, store = await opened(topics)
+    stays, goes = key_at(states, 0), key_at(states, 1)
+    for key in (stays, goes):
+        await store.load(key, Epoch(0))
+        await store.write(QueueWrite(key, Epoch(0), 0, b"x"))
+    is_gone: Callable[[UUID], bool] = goes.subscription_id.__eq__
+    assert await states.forget(is_gone) == 1
+    assert states.queues == 1
+    restarted, _, again = await opened(topics.after_crash())
+    assert restarted.queues == 1
+    assert await again.load(stays, Epoch(0)) == (b"x", 0)
+    assert await again.load(goes, Epoch(0)) == (None, -1)
+    await store.close()
+    await again.close()
+
+
+def test_records_that_are_none_are_told() -> None:
+    with pytest.raises(CorruptState):
+        read_record(StateRecord(b"short", b""))
+    with pytest.raises(CorruptState, match="newer"):
+        read_record(StateRecord(bytes([9]) + bytes(36), bytes(12)))
+    with pytest.raises(CorruptState):
+        read_record(StateRecord(bytes(37), b"short"))
