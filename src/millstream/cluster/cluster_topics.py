@@ -331,10 +331,9 @@ class ClusterTopics(Topics):
             return None
         if not self._active:
             return None
-        before = partition.is_leader, partition.leader_epoch
         partition.apply(versioned, me=self._me)
-        if before != (partition.is_leader, partition.leader_epoch):
-            self._tell_leadership(partition)
+        # Also when this changes nothing: whoever changes in-sync sets may have told the partition of its role before.
+        self._tell_leadership(partition)
         return partition
 
     def _open_some(self) -> None:

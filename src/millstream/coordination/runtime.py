@@ -162,7 +162,8 @@ class Runtime(Generic[S]):
 
     def lead(self, index: PartitionIndex, partition: StateLog) -> None:
         """Begin to run the shard of one partition: this node leads it now."""
-        if index in self._shards or self._closed:
+        known = self._shards.get(index)
+        if self._closed or (known is not None and not known.is_closed):
             return
         shard = Shard(
             f"{self._topic.name}-{index}",

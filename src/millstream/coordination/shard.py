@@ -133,6 +133,11 @@ class Shard(Generic[S]):
         return self._state
 
     @property
+    def is_closed(self) -> bool:
+        """Whether it serves nobody any more, because it was told so or because another node leads its partition."""
+        return self._closed
+
+    @property
     def written(self) -> Offset:
         """The end of what was appended."""
         return self._written

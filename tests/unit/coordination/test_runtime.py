@@ -8,7 +8,7 @@ import pytest
 from millstream.coordination.runtime import Runtime, StateTopic
 from millstream.coordination.state import Outcome, StateRecord
 from millstream.coordination.timers import Timers
-from millstream.model.errors import NotCoordinator
+from millstream.model.errors import NotCoordinator, NotLeader
 from millstream.model.ids import PartitionIndex
 from millstream.testing.clock import ManualClock
 from millstream.testing.state_log import MemoryTopics
@@ -102,6 +102,30 @@ async def test_a_shard_that_was_resigned_is_looked_for_elsewhere() -> None:
     runtime.lead(index, topics.partitions_of(topic)[index])
     await runtime.wait_loaded()
     assert await runtime.run("me", lambda state: state.note("me")) == 1
+    await runtime.close()
+
+
+async def test_a_shard_that_found_another_leader_is_opened_anew_when_this_node_leads_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    topics = MemoryTopics()
+    topics.add("__names", partitions=4)
+    runtime = runtime_on(topics)
+    index = PartitionIndex(0)
+    partition = topics.partitions_of(topics.all()[0])[index]
+
+    async def not_settled() -> None:
+        raise NotLeader("another node leads")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(partition, "settled", not_settled)
+        await runtime.start()
+        await runtime.wait_loaded()
+    assert runtime.shard_at(index).is_closed
+
+    runtime.lead(index, partition)
+    await runtime.wait_loaded()
+    assert runtime.shard_at(index).state is not None
     await runtime.close()
 
 
