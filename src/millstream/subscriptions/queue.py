@@ -1,0 +1,561 @@
+"""One subscription on one partition: which message is with whom, and what comes next. Pure: no clock, no I/O.
+
+Every change is a delta that is applied to the `Fold` and kept until `drain`, so that the stored deltas give the same
+state again. Beside it the queue keeps what may be lost with the process and is made anew from the fold: what is
+available next (`Supply`), what is due when (`DueIndex`), and whose turn it is (`KeyOrder`).
+
+`now_ms` is the time of day. Whatever is due by then happens first, so a lease that has ended is never settled.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from millstream.model.errors import CorruptState, InvalidRecordState
+from millstream.model.ids import Offset
+from millstream.model.subscription import AT_MOST_ONCE, QueueKey, SubscriptionSettings
+from millstream.subscriptions.delta import Delta, DeltaKind
+from millstream.subscriptions.due_index import DueIndex
+from millstream.subscriptions.fold import Fold
+from millstream.subscriptions.frame import FrameHeader, write_frame
+from millstream.subscriptions.key_order import KeyOrder
+from millstream.subscriptions.lease import Lease, Settle, Verb
+from millstream.subscriptions.look import Look
+from millstream.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
+from millstream.subscriptions.snapshot import read_snapshot
+from millstream.subscriptions.supply import Supply
+
+WINDOW_MAX: Final = 1_000_000
+PARKED_MAX: Final = 1_000_000
+DENSE_MAX: Final = 65_536
+"""A window of more offsets sets aside what holds its start back."""
+
+ATTEMPTS_COUNTED_MAX: Final = 255
+REASON_LENGTH_MAX: Final = 500
+REASONS_MAX: Final = 1024
+"""So many different reasons are kept of messages on their way to the dead letter topic; further ones have none."""
+
+_PENDING_MAX: Final = 1000
+_ASIDE_STEP: Final = 4096
+_NOWHERE: Final = 2**63 - 1
+_USED_UP: Final = "all attempts have failed"
+
+_MERGED: Final = frozenset((DeltaKind.LOOKED, DeltaKind.ACQUIRED, DeltaKind.ACCEPTED))
+_PATIENT: Final = frozenset(
+    (DeltaKind.LOOKED, DeltaKind.FILTERED, DeltaKind.ABSENT, DeltaKind.PARKED, DeltaKind.DUE, DeltaKind.ASIDE)
+)
+"""What would be found out again after a crash, and so may ride along with the next write."""
+
+
+class Counts(NamedTuple):
+    """How many unfinished messages are in which state, of those that have been looked at."""
+
+    available: int
+    leased: int
+    parked: int
+    blocked: int
+    rejecting: int
+    aside: int
+    """How many of them the window has left behind."""
+
+
+class Rejected(NamedTuple):
+    """A message on its way to the dead letter topic."""
+
+    offset: Offset
+    attempts: int
+    reason: str
+    first_ms: int
+    """When it was delivered for the first time."""
+    time_ms: int
+    """When it was rejected."""
+    plan: bytes
+    """How it will be produced, as it was planned; empty until then."""
+
+
+class Queue:
+    """The machine that the leader of a partition runs for a subscription."""
+
+    def __init__(
+        self,
+        key: QueueKey,
+        settings: SubscriptionSettings,
+        *,
+        leader_epoch: int,
+        snapshot: bytes | None = None,
+        window_max: int = WINDOW_MAX,
+        parked_max: int = PARKED_MAX,
+        dense_max: int = DENSE_MAX,
+    ) -> None:
+        """With a snapshot it goes on from there; without one `begin` says where it starts."""
+        self.settings = settings
+        """May be replaced, except that `ordered` stays: a queue that changes it is made anew from a snapshot."""
+        self.filter_version = 0
+        """Stands in every frame, so that the ledger knows which filter decided."""
+        self._leader_epoch = leader_epoch
+        self._window_max = window_max
+        self._parked_max = parked_max
+        self._dense_max = dense_max
+        self._fold = Fold(key) if snapshot is None else read_snapshot(snapshot)
+        if self._fold.key != key:
+            raise CorruptState(f"the snapshot of queue {self._fold.key} does not belong to {key}")
+        self._pending: list[Delta] = []
+        self._is_urgent = False
+        self._aside_tried_at = 0
+        self._dues = DueIndex(self._due_runs)
+        self._order = KeyOrder(self._fold.window.start, is_ready=False) if settings.ordered else None
+        self._supply = Supply(self._fold, self._order)
+        self._restore()
+
+    def _restore(self) -> None:
+        """Make anew what is not stored."""
+        fold = self._fold
+        for run in fold.waiting_runs(0, fold.window.end):
+            self._dues.add(run.first, run.last, run.due_ms)
+        if self._order is None:
+            self._supply.came_back(0, fold.window.start - 1)
+        elif self._order.next_offset >= fold.window.end:
+            self._supply.lock_keys(self._order)
+
+    def _reset(self) -> None:
+        """The window is empty and stands elsewhere."""
+        self._dues.clear()
+        self._order = KeyOrder(self._fold.window.start, is_ready=True) if self._order is not None else None
+        self._supply = Supply(self._fold, self._order)
+        self._aside_tried_at = 0
+
+    # -- what it says of itself ------------------------------------------------------------------------------
+
+    @property
+    def fold(self) -> Fold:
+        """Its durable state, for looking only."""
+        return self._fold
+
+    @property
+    def is_started(self) -> bool:
+        """Whether it has a place in the log."""
+        return self._fold.is_started
+
+    @property
+    def next_look(self) -> Offset:
+        """Where the driver reads on."""
+        window = self._fold.window
+        if self._order is not None and not self._order.is_ready:
+            return Offset(max(self._order.next_offset, window.start))
+        return Offset(window.end)
+
+    @property
+    def room(self) -> int:
+        """How many offsets the driver may look further; 0 while too many messages wait."""
+        window = self._fold.window
+        return max(0, self._window_max - window.span) + window.end - self.next_look
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether messages can be given; after a restart an ordered queue has to learn its keys again, by `look`."""
+        return self._order is None or self._order.is_ready
+
+    @property
+    def next_due_ms(self) -> int | None:
+        """When to call `tick`: never too late, sometimes too early."""
+        return self._dues.next_ms
+
+    @property
+    def oldest(self) -> Offset:
+        """The first message that is not done, or where the queue looks next."""
+        return self._fold.oldest
+
+    @property
+    def counts(self) -> Counts:
+        """How many messages are in which state."""
+        counts = self._fold.counts
+        return Counts(
+            available=counts[AVAILABLE],
+            leased=counts[LEASED],
+            parked=counts[PARKED],
+            blocked=counts[BLOCKED],
+            rejecting=counts[REJECTING],
+            aside=self._fold.aside.unfinished,
+        )
+
+    def counter(self, kind: DeltaKind) -> int:
+        """To how many messages this has happened since the queue began; a message counts each time."""
+        return self._fold.counters[kind]
+
+    @property
+    def redelivered(self) -> int:
+        """How many deliveries were not the first of their message."""
+        return self._fold.redelivered
+
+    def in_flight(self, worker: str) -> int:
+        """How many messages a worker holds."""
+        return self._fold.workers.references(worker)
+
+    def backlog(self, end_offset: int) -> int:
+        """How many messages are not done, about: those not looked at yet may be filtered out."""
+        return self._fold.unfinished + max(0, end_offset - self._fold.window.end)
+
+    # -- looking ahead ---------------------------------------------------------------------------------------
+
+    def begin(self, offset: int, *, now_ms: int) -> None:
+        """Start at an offset."""
+        self._do(Delta(DeltaKind.START, Offset(offset), Offset(offset), 0, 0, "", now_ms))
+        self._reset()
+
+    def look(
+        self,
+        first: int,
+        next_offset: int,
+        *,
+        now_ms: int,
+        absent: Sequence[tuple[int, int]] = (),
+        matches: npt.NDArray[np.bool_] | None = None,
+        keys: npt.NDArray[np.int64] | None = None,
+        due: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Take in what the driver has read from `next_look` on. It may have begun earlier; a hole before is absent."""
+        look = Look(first=first, next_offset=next_offset, absent=absent, matches=matches, keys=keys, due=due)
+        if self._order is not None:
+            self._learn(self._order, look)
+        window = self._fold.window
+        if next_offset <= window.end:
+            return
+        for delta in look.since(window.end).deltas(now_ms):
+            self._do(delta)
+            if delta.kind == DeltaKind.PARKED:
+                self._dues.add(delta.first, delta.last, delta.due_ms)
+        if window.span > self._dense_max and window.end - self._aside_tried_at >= self._aside_step:
+            self._set_aside(now_ms)
+
+    def _learn(self, order: KeyOrder, look: Look) -> None:
+        order.trim(self._fold.window.base)
+        if look.next_offset > order.next_offset:
+            order.learn(look.since(order.next_offset).key_bytes())
+        if not order.is_ready and order.next_offset >= self._fold.window.end:
+            self._supply.lock_keys(order)
+
+    @property
+    def _aside_step(self) -> int:
+        return min(_ASIDE_STEP, self._dense_max)
+
+    def _set_aside(self, now_ms: int) -> None:
+        """Let the start of the window move on, unless what is there is about to be taken or fills it anyway."""
+        window, aside = self._fold.window, self._fold.aside
+        self._aside_tried_at = window.end
+        while window.span > self._dense_max and self.is_ready:
+            start = window.start - window.base
+            end = min(start + self._aside_step, len(window))
+            available = window.states.find(AVAILABLE, start, end)
+            end = end if available < 0 else available
+            unfinished = end - start - window.states.count(DONE, start, end)
+            is_dense = unfinished * 4 > end - start and window.span * 2 < self._window_max
+            if start == end or is_dense or unfinished > self._parked_max - aside.unfinished:
+                return
+            for first, last in self._unfinished_ranges(start, end):
+                keys = b"" if self._order is None else self._order.keys(first, last).tobytes()
+                self._do(Delta(DeltaKind.ASIDE, Offset(first), Offset(last), 0, 0, "", now_ms, "", keys))
+
+    def _unfinished_ranges(self, start: int, end: int) -> list[tuple[int, int]]:
+        window = self._fold.window
+        done = np.frombuffer(window.states, np.uint8)[start:end] == DONE
+        edges = np.flatnonzero(np.diff(np.concatenate(([True], done, [True])))) + (window.base + start)
+        return [(first, after - 1) for first, after in edges.reshape(-1, 2).tolist()]
+
+    # -- giving messages out ---------------------------------------------------------------------------------
+
+    @property
+    def next_available(self) -> Offset | None:
+        """The oldest message that `acquire` would give, unless limits of the worker keep it from it."""
+        if not self.is_ready or not self._fold.counts[AVAILABLE]:
+            return None
+        found = self._supply.peek(_NOWHERE)
+        return None if found is None else Offset(found)
+
+    def acquire(
+        self,
+        worker: str,
+        *,
+        now_ms: int,
+        max_records: int,
+        until: int | None = None,
+        batch_ends: Sequence[int] | None = None,
+    ) -> list[Lease]:
+        """Lease the oldest available messages to a worker, none at `until` or beyond.
+
+        With the last offsets of batches, the batch in which the limit falls is filled up: it is sent whole anyway.
+        """
+        self.tick(now_ms)
+        fold = self._fold
+        if not fold.counts[AVAILABLE] or not self.is_ready:
+            return []
+        settings = self.settings
+        room = min(
+            max_records,
+            settings.in_flight_max - fold.workers.references(worker),
+            settings.leases_max - fold.counts[LEASED],
+        )
+        if room <= 0:
+            return []
+        end = _NOWHERE if until is None else until
+        deadline_ms = now_ms + settings.lease_ms
+        leases: list[Lease] = []
+        taken = self._lease(worker, room, end, deadline_ms, now_ms, leases)
+        if batch_ends and taken >= max_records:
+            place = bisect_left(batch_ends, leases[-1].last)
+            if place < len(batch_ends) and batch_ends[place] > leases[-1].last:
+                more = batch_ends[place] - leases[-1].last
+                self._lease(worker, more, min(end, batch_ends[place] + 1), deadline_ms, now_ms, leases)
+        return leases
+
+    def _lease(self, worker: str, count: int, until: int, due_ms: int, now_ms: int, leases: list[Lease]) -> int:
+        runs = self._supply.take(count, until)
+        kind = DeltaKind.ACCEPTED if self.settings.delivery == AT_MOST_ONCE else DeltaKind.ACQUIRED
+        taken = 0
+        for first, last, attempts in runs:
+            attempt = min(attempts + 1, ATTEMPTS_COUNTED_MAX)
+            delta = Delta(kind, Offset(first), Offset(last), attempt, due_ms, worker, now_ms)
+            if kind == DeltaKind.ACQUIRED:
+                self._do(delta)
+                self._dues.add(first, last, due_ms)
+            else:
+                self._end(delta)
+            leases.append(Lease(delta.first, delta.last, attempt, due_ms))
+            taken += last - first + 1
+        return taken
+
+    # -- taking them back ------------------------------------------------------------------------------------
+
+    def settle(self, worker: str, verbs: Sequence[Settle], *, now_ms: int) -> list[InvalidRecordState | None]:
+        """Carry out what a worker says of messages that it holds; for each verb None or why it was refused."""
+        self.tick(now_ms)
+        return [self._settle(worker, verb, now_ms) for verb in verbs]
+
+    def _settle(self, worker: str, settle: Settle, now_ms: int) -> InvalidRecordState | None:
+        number = self._fold.workers.number(worker)
+        runs = [] if number is None else self._held_runs(number, settle.first, settle.last)
+        if not runs:
+            if settle.verb == Verb.ACCEPT and self.settings.delivery == AT_MOST_ONCE:
+                return None
+            return InvalidRecordState(
+                f"{worker} does not hold messages {settle.first} to {settle.last}, or not any more"
+            )
+        for first, last, attempt in runs:
+            if settle.verb == Verb.ACCEPT:
+                self._end(Delta(DeltaKind.ACCEPTED, first, last, attempt, 0, worker, now_ms))
+            elif settle.verb == Verb.RELEASE:
+                delay_ms = self.settings.backoff_ms(attempt) if settle.delay_ms is None else settle.delay_ms
+                due_ms = now_ms + delay_ms
+                self._fail(Delta(DeltaKind.RELEASED, first, last, attempt, due_ms, worker, now_ms, settle.reason))
+            elif settle.verb == Verb.REJECT:
+                self._give_up(first, last, attempt, worker, now_ms, settle.reason)
+            else:
+                self._extend(first, last, attempt, worker, now_ms, settle.delay_ms)
+        return None
+
+    def _held_runs(self, number: int, first: int, last: int) -> list[tuple[Offset, Offset, int]]:
+        """The messages as runs of the same attempt; empty unless the worker holds all of them."""
+        if last < first or last >= self._fold.window.end:
+            return []
+        runs: list[tuple[Offset, Offset, int]] = []
+        count = 0
+        for columns, start, end in self._fold.parts(first, last):
+            if not columns.is_leased_to(start, end, number):
+                return []
+            count += end - start
+            for run_start, run_end in columns.attempt_runs(start, end):
+                begin = columns.offset_at(run_start)
+                stop = Offset(begin + run_end - run_start - 1)
+                runs.append((Offset(begin), stop, columns.attempts[run_start]))
+        return runs if count == last - first + 1 else []
+
+    def _extend(
+        self, first: Offset, last: Offset, attempt: int, worker: str, now_ms: int, lease_ms: int | None
+    ) -> None:
+        due_ms = now_ms + max(1, self.settings.lease_ms if lease_ms is None else lease_ms)
+        self._do(Delta(DeltaKind.EXTENDED, first, last, attempt, due_ms, worker, now_ms))
+        self._dues.add(first, last, due_ms)
+
+    def worker_gone(self, worker: str, *, now_ms: int) -> None:
+        """Release what a worker holds, without backoff; the deliveries count."""
+        self.tick(now_ms)
+        for run in self._fold.leased_to(worker):
+            first, last = Offset(run.first), Offset(run.last)
+            self._fail(Delta(DeltaKind.RELEASED, first, last, run.attempt, now_ms, worker, now_ms, "the worker left"))
+
+    def _fail(self, delta: Delta) -> None:
+        """A delivery has failed: another one follows, at once or later, unless it was the last."""
+        if 0 < self.settings.attempts <= delta.attempt:
+            self._do(delta._replace(due_ms=delta.time_ms))
+            reason = delta.reason or _USED_UP
+            self._give_up(delta.first, delta.last, delta.attempt, delta.worker, delta.time_ms, reason)
+            return
+        self._do(delta)
+        if delta.due_ms > delta.time_ms:
+            self._dues.add(delta.first, delta.last, delta.due_ms)
+        elif self.is_ready:
+            self._supply.came_back(delta.first, delta.last)
+
+    def _give_up(self, first: Offset, last: Offset, attempt: int, worker: str, now_ms: int, reason: str) -> None:
+        reason = reason[:REASON_LENGTH_MAX]
+        kind = DeltaKind.DROPPED
+        if self.settings.dead_letter_topic:
+            kind = DeltaKind.REJECTING
+            reasons = self._fold.reasons
+            if len(reasons) >= REASONS_MAX and reasons.number(reason) is None:
+                reason = ""
+        self._end(Delta(kind, first, last, attempt, 0, worker, now_ms, reason))
+
+    def _end(self, delta: Delta) -> None:
+        """It is no longer the messages' turn, so their keys are free for the next."""
+        order = self._order
+        if order is None or not order.is_ready:
+            self._do(delta)
+            return
+        offsets = range(delta.first, delta.last + 1)
+        keys = [self._supply.key_of(order, offset) for offset in offsets]
+        self._do(delta)
+        for offset, key in zip(offsets, keys, strict=True):
+            self._next_of(order, key, offset)
+
+    def _next_of(self, order: KeyOrder, key: int, offset: int) -> None:
+        if not order.leave(key, offset):
+            return
+        while (waiting := order.next_waiting(key)) is not None:
+            place = self._fold.place(waiting)
+            if place is not None and place[0].states[place[1]] == BLOCKED:
+                place[0].states[place[1]] = AVAILABLE
+                self._fold.counts[BLOCKED] -= 1
+                self._fold.counts[AVAILABLE] += 1
+                order.lead(key, waiting)
+                self._supply.came_back(waiting, waiting)
+                return
+
+    # -- time ------------------------------------------------------------------------------------------------
+
+    def tick(self, now_ms: int) -> None:
+        """Let everything happen that is due: leases end, waits are over."""
+        next_ms = self._dues.next_ms
+        if next_ms is None or next_ms > now_ms:
+            return
+        for first, last in self._dues.pop(now_ms):
+            for run in self._fold.waiting_runs(first, last):
+                if run.due_ms > now_ms:
+                    continue
+                run_first, run_last = Offset(run.first), Offset(run.last)
+                if run.state == LEASED:
+                    worker = self._fold.workers.texts[run.holder]
+                    delta = Delta(DeltaKind.EXPIRED, run_first, run_last, run.attempt, now_ms, worker, now_ms)
+                    self._fail(delta)
+                else:
+                    self._do(Delta(DeltaKind.DUE, run_first, run_last, run.attempt, 0, "", now_ms))
+                    self._come_up(run.first, run.last, run.attempt)
+
+    def _come_up(self, first: int, last: int, attempt: int) -> None:
+        order = self._order
+        if order is None or (attempt and order.is_ready):
+            self._supply.came_back(first, last)
+        elif order.is_ready:
+            for offset in range(first, min(last + 1, self._supply.fresh)):
+                self._supply.come_up(order, offset, self._supply.key_of(order, offset))
+
+    def _due_runs(self, first: int, last: int) -> list[tuple[int, int, int]]:
+        return [(run.first, run.last, run.due_ms) for run in self._fold.waiting_runs(first, last)]
+
+    # -- seeking, retention ----------------------------------------------------------------------------------
+
+    def seek(self, offset: int, *, now_ms: int) -> None:
+        """Go on at another offset. Leases end, nothing is remembered of the messages: they may come again."""
+        self._do(Delta(DeltaKind.SOUGHT, Offset(offset), Offset(self._fold.window.end), 0, 0, "", now_ms))
+        self._reset()
+
+    def drop_before(self, log_start: int, *, now_ms: int) -> None:
+        """The log begins at an offset now; what was not done before it never will be, and leases on it end."""
+        oldest = self._fold.oldest
+        if log_start <= oldest:
+            return
+        is_beyond = log_start > self._fold.window.end
+        self._do(Delta(DeltaKind.RETENTION_CUT, oldest, Offset(log_start - 1), 0, 0, "", now_ms))
+        if is_beyond:
+            self._reset()
+        elif self._order is not None and self._order.is_ready:
+            for key, head in self._order.heads_before(log_start):
+                self._next_of(self._order, key, head)
+
+    # -- dead letters ----------------------------------------------------------------------------------------
+
+    def rejecting(self, count_max: int) -> list[Rejected]:
+        """The oldest messages that are to be produced to the dead letter topic."""
+        found: list[Rejected] = []
+        if not self._fold.counts[REJECTING]:
+            return found
+        for columns in (self._fold.aside, self._fold.window):
+            place = columns.states.find(REJECTING)
+            while place >= 0 and len(found) < count_max:
+                offset = Offset(columns.offset_at(place))
+                reason = self._fold.reasons.texts[columns.holders[place]]
+                plan = self._fold.plans.get(offset, b"")
+                times = columns.firsts[place], columns.dues[place]
+                found.append(Rejected(offset, columns.attempts[place], reason, *times, plan))
+                place = columns.states.find(REJECTING, place + 1)
+        return found
+
+    def plan(self, offset: int, plan: bytes, *, now_ms: int) -> bool:
+        """Keep how a message will be produced to the dead letter topic; False if it is not on its way there."""
+        return self._dead(DeltaKind.PLANNED, offset, now_ms, "", plan)
+
+    def dead_lettered(self, offset: int, where: bytes, *, now_ms: int) -> bool:
+        """The message stands in the dead letter topic; False if it was not on its way there."""
+        return self._dead(DeltaKind.DEAD_LETTERED, offset, now_ms, "", where)
+
+    def drop(self, offset: int, reason: str, *, now_ms: int) -> bool:
+        """The message cannot be produced to the dead letter topic, and never will be."""
+        return self._dead(DeltaKind.DROPPED, offset, now_ms, reason, b"")
+
+    def _dead(self, kind: DeltaKind, offset: int, now_ms: int, reason: str, extra: bytes) -> bool:
+        place = self._fold.place(offset)
+        if place is None or place[0].states[place[1]] != REJECTING:
+            return False
+        attempt = place[0].attempts[place[1]]
+        self._do(Delta(kind, Offset(offset), Offset(offset), attempt, 0, "", now_ms, reason, extra))
+        return True
+
+    # -- what has to be stored -------------------------------------------------------------------------------
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is anything to store."""
+        return bool(self._pending)
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether any of it would not be found out again after a crash, or it has become much."""
+        return self._is_urgent or len(self._pending) > _PENDING_MAX
+
+    def drain(self) -> bytes | None:
+        """The frame of everything that has happened since the last one; it is stored whole, and in order."""
+        if not self._pending:
+            return None
+        deltas, self._pending = self._pending, []
+        self._is_urgent = False
+        self._fold.sequence += 1
+        header = FrameHeader(self._fold.key, self._leader_epoch, self._fold.sequence, self.filter_version)
+        return write_frame(header, deltas)
+
+    def _do(self, delta: Delta) -> None:
+        """Let an event happen, and keep it to be stored."""
+        self._fold.apply(delta)
+        pending = self._pending
+        kind = delta.kind
+        if kind not in _PATIENT:
+            self._is_urgent = True
+        if pending and kind in _MERGED:
+            before = pending[-1]
+            if before.last + 1 == delta.first and before.kind == kind and before[3:7] == delta[3:7]:
+                pending[-1] = before._replace(last=delta.last)
+                return
+        pending.append(delta)
