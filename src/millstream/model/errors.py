@@ -13,6 +13,7 @@ MillstreamError
 │   ├── InvalidSubscription
 │   ├── InvalidTimestamp
 │   ├── InvalidExpression          a regular expression that cannot be used
+│   ├── FilterError                the filter of a subscription, with the place where it is wrong
 │   ├── MetadataTooLarge           what a consumer wants kept beside its offset
 │   ├── UnsupportedAssignor        a way to share partitions out that is not known here
 │   ├── UnsupportedVersion         the request has to come in a newer version
@@ -79,6 +80,7 @@ MillstreamError
 ├── NodeIdTaken                    another node of the cluster runs under this id
 ├── ClusterForgotten               the coordination store knows nothing of a node that the cluster had let in
 ├── CatalogUnavailable             the catalog gives no answer; data flows, declarations wait
+├── FilterUnavailable              the process that evaluates filters gives no answer
 ├── CorruptState                   what a store holds cannot be read
 ├── DataFolderInUse
 ├── DataFolderInvalid
@@ -142,6 +144,16 @@ class InvalidTimestamp(InvalidRequest):
 
 class InvalidExpression(InvalidRequest):
     """A regular expression that is wrong, too large, or cannot be matched in bounded time."""
+
+
+class FilterError(InvalidRequest):
+    """The filter of a subscription is wrong at a line and column, both from 1 on; the message shows the place."""
+
+    def __init__(self, message: str, *, line: int, column: int, reason: str) -> None:
+        super().__init__(message)
+        self.line = line
+        self.column = column
+        self.reason = reason
 
 
 class MetadataTooLarge(InvalidRequest):
@@ -420,6 +432,10 @@ class ClusterForgotten(MillstreamError):
 
 class CatalogUnavailable(MillstreamError):
     """The catalog gives no answer: data flows, but nothing can be declared for now."""
+
+
+class FilterUnavailable(MillstreamError):
+    """The process that evaluates filters died more than once over the same messages, took too long, or is stopped."""
 
 
 class CorruptState(MillstreamError):

@@ -1,0 +1,167 @@
+"""Values of one kind taken for another, as Spark's ANSI casts do it. Where those fail, the answer here is None (NULL).
+
+Every function takes any value that a message can hold and never raises.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import UTC, datetime, timedelta, timezone
+from decimal import Decimal
+
+NUMBERS = frozenset({int, float})
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
+
+_WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
+_DOUBLE = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?[dDfF]?")
+_MOMENT = re.compile(
+    r"([0-9]{4})-([0-9]{1,2})-([0-9]{1,2})"
+    r"(?:[T ]([0-9]{1,2}):([0-9]{1,2})(?::([0-9]{1,2})(?:\.([0-9]{1,9}))?)?"
+    r"\s?(Z|UTC|[+-][0-9]{2}:[0-9]{2})?)?"
+)
+_TRUE, _FALSE = frozenset({"t", "true", "y", "yes", "1"}), frozenset({"f", "false", "n", "no", "0"})
+_BLANKS = "".join(map(chr, (*range(33), 127)))
+_TEXT_MAX = 400
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+_SECOND_US = 1_000_000
+
+
+def whole(text: str) -> int | None:
+    """A text as a whole number of 64 bits."""
+    text = text.strip(_BLANKS)
+    if not _WHOLE.fullmatch(text):
+        return None
+    return _within(int(text), INT64_MAX)
+
+
+def double(text: str) -> float | None:
+    """A text as a number with a fraction."""
+    text = text.strip(_BLANKS)
+    if len(text) > _TEXT_MAX or not _DOUBLE.fullmatch(text):
+        return None
+    return finite(float(text.rstrip("dDfF")))
+
+
+def boolean(text: str) -> bool | None:
+    """A text as a boolean."""
+    word = text.strip(_BLANKS).lower()
+    if word in _TRUE:
+        return True
+    return False if word in _FALSE else None
+
+
+def moment(value: object) -> int | None:
+    """A text such as `2026-11-15 12:00:00` as a moment; without a zone it is in UTC. Nothing else is a moment."""
+    if value.__class__ is not str:
+        return None
+    found = _MOMENT.fullmatch(str(value).strip(_BLANKS))
+    if found is None:
+        return None
+    year, month, day, hour, minute, second = (int(part or 0) for part in found.groups()[:6])
+    microsecond = int((found[7] or "")[:6].ljust(6, "0"))
+    try:
+        at = datetime(year, month, day, hour, minute, second, microsecond, _zone(found[8]))
+        return (at.astimezone(UTC) - _EPOCH) // _MICROSECOND
+    except (ValueError, OverflowError):
+        return None
+
+
+def _zone(text: str | None) -> timezone:
+    if text is None or text in ("Z", "UTC"):
+        return UTC
+    hours, minutes = int(text[1:3]), int(text[4:6])
+    if hours > 18 or minutes > 59:
+        raise ValueError(text)
+    offset = timedelta(hours=hours, minutes=minutes)
+    return timezone(-offset if text[0] == "-" else offset)
+
+
+def moment_text(microseconds: int) -> str:
+    """A moment as `moment` reads it."""
+    return (_EPOCH + microseconds * _MICROSECOND).strftime("%Y-%m-%d %H:%M:%S.%fZ").rjust(27, "0")
+
+
+def text_of(value: object) -> str | None:
+    """A value as text; None for objects and arrays."""
+    kind = value.__class__
+    if kind is str:
+        return value  # type: ignore[return-value]
+    if kind is bool:
+        return "true" if value else "false"
+    if kind is int:
+        return str(value)
+    return _double_text(value) if kind is float else None  # type: ignore[arg-type]
+
+
+def _double_text(value: float) -> str:
+    """As Java writes a double."""
+    if value == 0 or 1e-3 <= abs(value) < 1e7:
+        return repr(value)
+    sign, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
+    first, *rest = (str(digit) for digit in digits)
+    return f"{'-' if sign else ''}{first}.{''.join(rest) or '0'}E{int(exponent) + len(rest)}"
+
+
+def finite(value: float) -> float | None:
+    """None for what is beyond the range of a double."""
+    return value if math.isfinite(value) else None
+
+
+def _within(value: int, largest: int) -> int | None:
+    return value if -largest - 1 <= value <= largest else None
+
+
+def as_bigint(value: object) -> int | None:
+    """CAST AS BIGINT."""
+    if isinstance(value, str):
+        return whole(value)
+    return _within(int(value), INT64_MAX) if isinstance(value, int | float) else None
+
+
+def as_int(value: object) -> int | None:
+    """CAST AS INT."""
+    number = as_bigint(value)
+    return None if number is None else _within(number, INT32_MAX)
+
+
+def as_double(value: object) -> float | None:
+    """CAST AS DOUBLE."""
+    if isinstance(value, str):
+        return double(value)
+    if not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def as_boolean(value: object) -> bool | None:
+    """CAST AS BOOLEAN."""
+    if isinstance(value, str):
+        return boolean(value)
+    return value != 0 if isinstance(value, int | float) else None
+
+
+def as_timestamp(value: object) -> int | None:
+    """CAST AS TIMESTAMP: of a text, or of seconds since 1970."""
+    if isinstance(value, str):
+        return moment(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    microseconds = value * _SECOND_US
+    if isinstance(microseconds, float) and not math.isfinite(microseconds):
+        return None
+    return _within(int(microseconds), INT64_MAX)
+
+
+def seconds(microseconds: int | None) -> int | None:
+    """CAST AS BIGINT of a moment."""
+    return None if microseconds is None else microseconds // _SECOND_US
+
+
+def fractional_seconds(microseconds: int | None) -> float | None:
+    """CAST AS DOUBLE of a moment."""
+    return None if microseconds is None else microseconds / _SECOND_US

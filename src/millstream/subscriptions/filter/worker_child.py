@@ -1,0 +1,67 @@
+"""The child process that evaluates filters: asked over its standard input, answering on its standard output.
+
+It ends when its input closes, so it never outlives the broker.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from functools import lru_cache
+from typing import IO
+
+import msgspec
+
+from millstream.model.errors import BatchRejected
+from millstream.subscriptions.filter.evaluation import evaluate
+from millstream.subscriptions.filter.filter import compile_filter
+from millstream.subscriptions.filter.worker_message import (
+    LENGTH_BYTES,
+    MESSAGE_BYTES_MAX,
+    Answer,
+    Found,
+    Request,
+    Unreadable,
+    packed,
+)
+
+FILTERS_KEPT = 1024
+
+_compiled = lru_cache(maxsize=FILTERS_KEPT)(compile_filter)
+
+
+def answer(request: Request) -> Answer:
+    """Evaluate the filters of one request."""
+    try:
+        return Found.of(evaluate(request.messages(), [_compiled(text) for text in request.filters]))
+    except BatchRejected as error:
+        return Unreadable(str(error))
+
+
+def serve(asking: IO[bytes], answering: IO[bytes]) -> None:
+    """Answer requests until there are no more."""
+    decode = msgspec.msgpack.Decoder(Request).decode
+    while True:
+        head = asking.read(LENGTH_BYTES)
+        size = int.from_bytes(head, "big")
+        if len(head) < LENGTH_BYTES or size > MESSAGE_BYTES_MAX:
+            return
+        body = asking.read(size)
+        if len(body) < size:
+            return
+        answering.write(packed(answer(decode(body))))
+        answering.flush()
+
+
+def main() -> None:
+    """Serve the broker."""
+    # A Ctrl-C in the terminal reaches the whole group; it is the broker that decides when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        serve(sys.stdin.buffer, sys.stdout.buffer)
+    except BrokenPipeError:
+        return
+
+
+if __name__ == "__main__":
+    main()
