@@ -44,6 +44,9 @@ ACKS_ALL = -1
 TIMERS_AT_ONCE_MAX = 500
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
+PATIENCE_S = 0.5
+"""How long an operation waits for the state to be loaded. Clients that are told to ask again wait about as long, and
+most states are read in a few milliseconds."""
 CLOSE_S = 5.0
 """How long closing waits for the last appends to be acknowledged."""
 
@@ -173,8 +176,10 @@ class Shard(Generic[S]):
         """Carry out an operation now; return its answer when it may be told.
 
         `pure` says that the operation only worked out records and left the state alone, so that a refused append
-        needs no reload.
+        needs no reload. While the state is being read back, the operation waits a moment for it.
         """
+        if self._state is None and self._loading is not None and not self._closed:
+            await asyncio.wait([self._loading], timeout=PATIENCE_S)
         return await self.submit(operation, pure=pure)
 
     def submit(self, operation: Operation[S, T], *, pure: bool = False) -> asyncio.Future[T]:

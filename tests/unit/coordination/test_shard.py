@@ -182,18 +182,25 @@ async def test_a_parked_request_is_answered_by_a_later_operation_once_that_is_du
     assert await parked == b"1"
 
 
-async def test_while_loading_clients_are_told_to_wait() -> None:
+async def test_while_loading_clients_wait_a_moment_and_then_are_told_to_ask_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     partition = MemoryPartition()
     first = await opened(partition)
     await first.run(put(b"a", b"1"))
-    shard = Shard("texts-0", partition, Texts, clock=ManualClock(), gate=asyncio.Semaphore(1))
+    gate = asyncio.Semaphore(0)
+    shard = Shard("texts-0", partition, Texts, clock=ManualClock(), gate=gate)
     shard.open()
 
+    monkeypatch.setattr("millstream.coordination.shard.PATIENCE_S", 0.001)
     with pytest.raises(CoordinatorLoading):
         await shard.run(get(b"a"))
 
-    await shard.wait_loaded()
-    assert await shard.run(get(b"a")) == b"1"
+    monkeypatch.setattr("millstream.coordination.shard.PATIENCE_S", 60.0)
+    asking = asyncio.create_task(shard.run(get(b"a")))
+    await asyncio.sleep(0)
+    gate.release()
+    assert await asking == b"1"
 
 
 async def test_loading_yields_to_the_loop() -> None:
@@ -266,7 +273,7 @@ async def test_a_refused_append_of_another_operation_reloads() -> None:
     with pytest.raises(NotCoordinator):
         await parked
     with pytest.raises(CoordinatorLoading):
-        await shard.run(get(b"a"))
+        shard.submit(get(b"a"))
 
     partition.refusal = None
     await shard.wait_loaded()

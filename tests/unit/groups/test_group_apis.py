@@ -288,9 +288,11 @@ async def test_heartbeat(broker: Broker, version: int) -> None:
         assert (await ask(broker.beat, version, **{**given, **more})).error_code is code
 
 
-async def test_a_heartbeat_while_loading_is_well(broker: Broker) -> None:
+async def test_a_heartbeat_while_loading_is_well(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     await broker.committed("g", 1)
+    monkeypatch.setattr("millstream.coordination.shard.PATIENCE_S", 0.001)
     restarted = GroupCoordinator(broker.topics, Config(), SystemClock())
+    await restarted._runtime._gate.acquire()
     await restarted.start()
 
     response = await ask(Heartbeat(restarted), 4, group_id="g", generation_id=1, member_id="m")
