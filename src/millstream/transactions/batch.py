@@ -25,6 +25,13 @@ class Attempt(NamedTuple):
     batch: int
 
 
+class LastBatch(NamedTuple):
+    """The last batch of a query that was committed, and when that was."""
+
+    batch: int
+    updated_ms: int
+
+
 class Member(NamedTuple):
     """One prepared transaction of a batch."""
 

@@ -11,14 +11,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from millstream.coordination.state import Outcome, StateRecord
 from millstream.model.clock import Clock
-from millstream.model.errors import InvalidProducerMapping, InvalidRequest, InvalidTransactionState, ProducerFenced
-from millstream.transactions.batch import NO_BATCH, Member, attempt_of, check_members
-from millstream.transactions.records import query_record, transaction_record, transaction_tombstone
+from millstream.model.errors import (
+    InvalidProducerMapping,
+    InvalidRequest,
+    InvalidTransactionState,
+    PolicyViolation,
+    ProducerFenced,
+)
+from millstream.transactions.batch import NO_BATCH, LastBatch, Member, attempt_of, check_members
+from millstream.transactions.records import query_record, query_tombstone, transaction_record, transaction_tombstone
 from millstream.transactions.requests import ProducerRef
 from millstream.transactions.transaction import (
     ENDING,
     EPOCH_PER_TRANSACTION,
     IDLE,
+    NO_TIME_MS,
     Transaction,
     TransactionState,
 )
@@ -35,21 +42,29 @@ class Batches:
         *,
         clock: Clock,
         abort: Callable[[Transaction], Transaction],
+        queries_max: int,
     ) -> None:
         self._transactions = transactions
         self._clock = clock
         self._abort = abort
-        self.queries: dict[str, int] = {}
+        self._queries_max = queries_max
+        self.queries: dict[str, LastBatch] = {}
         """The last batch of every query that has one."""
         self._attempts: dict[str, dict[str, None]] = {}
 
     def last_batch_of(self, query: str) -> int:
         """The last batch of a query that was committed; -1 if none was."""
-        return self.queries.get(query, NO_BATCH)
+        last = self.queries.get(query)
+        return NO_BATCH if last is None else last.batch
 
     def last_batch(self, query: str) -> Outcome[int]:
         """Which batch of a query was committed last."""
         return [], self.last_batch_of(query)
+
+    def check_room(self, query: str) -> None:
+        """Raise when a query is new and as many are known as may be."""
+        if query not in self.queries and len(self.queries) >= self._queries_max:
+            raise PolicyViolation(f"a coordinator keeps the last batches of at most {self._queries_max} queries")
 
     def prepare(self, who: ProducerRef) -> Outcome[None]:
         """A writer has written all of its part: from here on only the batch decides."""
@@ -73,8 +88,9 @@ class Batches:
         check_members(query, batch, members)
         if batch <= self.last_batch_of(query):
             return self._cleared(query, self.last_batch_of(query)), False
+        self.check_room(query)
         named = {member.transactional_id for member in members}
-        records = [query_record(query, batch)]
+        records = [query_record(query, LastBatch(batch, self._clock.now_ms()))]
         for member in dict.fromkeys(members):
             transaction = self._checked(member)
             if transaction.state is not TransactionState.PREPARED:
@@ -90,12 +106,25 @@ class Batches:
         undecided = [one for number, one in self._of(query) if number == batch and one.state not in ENDING]
         return [self._ended(one) for one in undecided], len(undecided)
 
-    def replay_query(self, query: str, last_batch: int) -> None:
-        """Take over the last batch of a query."""
-        if last_batch == NO_BATCH:
+    def replay_query(self, query: str, last: LastBatch | None) -> None:
+        """Take over the last batch of a query; None when it is forgotten."""
+        if last is None:
             self.queries.pop(query, None)
         else:
-            self.queries[query] = last_batch
+            self.queries[query] = last
+
+    def expired(self, *, before_ms: int, limit: int) -> list[StateRecord]:
+        """What forgets queries that have committed nothing since then and have no attempts under way."""
+        found: list[StateRecord] = []
+        for query, last in self.queries.items():
+            if len(found) >= limit:
+                break
+            if last.updated_ms == NO_TIME_MS:
+                # An older release did not write down when it was; its time counts from now on.
+                found.append(query_record(query, last._replace(updated_ms=self._clock.now_ms())))
+            elif last.updated_ms <= before_ms and query not in self._attempts:
+                found.append(query_tombstone(query))
+        return found
 
     def note(self, transactional_id: str) -> None:
         """A transactional id is there."""

@@ -153,6 +153,7 @@ class TransactionCoordinator:
 
     async def last_batch(self, query: str) -> int:
         """Which batch of a query was committed last; -1 if none was."""
+        _check_id(query)
         return await self._runtime.run(query, lambda shard: shard.batches.last_batch(query), pure=True)
 
     async def prepare(self, who: ProducerRef) -> None:
@@ -161,11 +162,13 @@ class TransactionCoordinator:
 
     async def complete_batch(self, query: str, batch: int, members: tuple[Member, ...]) -> bool:
         """Commit all members of a batch together; False if that was done before."""
+        _check_id(query)
         await self._spare.fill()
         return await self._runtime.run(query, lambda shard: shard.batches.complete(query, batch, members), pure=True)
 
     async def abort_batch(self, query: str, batch: int) -> int:
         """Abort every attempt at a batch; the answer is how many there were."""
+        _check_id(query)
         await self._spare.fill()
         return await self._runtime.run(query, lambda shard: shard.batches.abort(query, batch), pure=True)
 
@@ -223,8 +226,8 @@ class TransactionCoordinator:
         )
 
 
-def _check_id(transactional_id: str) -> None:
-    if not transactional_id:
-        raise InvalidRequest("a transactional id cannot be empty")
-    if len(transactional_id) > ID_CHARACTERS_MAX:
-        raise InvalidRequest(f"a transactional id has at most {ID_CHARACTERS_MAX} characters")
+def _check_id(name: str) -> None:
+    if not name:
+        raise InvalidRequest("a transactional id or a query cannot be empty")
+    if len(name) > ID_CHARACTERS_MAX:
+        raise InvalidRequest(f"a transactional id or a query has at most {ID_CHARACTERS_MAX} characters")

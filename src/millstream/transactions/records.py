@@ -1,7 +1,7 @@
 """The records of `__transaction_state`, in Kafka's own format, so that tools which read that topic understand it.
 
     key 0      (transactional id)   value: the producer of that id and its transaction
-    key 7300   (query)              value: the last batch of a query that was committed; ours, see `batch.py`
+    key 7300   (query)              value: its last batch that was committed, and when; ours, see `batch.py`
 
 Keys and values begin with a 16-bit number: of a key it says what the record is, of a value its version. Written is
 version 1 of a transaction, which has tagged fields; 0 is read too. Beside Kafka's tags (0 previous producer id, 1 next
@@ -20,13 +20,15 @@ from millstream.coordination.state import StateRecord
 from millstream.model.errors import ProtocolViolation
 from millstream.model.ids import NO_PRODUCER_ID, PartitionIndex, ProducerId
 from millstream.model.topic import TopicPartition
-from millstream.transactions.transaction import FIRST_VERSION, NO_EPOCH, Transaction, TransactionState
+from millstream.transactions.batch import LastBatch
+from millstream.transactions.transaction import FIRST_VERSION, NO_EPOCH, NO_TIME_MS, Transaction, TransactionState
 from millstream.wire.primitives import Reader, Writer
 
 _TRANSACTION_KEY: Final = 0
 _QUERY_KEY: Final = 7300
 _VERSION: Final = 1
-_QUERY_VERSION: Final = 0
+_QUERY_VERSION: Final = 1
+_FIRST_WITH_TIME: Final = 1
 
 _PREVIOUS_TAG: Final = 0
 _NEXT_TAG: Final = 1
@@ -89,13 +91,19 @@ def transaction_tombstone(transactional_id: str) -> StateRecord:
     return StateRecord(_transaction_key(transactional_id), None)
 
 
-def query_record(query: str, last_batch: int) -> StateRecord:
+def query_record(query: str, last: LastBatch) -> StateRecord:
     """The record of the last batch of a query."""
     writer = Writer(flexible=True)
     writer.int16(_QUERY_VERSION)
-    writer.int64(last_batch)
+    writer.int64(last.batch)
+    writer.int64(last.updated_ms)
     writer.no_tags()
     return StateRecord(_query_key(query), bytes(writer.buffer))
+
+
+def query_tombstone(query: str) -> StateRecord:
+    """The record that takes the last batch of a query away."""
+    return StateRecord(_query_key(query), None)
 
 
 def read_key(key: bytes) -> TransactionKey | QueryKey | None:
@@ -107,13 +115,13 @@ def read_key(key: bytes) -> TransactionKey | QueryKey | None:
     return QueryKey(reader.string()) if kind == _QUERY_KEY else None
 
 
-def read_query(value: bytes) -> int:
-    """The last batch of a query."""
+def read_query(value: bytes) -> LastBatch:
+    """The last batch of a query; version 0 does not tell its time."""
     reader = Reader(value)
     version = reader.int16()
-    if version != _QUERY_VERSION:
+    if not 0 <= version <= _QUERY_VERSION:
         raise ProtocolViolation(f"version {version} of a query's record is unknown")
-    return reader.int64()
+    return LastBatch(reader.int64(), reader.int64() if version >= _FIRST_WITH_TIME else NO_TIME_MS)
 
 
 def read_transaction(transactional_id: str, value: bytes) -> Transaction:

@@ -77,4 +77,5 @@ class TransactionLimits:
     id_expiration_ms: int = 604_800_000
     sweep_ms: int = 3_600_000
     ids_max: int = 1_000_000
+    queries_max: int = 100_000
     tombstones_max: int = 1000

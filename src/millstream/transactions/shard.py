@@ -28,7 +28,7 @@ from millstream.model.errors import (
 )
 from millstream.model.ids import NO_PRODUCER_ID, ProducerId
 from millstream.model.topic import TopicPartition
-from millstream.transactions.batch import NO_BATCH, attempt_of
+from millstream.transactions.batch import attempt_of
 from millstream.transactions.batches import Batches
 from millstream.transactions.records import (
     QueryKey,
@@ -94,7 +94,7 @@ class TransactionShard:
         self._ending: dict[str, None] = {}
         self._until_ended: dict[str, list[Later[None]]] = {}
         self._loaded = False
-        self.batches = Batches(self._transactions, clock=clock, abort=self.aborted)
+        self.batches = Batches(self._transactions, clock=clock, abort=self.aborted, queries_max=limits.queries_max)
 
     @property
     def has_endings(self) -> bool:
@@ -239,7 +239,7 @@ class TransactionShard:
         if isinstance(key, TransactionKey):
             self._replay_transaction(key.transactional_id, record.value)
         elif isinstance(key, QueryKey):
-            self.batches.replay_query(key.query, NO_BATCH if record.value is None else read_query(record.value))
+            self.batches.replay_query(key.query, None if record.value is None else read_query(record.value))
 
     def loaded(self) -> None:
         """Set the timers of what is under way, and have markers written that a crash left out."""
@@ -280,6 +280,8 @@ class TransactionShard:
         attempt = attempt_of(transactional_id)
         if attempt is not None and attempt.batch <= self.batches.last_batch_of(attempt.query):
             raise ProducerFenced(f"batch {attempt.batch} of query {attempt.query!r} is committed already")
+        if attempt is not None:
+            self.batches.check_room(attempt.query)
         if known is None and len(self._transactions) >= self._limits.ids_max:
             raise PolicyViolation(f"a coordinator keeps at most {self._limits.ids_max} transactional ids")
 
@@ -392,16 +394,18 @@ class TransactionShard:
             return []
 
     def _sweep(self) -> list[StateRecord]:
-        """Take away ids that nobody has used for long."""
-        self._timers.schedule(_SWEEP, self._limits.sweep_ms, self._sweep, pure=True)
+        """Take away ids that nobody has used for long, and the last batches of queries."""
+        most = self._limits.tombstones_max
         oldest_ms = self._clock.now_ms() - self._limits.id_expiration_ms
         expired: list[StateRecord] = []
         for transaction in self._transactions.values():
+            if len(expired) >= most:
+                break
             if transaction.state in IDLE and transaction.updated_ms <= oldest_ms:
                 expired.append(transaction_tombstone(transaction.transactional_id))
-                if len(expired) >= self._limits.tombstones_max:
-                    self._timers.schedule(_SWEEP, _RETRY_MS, self._sweep, pure=True)
-                    break
+        expired += self.batches.expired(before_ms=oldest_ms, limit=most - len(expired))
+        pause_ms = _RETRY_MS if len(expired) >= most else self._limits.sweep_ms
+        self._timers.schedule(_SWEEP, pause_ms, self._sweep, pure=True)
         return expired
 
     def __iter__(self) -> Iterator[Transaction]:

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from millstream.model.errors import ProtocolViolation
 from millstream.model.ids import PartitionIndex, ProducerId
 from millstream.model.topic import TopicPartition
+from millstream.transactions.batch import LastBatch
 from millstream.transactions.records import (
     QueryKey,
     TransactionKey,
     query_record,
+    query_tombstone,
     read_key,
     read_query,
     read_transaction,
@@ -57,12 +59,17 @@ def test_what_is_written_is_read_back(transaction: Transaction) -> None:
     assert transaction_tombstone(transaction.transactional_id) == (record.key, None, ())
 
 
-@given(st.text(min_size=1, max_size=20), st.integers(0, 2**63 - 1))
-def test_the_last_batch_of_a_query(query: str, batch: int) -> None:
-    record = query_record(query, batch)
+@given(st.text(min_size=1, max_size=20), st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
+def test_the_last_batch_of_a_query(query: str, batch: int, updated_ms: int) -> None:
+    record = query_record(query, LastBatch(batch, updated_ms))
     assert record.value is not None
     assert read_key(record.key) == QueryKey(query)
-    assert read_query(record.value) == batch
+    assert read_query(record.value) == (batch, updated_ms)
+    assert query_tombstone(query) == (record.key, None, ())
+
+
+def test_the_last_batch_of_a_query_without_its_time() -> None:
+    assert read_query(bytes.fromhex("0000 0000000000000007 00")) == (7, -1)
 
 
 def test_the_bytes_are_those_of_kafka() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from millstream.model.errors import (
 from millstream.model.ids import PartitionIndex, ProducerId
 from millstream.model.topic import TopicPartition
 from millstream.testing.clock import ManualClock
+from millstream.transactions.batch import LastBatch
 from millstream.transactions.records import transaction_record
 from millstream.transactions.requests import (
     Initialized,
@@ -299,6 +301,51 @@ def test_ids_that_nobody_uses_are_forgotten() -> None:
         coordinator.clock.advance_ms(1000)
         coordinator.fire()
     assert [one.transactional_id for one in coordinator.shard] == ["busy"]
+
+
+def complete_third(query: str, shard: TransactionShard) -> Outcome[bool]:
+    return shard.batches.complete(query, 3, ())
+
+
+def test_queries_that_commit_nothing_are_forgotten() -> None:
+    coordinator = Coordinator(id_expiration_ms=10_000, sweep_ms=1000, tombstones_max=1)
+    for query in ("a", "b", "busy", "active"):
+        coordinator.run(partial(complete_third, query))
+    coordinator.shard.batches.replay_query("of an older release", LastBatch(7, -1))
+    attempt = coordinator.run(
+        lambda shard: shard.init(InitRequest(transactional_id="spark/busy/4/0/x", timeout_ms=60_000))
+    )
+    coordinator.run(lambda shard: shard.batches.prepare(ProducerRef("spark/busy/4/0/x", *attempt)))
+
+    def known() -> list[str]:
+        return sorted(coordinator.shard.batches.queries)
+
+    for second in range(9):
+        coordinator.clock.advance_ms(1000)
+        coordinator.fire()
+        if second == 5:
+            coordinator.run(lambda shard: shard.batches.complete("active", 4, ()))
+    assert known() == ["a", "active", "b", "busy", "of an older release"]
+    for _ in range(4):
+        coordinator.clock.advance_ms(1000)
+        coordinator.fire()
+    assert known() == ["active", "busy"]
+    for _ in range(20):
+        coordinator.clock.advance_ms(1000)
+        coordinator.fire()
+    assert known() == ["busy"]
+    assert coordinator.run(lambda shard: shard.batches.last_batch("a")) == -1
+
+
+def test_the_number_of_queries_is_bounded() -> None:
+    coordinator = Coordinator(queries_max=1)
+    coordinator.run(lambda shard: shard.batches.complete("a", 0, ()))
+    with pytest.raises(PolicyViolation):
+        coordinator.run(lambda shard: shard.batches.complete("b", 0, ()))
+    with pytest.raises(PolicyViolation):
+        coordinator.run(lambda shard: shard.init(InitRequest(transactional_id="spark/b/0/0/x", timeout_ms=60_000)))
+    coordinator.run(lambda shard: shard.batches.complete("a", 1, ()))
+    coordinator.run(lambda shard: shard.init(InitRequest(transactional_id="spark/a/2/0/x", timeout_ms=60_000)))
 
 
 def test_the_number_of_ids_is_bounded() -> None:
