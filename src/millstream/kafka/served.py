@@ -58,6 +58,7 @@ from millstream.kafka.apis.list_groups import ListGroups
 from millstream.kafka.apis.list_offsets import ListOffsets
 from millstream.kafka.apis.list_partition_reassignments import ListPartitionReassignments
 from millstream.kafka.apis.list_transactions import ListTransactions
+from millstream.kafka.apis.load_queue import LoadQueueState
 from millstream.kafka.apis.metadata import Metadata
 from millstream.kafka.apis.node_status import READY, STOPPING, Damaged, NodeState, NodeStatus
 from millstream.kafka.apis.offset_commit import OffsetCommit
@@ -66,13 +67,22 @@ from millstream.kafka.apis.offset_fetch import OffsetFetch
 from millstream.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
 from millstream.kafka.apis.prepare_transaction import PrepareTransaction
 from millstream.kafka.apis.produce import Produce
+from millstream.kafka.apis.subscription_alter import SubscriptionAlter
+from millstream.kafka.apis.subscription_create import SubscriptionCreate
+from millstream.kafka.apis.subscription_delete import SubscriptionDelete
+from millstream.kafka.apis.subscription_list import SubscriptionList
+from millstream.kafka.apis.subscription_receive import SubscriptionReceive
+from millstream.kafka.apis.subscription_seek import SubscriptionSeek
+from millstream.kafka.apis.subscription_settle import SubscriptionSettle
 from millstream.kafka.apis.sync_group import SyncGroup
 from millstream.kafka.apis.txn_offset_commit import TxnOffsetCommit
 from millstream.kafka.apis.update_features import UpdateFeatures
+from millstream.kafka.apis.write_queues import WriteQueueStates
 from millstream.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.kafka.dispatch import RawApi
 from millstream.kafka.node_metrics import GroupMetrics, ProcessMetrics
 from millstream.kafka.quota_meter import QuotaMeters
+from millstream.kafka.subscription_service import SubscriptionService
 from millstream.kafka.transaction_service import TransactionService
 from millstream.model.clock import Clock
 from millstream.model.metric import MetricSource
@@ -116,6 +126,14 @@ class Served:
             config=parts.config,
             clock=parts.clock,
         )
+        self._subscriptions = SubscriptionService(
+            parts.topics,
+            parts.membership,
+            parts.subscriptions,
+            parts.producer_ids,
+            config=parts.config,
+            clock=parts.clock,
+        )
         self._produce = Produce(parts.topics, self._meters.produce, self._transactions.gate)
         self.apis: list[Api[Any, Any] | RawApi] = [
             self._produce,
@@ -123,6 +141,7 @@ class Served:
             *self._topic_apis(),
             *self._group_apis(),
             *self._transaction_apis(),
+            *self._subscription_apis(),
             *self._cluster_apis(),
             *self._client_apis(),
         ]
@@ -132,6 +151,7 @@ class Served:
         """Begin to load what the coordinators keep in the log."""
         await self._groups.start()
         await self._transactions.start()
+        await self._subscriptions.start()
         self._parts.topics.when_deleted(lambda _topic: self._groups.topic_deleted())
         self._parts.node.state = READY
 
@@ -139,6 +159,7 @@ class Served:
         """Answer everybody who waits, and let what was written be acknowledged."""
         self._parts.node.state = STOPPING
         self._fetch.stop()
+        await self._subscriptions.close()
         await self._transactions.close()
         await self._groups.close()
 
@@ -195,12 +216,33 @@ class Served:
         yield LastBatch(coordinator)
         yield AbortTransaction(coordinator)
 
+    def _subscription_apis(self) -> Iterable[RawApi]:
+        service = self._subscriptions
+        yield LoadQueueState(service.states)
+        yield WriteQueueStates(service.states)
+        yield SubscriptionReceive(service.engine, service.declared, service.topics)
+        yield SubscriptionSettle(service.engine, service.declared, service.topics)
+        yield SubscriptionCreate(service.declared)
+        yield SubscriptionAlter(service.declared)
+        yield SubscriptionDelete(service.declared)
+        yield SubscriptionList(service.engine, service.declared)
+        yield SubscriptionSeek(service.engine, service.declared, service.topics)
+
     def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         parts = self._parts
         yield DescribeCluster(parts.membership)
         process = ProcessMetrics(started_ms=parts.node.started_ms)
         lag = GroupMetrics(self._groups, parts.topics)
-        sources = (*parts.sources, self._produce, self._fetch, self._transactions, self._meters, lag, process)
+        sources = (
+            *parts.sources,
+            self._produce,
+            self._fetch,
+            self._transactions,
+            self._subscriptions,
+            self._meters,
+            lag,
+            process,
+        )
         yield NodeStatus(
             parts.node,
             sources,

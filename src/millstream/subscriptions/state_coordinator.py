@@ -15,7 +15,7 @@ from millstream.model.ids import Epoch, NodeId, PartitionIndex
 from millstream.model.subscription import QueueKey
 from millstream.model.topic import SUBSCRIPTIONS
 from millstream.subscriptions.state_shard import StateShard, WriteResult
-from millstream.subscriptions.state_store import QueueImage, QueueWrite, StoredQueue
+from millstream.subscriptions.state_store import MakeImage, QueueWrite, StoredQueue
 
 _TOPIC_SETTINGS = {
     # Deltas of a queue build on each other, so none may go before a snapshot has taken its place.
@@ -34,7 +34,7 @@ class StateCoordinator:
         topics: StateTopics,
         config: Config,
         clock: Clock,
-        make_image: Callable[[QueueKey], QueueImage],
+        make_image: MakeImage,
         *,
         retry_first_s: float = RETRY_FIRST_S,
     ) -> None:

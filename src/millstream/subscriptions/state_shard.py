@@ -11,7 +11,7 @@ from millstream.model.errors import FencedLeaderEpoch, MillstreamError, OutOfOrd
 from millstream.model.ids import Epoch
 from millstream.model.subscription import QueueKey
 from millstream.subscriptions.state_records import DELTAS, SNAPSHOT, QueueRecord, read_record, write_record
-from millstream.subscriptions.state_store import QueueImage, QueueWrite, StoredQueue
+from millstream.subscriptions.state_store import MakeImage, QueueImage, QueueWrite, StoredQueue
 
 NO_SEQUENCE = -1
 
@@ -29,7 +29,7 @@ class _Kept:
 class StateShard:
     """The queues of one partition."""
 
-    def __init__(self, make_image: Callable[[QueueKey], QueueImage]) -> None:
+    def __init__(self, make_image: MakeImage) -> None:
         self._make_image = make_image
         self._kept: dict[QueueKey, _Kept] = {}
 
@@ -85,9 +85,14 @@ class StateShard:
             self._kept.pop(read.key, None)
             return
         kept = self._kept.get(read.key)
-        if kept is None or read.kind == SNAPSHOT:
+        if read.kind == SNAPSHOT:
             # A snapshot stands for everything before it.
-            kept = self._kept[read.key] = _Kept(read.leader_epoch, read.sequence, self._make_image(read.key))
+            image = self._make_image(read.key, read.content or None)
+            self._kept[read.key] = _Kept(read.leader_epoch, read.sequence, image, bool(read.content))
+            return
+        if kept is None:
+            image = self._make_image(read.key, None)
+            kept = self._kept[read.key] = _Kept(read.leader_epoch, read.sequence, image)
         if read.content:
             kept.image.replay(read.content)
             kept.has_state = True

@@ -9,6 +9,7 @@ once.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from millstream.model.ids import Epoch
@@ -22,7 +23,11 @@ class QueueImage(Protocol):
         """Take in what happened, in the order in which it did."""
 
     def snapshot(self) -> bytes:
-        """All of it, so that an image that replays just this is the same."""
+        """All of it, so that an image made of just this is the same."""
+
+
+MakeImage = Callable[[QueueKey, bytes | None], QueueImage]
+"""Makes the image of a queue from a snapshot, or an empty one."""
 
 
 class StoredQueue(NamedTuple):

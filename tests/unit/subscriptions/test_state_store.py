@@ -41,8 +41,8 @@ ME, OTHER = NodeId(1), NodeId(2)
 class Joined:
     """An image that is just all of its deltas, one after the other."""
 
-    def __init__(self, _key: QueueKey) -> None:
-        self._content = b""
+    def __init__(self, _key: QueueKey, snapshot: bytes | None) -> None:
+        self._content = snapshot or b""
 
     def replay(self, deltas: bytes) -> None:
         self._content += deltas

@@ -1,0 +1,44 @@
+"""SubscriptionAlter (key 32033), version 0: Millstream's private request that changes a subscription.
+
+    {"name": "billing", "settings": {"millstream.paused": "true", "millstream.filter": null}, "topics": null}
+    answer: {"error": 0, "message": null}
+
+A setting of null goes back to its default; topics of null stay as they are.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from millstream.cluster.subscriptions import Subscriptions
+from millstream.kafka.private import PrivateApi
+
+
+class ChangedSubscription(msgspec.Struct, frozen=True):
+    """What is changed."""
+
+    name: str
+    settings: dict[str, str | None] = {}
+    topics: list[str] | None = None
+    validate_only: bool = False
+
+
+class SubscriptionAlter(PrivateApi[ChangedSubscription]):
+    """Changes subscriptions."""
+
+    key = 32033
+    asks = ChangedSubscription
+
+    def __init__(self, subscriptions: Subscriptions) -> None:
+        self._subscriptions = subscriptions
+
+    async def handle(self, request: ChangedSubscription) -> dict[str, Any]:
+        """Change it durably."""
+        await self._subscriptions.alter(
+            request.name, request.settings, topics=request.topics, validate_only=request.validate_only
+        )
+        return {}

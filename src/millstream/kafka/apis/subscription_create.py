@@ -1,0 +1,44 @@
+"""SubscriptionCreate (key 32032), version 0: Millstream's private request that declares a subscription.
+
+    {"name": "billing", "topics": ["orders"], "settings": {"millstream.filter": "…"}, "validate_only": false}
+    answer: {"error": 0, "message": null, "subscription_id": "…"}
+
+A name that is taken is DUPLICATE_RESOURCE. Settings are those of docs/configuration.md.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from millstream.cluster.subscriptions import Subscriptions
+from millstream.kafka.private import PrivateApi
+
+
+class NewSubscription(msgspec.Struct, frozen=True):
+    """What is declared."""
+
+    name: str
+    topics: list[str]
+    settings: dict[str, str] = {}
+    validate_only: bool = False
+
+
+class SubscriptionCreate(PrivateApi[NewSubscription]):
+    """Declares subscriptions."""
+
+    key = 32032
+    asks = NewSubscription
+
+    def __init__(self, subscriptions: Subscriptions) -> None:
+        self._subscriptions = subscriptions
+
+    async def handle(self, request: NewSubscription) -> dict[str, Any]:
+        """Declare it durably."""
+        made = await self._subscriptions.create(
+            request.name, request.topics, request.settings, validate_only=request.validate_only
+        )
+        return {"subscription_id": str(made.subscription_id)}

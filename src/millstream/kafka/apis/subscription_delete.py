@@ -1,0 +1,38 @@
+"""SubscriptionDelete (key 32034), version 0: Millstream's private request that takes a subscription away.
+
+    {"name": "billing"}     answer: {"error": 0, "message": null}
+
+What its queues hold goes with it; the messages stay in their topics. An unknown name is GROUP_ID_NOT_FOUND.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from millstream.cluster.subscriptions import Subscriptions
+from millstream.kafka.private import PrivateApi
+
+
+class GoneSubscription(msgspec.Struct, frozen=True):
+    """Which one."""
+
+    name: str
+
+
+class SubscriptionDelete(PrivateApi[GoneSubscription]):
+    """Deletes subscriptions."""
+
+    key = 32034
+    asks = GoneSubscription
+
+    def __init__(self, subscriptions: Subscriptions) -> None:
+        self._subscriptions = subscriptions
+
+    async def handle(self, request: GoneSubscription) -> dict[str, Any]:
+        """Take it out durably."""
+        await self._subscriptions.delete(request.name)
+        return {}

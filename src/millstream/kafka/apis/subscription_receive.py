@@ -1,0 +1,89 @@
+"""SubscriptionReceive (key 32030), version 0: Millstream's private request of a worker for messages of a subscription.
+
+    [subscription, worker, max records, max bytes, wait ms, [[topic, partition], …] or nil for all that are led here]
+    answer: [error, message, [[topic, topic id, partition, [[first, last, attempt, deadline ms], …], batches], …]]
+
+Messages are leased to the worker until the deadline. The batches hold the leased messages, and others that are not
+this worker's. Without any, the answer waits up to `wait ms`.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from millstream.cluster.subscriptions import Subscriptions
+from millstream.cluster.topics import Topics
+from millstream.kafka.packed import PackedApi
+from millstream.model.errors import InvalidRequest
+from millstream.replication.partition import Partition
+from millstream.subscriptions.engine import Engine
+from millstream.subscriptions.receiving import Given, receive
+from millstream.wire.subscription_messages import (
+    RECEIVE_KEY,
+    LeasedRange,
+    PartitionMessages,
+    Receive,
+    ReceiveAnswer,
+)
+
+RECORDS_MAX = 100_000
+BYTES_MAX = 64 * 1024 * 1024
+WAIT_MS_MAX = 300_000
+WORKER_LENGTH_MAX = 249
+
+
+class SubscriptionReceive(PackedApi[Receive]):
+    """Leases messages to workers."""
+
+    key = RECEIVE_KEY
+    asks = Receive
+    answers = ReceiveAnswer
+
+    def __init__(self, engine: Engine, subscriptions: Subscriptions, topics: Topics) -> None:
+        self._engine = engine
+        self._subscriptions = subscriptions
+        self._topics = topics
+        # Queues take turns at being asked first.
+        self._turn = itertools.count()
+
+    async def handle(self, request: Receive) -> ReceiveAnswer:
+        """Lease what is there, or wait for it."""
+        _check(request)
+        subscription = self._subscriptions.existing(request.subscription)
+        partitions = self._partitions(subscription.topics, request.partitions)
+        deliveries = [await self._engine.delivery(subscription, partition) for partition in partitions]
+        given = await receive(
+            deliveries,
+            request.worker,
+            max_records=min(request.max_records, RECORDS_MAX),
+            max_bytes=min(request.max_bytes, BYTES_MAX),
+            wait_s=min(request.wait_ms, WAIT_MS_MAX) / 1000,
+            first=next(self._turn) % max(1, len(deliveries)),
+        )
+        return ReceiveAnswer(0, None, [_told(one) for one in given])
+
+    def _partitions(self, topics: tuple[str, ...], wanted: list[tuple[str, int]] | None) -> list[Partition]:
+        if wanted is not None:
+            return [self._topics.partition(name, index) for name, index in wanted]
+        found = [topic for name in topics if (topic := self._topics.get(name)) is not None]
+        return [one for topic in found for one in self._topics.partitions_of(topic) if one.is_leader]
+
+
+def _check(request: Receive) -> None:
+    if not 0 < len(request.worker) <= WORKER_LENGTH_MAX:
+        raise InvalidRequest(f"a worker has a name of at most {WORKER_LENGTH_MAX} characters")
+    if request.max_records < 1 or request.max_bytes < 1 or request.wait_ms < 0:
+        raise InvalidRequest("at least one record and one byte are asked for, and no wait is negative")
+
+
+def _told(given: Given) -> PartitionMessages:
+    partition = given.delivery.partition
+    return PartitionMessages(
+        partition.topic.name,
+        partition.topic.topic_id.bytes,
+        partition.index,
+        [LeasedRange(*lease) for lease in given.received.leases],
+        b"".join(given.received.batches),
+    )

@@ -1,0 +1,93 @@
+"""SubscriptionSeek (key 32036), version 0: Millstream's private request that has a subscription go on elsewhere.
+
+    {"name": "billing", "topic": null, "partition": null, "to": "earliest" | "latest" | "at:<ms>" | "offset:<n>"}
+    answer: {"error": 0, "message": null, "queues": [{"topic": …, "partition": …, "offset": …}]}
+
+It moves the queues that this node leads, of one topic or partition or of all, so a client asks all nodes. Leases that
+are out become void; what was delivered before is delivered again where the new place lies before it.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from millstream.cluster.subscriptions import Subscriptions
+from millstream.cluster.topics import Topics
+from millstream.kafka.private import PrivateApi
+from millstream.model.errors import InvalidRequest
+from millstream.model.ids import Offset
+from millstream.model.subscription import Subscription
+from millstream.replication.partition import Partition
+from millstream.subscriptions.engine import Engine
+from millstream.subscriptions.look_ahead import readable_end
+
+AT_OFFSET = "offset:"
+AT_TIME = "at:"
+_DIGITS_MAX = 18
+
+
+class Sought(msgspec.Struct, frozen=True):
+    """What moves, and where to."""
+
+    name: str
+    to: str
+    topic: str | None = None
+    partition: int | None = None
+
+
+class SubscriptionSeek(PrivateApi[Sought]):
+    """Moves queues."""
+
+    key = 32036
+    asks = Sought
+
+    def __init__(self, engine: Engine, subscriptions: Subscriptions, topics: Topics) -> None:
+        self._engine = engine
+        self._subscriptions = subscriptions
+        self._topics = topics
+
+    async def handle(self, request: Sought) -> dict[str, Any]:
+        """Move each queue; told once it is durable."""
+        subscription = self._subscriptions.existing(request.name)
+        _check(request.to)
+        moved = []
+        for partition in self._partitions(subscription, request):
+            delivery = await self._engine.delivery(subscription, partition)
+            offset = _place(partition, delivery.settings.isolation, request.to)
+            delivery.seek(offset)
+            await delivery.durable()
+            moved.append({"topic": partition.topic.name, "partition": partition.index, "offset": offset})
+        return {"queues": moved}
+
+    def _partitions(self, subscription: Subscription, request: Sought) -> list[Partition]:
+        names = subscription.topics if request.topic is None else (request.topic,)
+        found = [topic for name in names if (topic := self._topics.get(name)) is not None]
+        return [
+            one
+            for topic in found
+            for one in self._topics.partitions_of(topic)
+            if one.is_leader and request.partition in (None, one.index)
+        ]
+
+
+def _check(to: str) -> None:
+    number = to.removeprefix(AT_OFFSET).removeprefix(AT_TIME)
+    is_number = number.isascii() and number.isdigit() and len(number) <= _DIGITS_MAX
+    if to not in ("earliest", "latest") and not (is_number and to.startswith((AT_OFFSET, AT_TIME))):
+        raise InvalidRequest(f"a place is earliest, latest, at:<milliseconds since 1970> or offset:<n>, not {to!r}")
+
+
+def _place(partition: Partition, isolation: str, to: str) -> Offset:
+    end = readable_end(partition, isolation)
+    if to == "earliest":
+        return partition.log_start
+    if to == "latest":
+        return end
+    if to.startswith(AT_OFFSET):
+        return Offset(max(partition.log_start, min(end, int(to.removeprefix(AT_OFFSET)))))
+    found = partition.log.offset_for_time(int(to.removeprefix(AT_TIME)), up_to=end)
+    return end if found is None else Offset(max(partition.log_start, found[0]))

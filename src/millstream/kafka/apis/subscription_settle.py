@@ -1,0 +1,81 @@
+"""SubscriptionSettle (key 32031), version 0: Millstream's private request of a worker that settles its leases.
+
+    [subscription, worker, [[topic, partition, [[first, last, verb, delay ms or nil, reason], …]], …]]
+    answer, when it is durable: [error, message, for each partition [[error, message], …]]
+
+Verbs: 1 accept, 2 release (after `delay ms`, else the declared backoff), 3 reject (dead letter now), 4 extend (for
+`delay ms`, else the declared lease). A lease that has expired, or is another worker's, is INVALID_RECORD_STATE.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kio.schema.errors import ErrorCode
+
+from millstream.cluster.subscriptions import Subscriptions
+from millstream.cluster.topics import Topics
+from millstream.kafka.errors import error_code, error_message
+from millstream.kafka.packed import PackedApi
+from millstream.model.errors import InvalidRequest, MillstreamError
+from millstream.model.ids import Offset
+from millstream.model.subscription import Subscription
+from millstream.subscriptions.engine import Engine
+from millstream.subscriptions.lease import Settle, Verb
+from millstream.wire.subscription_messages import (
+    SETTLE_KEY,
+    PartitionSettles,
+    SettleAnswer,
+    SettledRange,
+    SettleRequest,
+)
+
+Results = list[tuple[int, str | None]]
+
+REASON_LENGTH_MAX = 1000
+_VERBS = frozenset(Verb)
+
+
+class SubscriptionSettle(PackedApi[SettleRequest]):
+    """Carries out what workers say of their leases."""
+
+    key = SETTLE_KEY
+    asks = SettleRequest
+    answers = SettleAnswer
+
+    def __init__(self, engine: Engine, subscriptions: Subscriptions, topics: Topics) -> None:
+        self._engine = engine
+        self._subscriptions = subscriptions
+        self._topics = topics
+
+    async def handle(self, request: SettleRequest) -> SettleAnswer:
+        """Settle each partition on its own."""
+        subscription = self._subscriptions.existing(request.subscription)
+        results = await asyncio.gather(*(self._settle(subscription, request.worker, one) for one in request.partitions))
+        return SettleAnswer(0, None, results)
+
+    async def _settle(self, subscription: Subscription, worker: str, asked: PartitionSettles) -> Results:
+        try:
+            verbs = [_verb(one) for one in asked.verbs]
+            delivery = await self._engine.delivery(subscription, self._topics.partition(asked.topic, asked.partition))
+            results = await delivery.settle(worker, verbs)
+        except MillstreamError as error:
+            return [(int(error_code(error)), error_message(error))] * len(asked.verbs)
+        return [
+            (int(ErrorCode.none), None) if error is None else (int(error_code(error)), error_message(error))
+            for error in results
+        ]
+
+
+def _verb(asked: SettledRange) -> Settle:
+    if asked.verb not in _VERBS:
+        raise InvalidRequest(f"verb {asked.verb} is not known; there are 1 accept, 2 release, 3 reject, 4 extend")
+    if not 0 <= asked.first <= asked.last:
+        raise InvalidRequest(f"messages {asked.first} to {asked.last} are none")
+    if asked.delay_ms is not None and asked.delay_ms < 0:
+        raise InvalidRequest(f"a delay of {asked.delay_ms} ms lies in the past")
+    return Settle(
+        Offset(asked.first), Offset(asked.last), Verb(asked.verb), asked.delay_ms, asked.reason[:REASON_LENGTH_MAX]
+    )

@@ -1,0 +1,357 @@
+"""One queue at work: it reads the log ahead, gives messages to workers, makes what happens durable, and wakes whoever
+waits when the log grows, a message comes back, or a time is reached.
+
+Everything that decides runs without an `await` on the loop; what is answered waits for the store where the promise of
+the subscription says so:
+
+    at-most-once    a message is done before it is handed out, durably
+    at-least-once   a lease is written before it is answered, an acceptance is durable before it is
+    exactly-once    both are durable before they are answered
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from millstream.model.clock import Clock
+from millstream.model.errors import MillstreamError, NotLeader, OffsetOutOfRange
+from millstream.model.ids import Epoch, Offset
+from millstream.model.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSettings
+from millstream.records.batch import Buffer, iterate_whole_headers
+from millstream.replication.partition import Partition
+from millstream.subscriptions.lease import Lease, Settle
+from millstream.subscriptions.look_ahead import Matches, batches_with, look, read, readable_end
+from millstream.subscriptions.queue import Queue
+from millstream.subscriptions.state_store import QueueWrite, StateStore
+
+_logger = logging.getLogger(__name__)
+
+LOOK_BYTES: Final = 1024 * 1024
+LOOK_OFFSETS: Final = 50_000
+LOOKS_AT_ONCE: Final = 8
+"""How many stretches are looked at in one turn of the loop when none of them holds a message to deliver."""
+WAITING_MAX: Final = 10_000
+
+
+class Received(NamedTuple):
+    """What a worker is given: leases, and the batches in which their messages are."""
+
+    leases: list[Lease]
+    batches: list[memoryview]
+
+
+NOTHING: Final = Received([], [])
+
+
+class Waiter(Protocol):
+    """A worker that waits for messages of one or several queues."""
+
+    worker: str
+    max_records: int
+    max_bytes: int
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has got something, or given up."""
+
+    def give(self, delivery: Delivery, received: Received) -> None:
+        """Here is something."""
+
+    def refuse(self, reason: MillstreamError) -> None:
+        """The queue has gone."""
+
+
+class Delivery:
+    """The queue of one subscription on one partition that this node leads."""
+
+    def __init__(
+        self,
+        key: QueueKey,
+        queue: Queue,
+        partition: Partition,
+        store: StateStore,
+        clock: Clock,
+        *,
+        next_sequence: int,
+        matches: Matches | None = None,
+    ) -> None:
+        self.key = key
+        self.queue = queue
+        self.partition = partition
+        self.leader_epoch = Epoch(partition.leader_epoch)
+        self.last_used_ms = clock.now_ms()
+        self.matches = matches
+        self.when_rejecting: Callable[[], None] = lambda: None
+        """Called when messages are on their way to the dead letter topic."""
+        self.when_closed: Callable[[Delivery], None] = lambda _delivery: None
+        self._store = store
+        self._clock = clock
+        self._next_sequence = next_sequence
+        # In the order in which they came.
+        self._waiting: dict[Waiter, None] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at_ms = 0
+        self._is_due = False
+        self._last_write: asyncio.Future[None] | None = None
+        self._closed: MillstreamError | None = None
+        partition.listen(self)
+
+    @property
+    def settings(self) -> SubscriptionSettings:
+        """What the subscription declares now."""
+        return self.queue.settings
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the queue is led elsewhere, or gone."""
+        return self._closed is not None
+
+    @property
+    def waiting(self) -> int:
+        """How many workers wait for a message."""
+        return len(self._waiting)
+
+    @property
+    def backlog(self) -> int:
+        """How many offsets are not done, about."""
+        return self.queue.backlog(readable_end(self.partition, self.settings.isolation))
+
+    # Workers
+
+    def try_receive(self, worker: str, *, max_records: int, max_bytes: int) -> Received:
+        """Lease what is there now. The leases are written, and `handed_out` tells when they may be answered."""
+        self._check()
+        self.last_used_ms = self._clock.now_ms()
+        if self.settings.paused or not self._store.has_room(self.key):
+            return NOTHING
+        found = self._lease(worker, max_records, max_bytes)
+        self._after()
+        return found
+
+    def park(self, waiter: Waiter) -> None:
+        """Have somebody wait for a message; there may be more of them than messages, but not without end."""
+        self._check()
+        if len(self._waiting) < WAITING_MAX:
+            self._waiting[waiter] = None
+            self._set_alarm()
+
+    def forget(self, waiter: Waiter) -> None:
+        """Somebody waits no more."""
+        self._waiting.pop(waiter, None)
+
+    async def handed_out(self) -> None:
+        """Wait until leases that were just given may be told to their worker."""
+        if self.settings.delivery != AT_LEAST_ONCE:
+            await self.durable()
+
+    async def settle(self, worker: str, verbs: Sequence[Settle]) -> list[MillstreamError | None]:
+        """Carry out what a worker says of its leases; answered once it is durable."""
+        results = self.settle_now(worker, verbs)
+        await self.durable()
+        return results
+
+    def settle_now(self, worker: str, verbs: Sequence[Settle]) -> list[MillstreamError | None]:
+        """The same, without the wait: `durable` tells when it may be answered."""
+        self._check()
+        self.last_used_ms = self._clock.now_ms()
+        results: list[MillstreamError | None] = [*self.queue.settle(worker, verbs, now_ms=self._clock.now_ms())]
+        self._after()
+        return results
+
+    def worker_gone(self, worker: str) -> None:
+        """Give what a worker holds to others."""
+        if self._closed is None:
+            self.queue.worker_gone(worker, now_ms=self._clock.now_ms())
+            self._after()
+
+    async def durable(self) -> None:
+        """Wait until everything that has happened so far is durable."""
+        written = self._write()
+        if written is not None:
+            await written
+
+    def seek(self, offset: Offset) -> None:
+        """Go on at another offset; leases that are out are void."""
+        self._check()
+        self.queue.seek(offset, now_ms=self._clock.now_ms())
+        self._after()
+
+    def change(self, settings: SubscriptionSettings, matches: Matches | None) -> None:
+        """Take over what the subscription declares now."""
+        self.queue.settings = settings
+        self.matches = matches
+        self._wake()
+
+    # Being told
+
+    def advanced(self, partition: Partition) -> None:
+        """The log has grown, or it is led by another node now."""
+        if not partition.is_leader or partition.leader_epoch != self.leader_epoch:
+            self.close(NotLeader(f"{partition.log.partition} is led by another node now"))
+        elif self._waiting:
+            self._wake()
+
+    def close(self, reason: MillstreamError) -> None:
+        """Send whoever waits away: the queue is led elsewhere, or gone."""
+        if self._closed is not None:
+            return
+        self._closed = reason
+        self.partition.forget(self)
+        if self._alarm is not None:
+            self._alarm.cancel()
+        waiting, self._waiting = self._waiting, {}
+        for waiter in waiting:
+            waiter.refuse(reason)
+        self.when_closed(self)
+
+    def news(self) -> None:
+        """Something was changed in the queue from outside: write it, and look who can go on."""
+        self._after()
+
+    # Below: how
+
+    @property
+    def _has_available(self) -> bool:
+        return self.queue.next_available is not None
+
+    def _check(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+        if not self.partition.is_leader or self.partition.leader_epoch != self.leader_epoch:
+            self.close(NotLeader(f"{self.partition.log.partition} is led by another node now"))
+            self._check()
+
+    def _lease(self, worker: str, max_records: int, max_bytes: int) -> Received:
+        queue, now_ms = self.queue, self._clock.now_ms()
+        queue.drop_before(self.partition.log_start, now_ms=now_ms)
+        queue.tick(now_ms)
+        self._look_ahead(max_records)
+        oldest = queue.next_available
+        if oldest is None:
+            return NOTHING
+        records, _ = read(self.partition, oldest, self.settings.isolation, max_bytes=max_bytes)
+        ends, until = _ends(records)
+        if until <= oldest:
+            return NOTHING
+        leases = queue.acquire(worker, now_ms=now_ms, max_records=max_records, until=until, batch_ends=ends)
+        return Received(leases, list(batches_with(records, [(lease.first, lease.last) for lease in leases])))
+
+    def _look_ahead(self, wanted: int) -> None:
+        """Look further until enough is known to be there, or nothing more is."""
+        queue, partition, settings = self.queue, self.partition, self.settings
+        for _ in range(LOOKS_AT_ONCE):
+            if queue.counts.available >= wanted or queue.room <= 0:
+                return
+            at = max(queue.next_look, partition.log_start)
+            if at >= readable_end(partition, settings.isolation):
+                return
+            try:
+                seen = look(
+                    partition,
+                    Offset(at),
+                    settings.isolation,
+                    max_bytes=LOOK_BYTES,
+                    offsets_max=min(LOOK_OFFSETS, queue.room),
+                    matches=self.matches,
+                    with_keys=settings.ordered,
+                )
+            except OffsetOutOfRange:
+                # Retention was faster; the next look begins where the log does now.
+                continue
+            if seen is None:
+                return
+            queue.look(
+                seen.first,
+                seen.next_offset,
+                now_ms=self._clock.now_ms(),
+                absent=seen.absent,
+                matches=seen.matches,
+                keys=seen.keys,
+                due=seen.due,
+            )
+        # There is more to look at than one turn of the loop should take.
+        self._wake()
+
+    def _after(self) -> None:
+        """What follows from every change."""
+        self._write()
+        if self.queue.counts.rejecting:
+            self.when_rejecting()
+        if self._waiting and self._has_available:
+            self._wake()
+        self._set_alarm()
+
+    def _write(self) -> asyncio.Future[None] | None:
+        """Write what has happened since the last time; None when everything is durable."""
+        if self._closed is not None:
+            raise self._closed
+        frame = self.queue.drain() if self.queue.is_urgent else None
+        if frame is not None:
+            written = self._store.write(QueueWrite(self.key, self.leader_epoch, self._next_sequence, frame))
+            self._next_sequence += 1
+            self._last_write = written
+            written.add_done_callback(self._written)
+        last = self._last_write
+        return None if last is None or (last.done() and last.exception() is None) else last
+
+    def _written(self, written: asyncio.Future[None]) -> None:
+        error = None if written.cancelled() else written.exception()
+        if error is not None:
+            # What is in memory is not what the store has: the queue is read back when it is next needed.
+            _logger.warning("a queue begins anew", extra={"queue": str(self.key), "error": str(error)})
+            self.close(NotLeader(f"the state of the queue could not be written: {error}"))
+
+    def _wake(self) -> None:
+        if self._waiting and not self._is_due and self._closed is None:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._serve_waiting)
+
+    def _serve_waiting(self) -> None:
+        """Give what is there to those who wait, in turn and in equal parts."""
+        self._is_due = False
+        try:
+            for waiter in list(self._waiting):
+                if self._closed is not None or not self._serve(waiter):
+                    break
+        except MillstreamError as error:
+            self.close(error)
+        self._set_alarm()
+
+    def _serve(self, waiter: Waiter) -> bool:
+        """Serve one; whether it is worth to go on with the next."""
+        if waiter.is_done:
+            self._waiting.pop(waiter, None)
+            return True
+        share = -(-max(1, self.queue.counts.available) // len(self._waiting))
+        found = self.try_receive(waiter.worker, max_records=min(waiter.max_records, share), max_bytes=waiter.max_bytes)
+        if found.leases:
+            self._waiting.pop(waiter, None)
+            waiter.give(self, found)
+            return True
+        # This one may hold as many as it can; others may not.
+        return self._has_available
+
+    def _set_alarm(self) -> None:
+        due_ms = self.queue.next_due_ms
+        if self._closed is not None or due_ms is None or (self._alarm is not None and self._alarm_at_ms <= due_ms):
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_at_ms = due_ms
+        delay_s = max(0, due_ms - self._clock.now_ms()) / 1000
+        self._alarm = asyncio.get_running_loop().call_later(delay_s, self._alarm_rings)
+
+    def _alarm_rings(self) -> None:
+        self._alarm = None
+        if self._closed is None:
+            self.queue.tick(self._clock.now_ms())
+            self._after()
+
+
+def _ends(records: Buffer) -> tuple[list[int], Offset]:
+    """The last offset of every batch, and the offset after all of them."""
+    ends = [int(header.last_offset) for header in iterate_whole_headers(records)]
+    return ends, Offset(ends[-1] + 1 if ends else -1)

@@ -1,0 +1,246 @@
+"""Every queue that this node leads: opened when a subscription is declared or first used, closed when the partition
+moves to another node or the subscription goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Final
+
+from millstream.cluster.subscriptions import Subscriptions
+from millstream.cluster.topics import Topics
+from millstream.model.clock import Clock
+from millstream.model.errors import MillstreamError, NotLeader, PartitionClosed, UnknownSubscription
+from millstream.model.ids import Epoch, Offset, PartitionIndex, ProducerId
+from millstream.model.subscription import EARLIEST, LATEST, QueueKey, Subscription, SubscriptionSettings
+from millstream.replication.partition import Partition
+from millstream.subscriptions.dead_letters import DeadLetters
+from millstream.subscriptions.delivery import Delivery
+from millstream.subscriptions.letter_box import LetterBox
+from millstream.subscriptions.look_ahead import Matches, readable_end
+from millstream.subscriptions.queue import Queue
+from millstream.subscriptions.state_store import StateStore
+
+_logger = logging.getLogger(__name__)
+
+OPENING_AT_ONCE: Final = 16
+
+MakeMatches = Callable[[Subscription, SubscriptionSettings], Matches | None]
+"""Makes what a filter is asked with; None when there is no filter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the engine stands on."""
+
+    topics: Topics
+    subscriptions: Subscriptions
+    store: StateStore
+    clock: Clock
+    random: Random
+    box: LetterBox
+    next_producer_id: Callable[[], Awaitable[ProducerId]]
+    make_matches: MakeMatches = lambda _subscription, _settings: None
+    forget_deleted: Callable[[], Awaitable[object]]
+    """Has the states of deleted subscriptions go."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    delivery: Delivery
+    letters: DeadLetters
+
+
+class Engine:
+    """The queues of one node."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self._open: dict[QueueKey, _Open] = {}
+        self._opening: dict[QueueKey, asyncio.Task[Delivery]] = {}
+        self._gate = asyncio.Semaphore(OPENING_AT_ONCE)
+        self._followed: set[str] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin the queues of everything that is declared, and follow what will be."""
+        self._around.subscriptions.when_changed(self._declared)
+        self._around.topics.when_deleted(lambda topic: self._close_all(lambda key: key.topic_id == topic.topic_id))
+        self._declared()
+
+    async def close(self) -> None:
+        """Send whoever waits away, and let dead letters that are under way be written."""
+        self._closed = True
+        for task in [*self._opening.values(), *self._tasks]:
+            task.cancel()
+        await asyncio.gather(*self._opening.values(), *self._tasks, return_exceptions=True)
+        for opened in list(self._open.values()):
+            opened.delivery.close(PartitionClosed("the broker is stopping"))
+            await opened.letters.close()
+        await self._around.box.close()
+
+    @property
+    def open_count(self) -> int:
+        """How many queues are open."""
+        return len(self._open)
+
+    @property
+    def deliveries(self) -> Iterable[Delivery]:
+        """Every queue that is open."""
+        return [opened.delivery for opened in self._open.values()]
+
+    def opened(self, key: QueueKey) -> Delivery | None:
+        """A queue, if it is open."""
+        found = self._open.get(key)
+        return None if found is None else found.delivery
+
+    async def delivery(self, subscription: Subscription, partition: Partition) -> Delivery:
+        """The queue of a subscription on a partition that this node leads, read back first if it has to be."""
+        key = QueueKey(subscription.subscription_id, partition.topic.topic_id, partition.index)
+        found = self._open.get(key)
+        if found is not None:
+            if found.delivery.leader_epoch == partition.leader_epoch and partition.is_leader:
+                return found.delivery
+            found.delivery.close(NotLeader(f"{partition.log.partition} is led anew"))
+        opening = self._opening.get(key)
+        if opening is None:
+            opening = asyncio.get_running_loop().create_task(self._begin(subscription, partition, key))
+            self._opening[key] = opening
+            opening.add_done_callback(lambda _done: self._opening.pop(key, None))
+        return await asyncio.shield(opening)
+
+    def worker_gone(self, subscription: Subscription, worker: str) -> None:
+        """Give what a worker of a subscription holds to others."""
+        for opened in self._open.values():
+            if opened.delivery.key.subscription_id == subscription.subscription_id:
+                opened.delivery.worker_gone(worker)
+
+    # Below: how
+
+    async def _begin(self, subscription: Subscription, partition: Partition, key: QueueKey) -> Delivery:
+        around = self._around
+        async with self._gate:
+            if self._closed or not partition.is_leader:
+                raise NotLeader(f"{partition.log.partition} is not led by this node")
+            epoch = Epoch(partition.leader_epoch)
+            stored = await around.store.load(key, epoch)
+        declared = around.subscriptions.by_id(subscription.subscription_id)
+        if declared is None:
+            raise UnknownSubscription(f"subscription {subscription.name!r} was deleted")
+        if not partition.is_leader or partition.leader_epoch != epoch:
+            raise NotLeader(f"{partition.log.partition} is led by another node now")
+        settings = around.subscriptions.settings_of(declared)
+        queue = Queue(key, settings, leader_epoch=epoch, snapshot=stored.snapshot)
+        if not queue.is_started:
+            now_ms = around.clock.now_ms()
+            queue.begin(_start_of(declared, settings, partition, now_ms), now_ms=now_ms)
+        matches = around.make_matches(declared, settings)
+        delivery = Delivery(
+            key, queue, partition, around.store, around.clock, next_sequence=stored.sequence + 1, matches=matches
+        )
+        letters = DeadLetters(
+            delivery,
+            around.box,
+            around.clock,
+            subscription=declared.name,
+            next_producer_id=around.next_producer_id,
+            random=around.random,
+        )
+        delivery.when_closed = self._was_closed
+        self._open[key] = _Open(delivery, letters)
+        delivery.news()
+        await delivery.durable()
+        return delivery
+
+    def _was_closed(self, delivery: Delivery) -> None:
+        found = self._open.get(delivery.key)
+        if found is not None and found.delivery is delivery:
+            del self._open[delivery.key]
+            self._spawn(found.letters.close())
+
+    def _declared(self) -> None:
+        """Something about the subscriptions has changed."""
+        around = self._around
+        for opened in list(self._open.values()):
+            declared = around.subscriptions.by_id(opened.delivery.key.subscription_id)
+            if declared is None:
+                opened.delivery.close(UnknownSubscription("the subscription was deleted"))
+                continue
+            settings = around.subscriptions.settings_of(declared)
+            if settings != opened.delivery.settings:
+                opened.delivery.change(settings, around.make_matches(declared, settings))
+        for subscription in around.subscriptions.all():
+            for topic in subscription.topics:
+                self._follow(topic)
+        self._begin_all()
+        self._spawn(self._forget())
+
+    def _follow(self, topic: str) -> None:
+        if topic not in self._followed:
+            self._followed.add(topic)
+            self._around.topics.when_leadership_changes(topic, lambda _index, _partition: self._begin_soon(topic))
+
+    def _begin_soon(self, topic: str) -> None:
+        for subscription in self._around.subscriptions.all():
+            if topic in subscription.topics:
+                self._begin_on(subscription, topic)
+
+    def _begin_all(self) -> None:
+        for subscription in self._around.subscriptions.all():
+            for topic in subscription.topics:
+                self._begin_on(subscription, topic)
+
+    def _begin_on(self, subscription: Subscription, name: str) -> None:
+        """Begin the queues of a topic, so that what is published from now on is in them."""
+        topic = self._around.topics.get(name)
+        if topic is None or self._closed:
+            return
+        for partition in self._around.topics.partitions_of(topic):
+            key = QueueKey(subscription.subscription_id, topic.topic_id, PartitionIndex(partition.index))
+            if partition.is_leader and key not in self._open and key not in self._opening:
+                self._spawn(self._begin_quietly(subscription, partition))
+
+    async def _begin_quietly(self, subscription: Subscription, partition: Partition) -> None:
+        try:
+            await self.delivery(subscription, partition)
+        except MillstreamError as error:
+            # Whoever uses the queue tries again, and is told.
+            _logger.debug("a queue could not be opened", extra={"queue": subscription.name, "error": str(error)})
+
+    async def _forget(self) -> None:
+        try:
+            await self._around.forget_deleted()
+        except MillstreamError as error:
+            _logger.debug("states of deleted subscriptions stay for now", extra={"error": str(error)})
+
+    def _close_all(self, is_gone: Callable[[QueueKey], bool]) -> None:
+        for key, opened in list(self._open.items()):
+            if is_gone(key):
+                opened.delivery.close(PartitionClosed("the topic was deleted"))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._closed:
+            work.close()
+            return
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _start_of(subscription: Subscription, settings: SubscriptionSettings, partition: Partition, now_ms: int) -> Offset:
+    """Where a queue begins that nobody has looked at yet."""
+    end = readable_end(partition, settings.isolation)
+    is_newer = partition.topic.created_ms >= subscription.created_ms
+    if settings.start == EARLIEST or (settings.start == LATEST and is_newer and subscription.topics):
+        # Everything in a topic that came after the subscription was published for it too.
+        return partition.log_start
+    time_ms = settings.start_time_ms(now_ms)
+    if time_ms is None:
+        return end
+    found = partition.log.offset_for_time(time_ms, up_to=end)
+    return end if found is None else Offset(max(found[0], partition.log_start))

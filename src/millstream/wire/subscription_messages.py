@@ -1,0 +1,83 @@
+"""What workers and nodes say to each other about the messages of a subscription: bodies in MessagePack."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+RECEIVE_KEY: Final = 32030
+SETTLE_KEY: Final = 32031
+
+
+class Receive(msgspec.Struct, frozen=True, array_like=True):
+    """A worker asks for messages of the partitions that this node leads."""
+
+    subscription: str
+    worker: str
+    max_records: int
+    max_bytes: int
+    wait_ms: int
+    partitions: list[tuple[str, int]] | None = None
+    """Topics and partitions; None means all of them."""
+
+
+class LeasedRange(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive messages that the worker holds now."""
+
+    first: int
+    last: int
+    attempt: int
+    deadline_ms: int
+
+
+class PartitionMessages(msgspec.Struct, frozen=True, array_like=True):
+    """What one partition gives: leases, and the batches in which their messages are, among others."""
+
+    topic: str
+    topic_id: bytes
+    partition: int
+    leases: list[LeasedRange]
+    batches: bytes
+
+
+class ReceiveAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker gets; `error` is Kafka's code."""
+
+    error: int
+    message: str | None
+    partitions: list[PartitionMessages] = []
+
+
+class SettledRange(msgspec.Struct, frozen=True, array_like=True):
+    """One verb about consecutive messages: 1 accept, 2 release, 3 reject, 4 extend."""
+
+    first: int
+    last: int
+    verb: int
+    delay_ms: int | None = None
+    reason: str = ""
+
+
+class PartitionSettles(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker says of one partition's messages."""
+
+    topic: str
+    partition: int
+    verbs: list[SettledRange]
+
+
+class SettleRequest(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker says of messages that it holds."""
+
+    subscription: str
+    worker: str
+    partitions: list[PartitionSettles]
+
+
+class SettleAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """For every partition, a result for every verb: Kafka's code, and a message when it is not 0."""
+
+    error: int
+    message: str | None
+    results: list[list[tuple[int, str | None]]] = []

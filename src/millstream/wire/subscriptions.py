@@ -1,0 +1,182 @@
+"""Subscriptions as a client uses them: declared, received from and settled, over Millstream's private requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+from uuid import UUID
+
+import msgspec
+
+from millstream.model.errors import MillstreamError, ProtocolViolation
+from millstream.model.ids import NodeId
+from millstream.records.record import Record, decode_records
+from millstream.wire.client import Client
+from millstream.wire.refusal import refusal
+from millstream.wire.subscription_messages import (
+    RECEIVE_KEY,
+    SETTLE_KEY,
+    PartitionSettles,
+    Receive,
+    ReceiveAnswer,
+    SettleAnswer,
+    SettledRange,
+    SettleRequest,
+)
+
+CREATE_KEY: Final = 32032
+ALTER_KEY: Final = 32033
+DELETE_KEY: Final = 32034
+LIST_KEY: Final = 32035
+SEEK_KEY: Final = 32036
+
+T = TypeVar("T")
+
+
+class LeasedMessage(NamedTuple):
+    """A message that a worker holds."""
+
+    node: NodeId | None
+    topic: str
+    topic_id: UUID
+    partition: int
+    attempt: int
+    deadline_ms: int
+    record: Record
+
+
+class SubscriptionClient:
+    """Speaks to the nodes about subscriptions."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def create(
+        self, name: str, topics: Sequence[str], settings: Mapping[str, str], *, validate_only: bool = False
+    ) -> UUID:
+        """Declare a subscription."""
+        body = {"name": name, "topics": list(topics), "settings": dict(settings), "validate_only": validate_only}
+        return UUID((await self._ask(None, CREATE_KEY, body))["subscription_id"])
+
+    async def alter(
+        self, name: str, settings: Mapping[str, str | None], *, topics: Sequence[str] | None = None
+    ) -> None:
+        """Change a subscription."""
+        body = {"name": name, "settings": dict(settings), "topics": None if topics is None else list(topics)}
+        await self._ask(None, ALTER_KEY, body)
+
+    async def delete(self, name: str) -> None:
+        """Take a subscription away."""
+        await self._ask(None, DELETE_KEY, {"name": name})
+
+    async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """Subscriptions with all their queues, which the nodes that lead them tell."""
+        body = {"names": None if names is None else list(names)}
+        found: dict[str, dict[str, Any]] = {}
+        for node in await self._nodes():
+            for told in (await self._ask(node, LIST_KEY, body))["subscriptions"]:
+                known = found.setdefault(told["name"], told)
+                if known is not told:
+                    known["queues"] += told["queues"]
+        return [found[name] for name in sorted(found)]
+
+    async def seek(
+        self, name: str, to: str, *, topic: str | None = None, partition: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Have the queues of a subscription go on elsewhere."""
+        body = {"name": name, "to": to, "topic": topic, "partition": partition}
+        moved: list[dict[str, Any]] = []
+        for node in await self._nodes():
+            moved += (await self._ask(node, SEEK_KEY, body))["queues"]
+        return moved
+
+    async def receive(
+        self, name: str, worker: str, *, max_records: int, max_bytes: int = 1024 * 1024, wait_ms: int = 0
+    ) -> list[LeasedMessage]:
+        """Lease messages, from whichever node has some."""
+        request = Receive(name, worker, max_records, max_bytes, wait_ms)
+        nodes = await self._nodes()
+        if len(nodes) == 1:
+            return await self._receive_from(nodes[0], request)
+        asked = [asyncio.ensure_future(self._receive_from(node, request)) for node in nodes]
+        answers = await asyncio.gather(*asked)
+        return [message for answer in answers for message in answer]
+
+    async def settle(
+        self,
+        name: str,
+        worker: str,
+        messages: Iterable[LeasedMessage],
+        verb: int,
+        *,
+        delay_ms: int | None = None,
+        reason: str = "",
+    ) -> list[MillstreamError | None]:
+        """Settle messages, all in the same way; what went wrong with each of them."""
+        listed = list(messages)
+        results: list[MillstreamError | None] = [None] * len(listed)
+        by_node: dict[NodeId | None, list[int]] = {}
+        for at, message in enumerate(listed):
+            by_node.setdefault(message.node, []).append(at)
+        for node, places in by_node.items():
+            settles = [
+                PartitionSettles(
+                    listed[at].topic,
+                    listed[at].partition,
+                    [SettledRange(listed[at].record.offset, listed[at].record.offset, verb, delay_ms, reason)],
+                )
+                for at in places
+            ]
+            body = msgspec.msgpack.encode(SettleRequest(name, worker, settles))
+            answer = _read(await self._client.private(node, SETTLE_KEY, body), SettleAnswer)
+            if answer.error:
+                raise refusal(answer.error, answer.message, about=f"subscription {name!r}")
+            for at, told in zip(places, answer.results, strict=True):
+                code, text = told[0]
+                results[at] = refusal(code, text, about=f"message {listed[at].record.offset}") if code else None
+        return results
+
+    async def _receive_from(self, node: NodeId | None, request: Receive) -> list[LeasedMessage]:
+        body = await self._client.private(node, RECEIVE_KEY, msgspec.msgpack.encode(request))
+        answer = _read(body, ReceiveAnswer)
+        if answer.error:
+            raise refusal(answer.error, answer.message, about=f"subscription {request.subscription!r}")
+        messages: list[LeasedMessage] = []
+        for part in answer.partitions:
+            leases = iter(part.leases)
+            lease = next(leases, None)
+            for record in decode_records(part.batches):
+                while lease is not None and record.offset > lease.last:
+                    lease = next(leases, None)
+                if lease is not None and record.offset >= lease.first:
+                    messages.append(
+                        LeasedMessage(
+                            node,
+                            part.topic,
+                            UUID(bytes=part.topic_id),
+                            part.partition,
+                            lease.attempt,
+                            lease.deadline_ms,
+                            record,
+                        )
+                    )
+        return messages
+
+    async def _nodes(self) -> list[NodeId | None]:
+        metadata = await self._client.metadata(())
+        return [NodeId(node_id) for node_id in sorted(metadata.nodes)]
+
+    async def _ask(self, node: NodeId | None, key: int, body: Mapping[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(bytes(await self._client.private(node, key, json.dumps(body).encode())))
+        if answer["error"]:
+            raise refusal(answer["error"], None, about=answer["message"] or "the broker refused")
+        return answer
+
+
+def _read(body: memoryview, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
