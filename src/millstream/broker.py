@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Coroutine, Iterable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,8 +15,10 @@ from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
 from millstream.catalog.catalog import CATALOG_NAME, Catalog
+from millstream.cluster.backoff import Backoff
 from millstream.cluster.declarations import CatalogDeclarations, Declarations
 from millstream.cluster.last_run import FILE_NAME as LAST_RUN_NAME
+from millstream.cluster.last_run import FolderOwner
 from millstream.cluster.membership import Membership, Node
 from millstream.cluster.producer_ids import ProducerIds
 from millstream.cluster.quotas import ClientQuotas
@@ -27,6 +29,7 @@ from millstream.config import Config, parse_address
 from millstream.http.child import HttpChild
 from millstream.kafka.dispatch import Dispatch
 from millstream.log.files import DiskFiles, Files
+from millstream.log.folder import CLEAN_STOP_NAME, PARTITIONS_NAME
 from millstream.log.store import LogStore
 from millstream.model.clock import Clock, SystemClock
 from millstream.model.errors import DataFolderInvalid, InvalidSetting, MillstreamError
@@ -46,6 +49,14 @@ _logger = logging.getLogger(__name__)
 _TROUBLES_MAX = 10
 """So many failed partitions are named; more would help nobody."""
 
+_RECOVERED_AT_ONCE = 100
+"""So many logs are recovered before a gateway could be up to tell of it."""
+
+_SPAWN_S_MAX = 5.0
+_PROBE_S_MAX = 1.0
+_WAIT_S_FIRST, _WAIT_S_MAX = 0.5, 10.0
+"""Pauses between two attempts to reach what a starting node needs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Core:
@@ -64,7 +75,7 @@ class _Reached:
     """What the nodes of a cluster share."""
 
     coordination: CoordinationStore
-    catalog: Catalog
+    declarations: CatalogDeclarations
 
 
 class Broker:
@@ -79,6 +90,8 @@ class Broker:
         self._http_socket: socket.socket | None = None
         self._served: Served | None = None
         self._store: LogStore | None = None
+        self._gateway: HttpChild | None = None
+        self._gateway_runs = False
         self._serving: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._undo = AsyncExitStack()
@@ -120,11 +133,16 @@ class Broker:
         self._http_socket = bind(*parse_address(config.http, name="http"), flag="http", listening=False)
         undo.callback(self._http_socket.close)
         undo.push_async_callback(self._end_tasks)
+        gateway = self._gateway = HttpChild(
+            self._http_socket, self.kafka_address, log_level=config.log_level, log_format=config.log_format
+        )
 
         # What may be wrong with the settings is told before the log is opened: a start that fails after that leaves the
         # mark of a clean stop, and with it nobody would know that a machine went down before.
         self._check_alone()
-        reached = self._reach_cluster() if config.in_cluster else None
+        reached = await self._reach_cluster() if config.in_cluster else None
+        if self._has_much_to_recover():
+            await self._tell_start("the logs are checked, since the last stop was not clean")
         store = LogStore.open(
             Path(self._data),
             files=self._files,
@@ -134,10 +152,12 @@ class Broker:
             retention_check_ms=config.retention_check_ms,
         )
         self._store = store
+        store.when_recovering(lambda done, left: gateway.tell(f"{done} of {done + left} logs are recovered"))
         undo.push_async_callback(store.close)
         self._supervise("log store", store.run())
         core = await (self._open_alone(store) if reached is None else self._open_in_cluster(store, reached))
         store.tell_recovered()
+        gateway.tell("the logs are open, and the APIs are being loaded")
         # Not before: whoever connects while logs are recovered would wait without knowing what for.
         listen(self._kafka_socket, flag="kafka")
         listen(self._http_socket, flag="http")
@@ -156,10 +176,7 @@ class Broker:
         self._serving = self._supervise("APIs", self._serve(dispatch, core, listener, budget, store))
         undo.push_async_callback(self._close_served)
 
-        gateway = HttpChild(
-            self._http_socket, self.kafka_address, log_level=config.log_level, log_format=config.log_format
-        )
-        self._supervise("HTTP gateway", self._run_gateway(gateway, dispatch))
+        self._supervise("start of the HTTP gateway", self._gateway_serves(gateway, dispatch))
         undo.push_async_callback(gateway.stop)
         undo.callback(listener.stop_accepting)
         if core.node is not None:
@@ -184,8 +201,8 @@ class Broker:
                 f"{self._config.data} is that of a node of a cluster; give --etcd and --catalog too, or another --data"
             )
 
-    def _reach_cluster(self) -> _Reached:
-        """What the nodes of a cluster share. Neither needs to be there yet."""
+    async def _reach_cluster(self) -> _Reached:
+        """What the nodes of a cluster share, when it is there and belongs to this node's folder."""
         # Without this, gRPC's own handlers crash the gateway's process when it is forked off.
         os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
         # Not needed on a single node, where they may not even be installed.
@@ -204,11 +221,51 @@ class Broker:
             raise InvalidSetting(f"etcd cannot be asked: {error}") from error
         self._undo.push_async_callback(coordination.close)
         try:
-            catalog = Catalog(config.catalog)
+            catalog = Catalog(config.catalog, cluster=config.cluster)
         except ValueError as error:
             raise InvalidSetting(f"--catalog: {error}") from error
         self._undo.callback(catalog.close)
-        return _Reached(coordination=coordination, catalog=catalog)
+        declarations = CatalogDeclarations(catalog, is_prepared=False, clock=self._clock)
+        reached = _Reached(coordination=coordination, declarations=declarations)
+        await self._enter(reached, ", ".join(address.endpoints))
+        return reached
+
+    async def _enter(self, reached: _Reached, etcd: str) -> None:
+        from millstream.cluster.entry import Claim, Entry
+
+        config, random = self._config, SystemRandom()
+        claim = Claim(
+            node_id=NodeId(config.node_id),
+            cluster=config.cluster,
+            etcd=etcd,
+            data=config.data,
+            etcd_wait_s=config.etcd_wait_ms / 1000,
+        )
+        entry = Entry(
+            claim,
+            FolderOwner.read(self._files, self._data),
+            reached.coordination,
+            reached.declarations,
+            clock=self._clock,
+            backoff=lambda: Backoff(random, first_s=_WAIT_S_FIRST, max_s=_WAIT_S_MAX),
+            answers=self._is_answered_by,
+            tell=self._tell_start,
+        )
+        await entry.check()
+
+    async def _is_answered_by(self, other: Node) -> bool:
+        """Whether the node that has this one's id runs. It cannot be this one, which does not listen yet."""
+        await asyncio.to_thread(import_lean_kio)
+        from millstream.http.broker_status import BrokerStatus
+
+        host = f"[{other.host}]" if ":" in other.host else other.host
+        status = BrokerStatus(f"{host}:{other.port}", answer_s=_PROBE_S_MAX)
+        try:
+            return bool((await status.ask())["node_id"] == other.node_id)
+        except MillstreamError:
+            return False
+        finally:
+            await status.close()
 
     async def _open_alone(self, store: LogStore) -> _Core:
         """A single node: its own catalog, and nobody to agree with."""
@@ -237,8 +294,7 @@ class Broker:
         from millstream.cluster.last_run import boot_id_of_machine
         from millstream.cluster.replica_link import WireLinks
 
-        config = self._config
-        declarations = CatalogDeclarations(reached.catalog, is_prepared=False, clock=self._clock)
+        config, declarations = self._config, reached.declarations
         node = ClusterNode(
             Surroundings(
                 config=config,
@@ -311,10 +367,35 @@ class Broker:
         if self.failed.done():
             await self.failed
 
-    async def _run_gateway(self, gateway: HttpChild, dispatch: Dispatch) -> None:
+    async def _gateway_serves(self, gateway: HttpChild, dispatch: Dispatch) -> None:
         # The gateway's own imports would slow down those of the APIs, which clients wait for.
         await dispatch.loaded()
-        await gateway.run()
+        gateway.tell(None)
+        self._begin_gateway(gateway)
+
+    def _begin_gateway(self, gateway: HttpChild) -> None:
+        """Start the gateway, if it does not run already since there was something to wait for."""
+        if not self._gateway_runs:
+            self._gateway_runs = True
+            self._supervise("HTTP gateway", gateway.run())
+
+    async def _tell_start(self, reason: str) -> None:
+        """Have the gateway say why the node is not up yet, in good time before the loop stands still."""
+        if self._gateway is None or self._http_socket is None:
+            return
+        self._gateway.tell(reason)
+        listen(self._http_socket, flag="http")
+        self._begin_gateway(self._gateway)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._gateway.spawned(), _SPAWN_S_MAX)
+
+    def _has_much_to_recover(self) -> bool:
+        """Whether opening the logs may take long enough for somebody to ask why."""
+        folder = f"{self._data}/{PARTITIONS_NAME}"
+        if self._files.exists(f"{self._data}/{CLEAN_STOP_NAME}") or not self._files.exists(folder):
+            return False
+        logs = (log for topic in self._files.names(folder) for log in self._files.names(f"{folder}/{topic}"))
+        return next(islice(logs, _RECOVERED_AT_ONCE, None), None) is not None
 
     async def _close_served(self) -> None:
         if self._serving is not None:
@@ -347,7 +428,9 @@ class Broker:
         defect = None if isinstance(error, MillstreamError) else error
         _logger.critical("a part of the node died", extra={"part": name, "error": str(error)}, exc_info=defect)
         if not self.failed.done():
-            self.failed.set_exception(RuntimeError(f"{name}: {error}"))
+            failure = RuntimeError(f"{name}: {error}")
+            failure.__cause__ = error
+            self.failed.set_exception(failure)
 
     async def _end_tasks(self) -> None:
         for task in self._tasks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,14 @@ from uuid import UUID
 
 from sqlalchemy import Connection, Table, delete, insert, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import DatabaseError, IntegrityError, InterfaceError, InternalError, OperationalError
+from sqlalchemy.exc import (
+    DatabaseError,
+    IntegrityError,
+    InterfaceError,
+    InternalError,
+    OperationalError,
+    ProgrammingError,
+)
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from millstream.catalog.database import open_database
@@ -35,7 +43,9 @@ from millstream.catalog.tables import (
     topics,
 )
 from millstream.model.errors import (
+    CatalogDenied,
     CatalogUnavailable,
+    ClusterMismatch,
     DataFolderInvalid,
     StorageFailure,
     SubscriptionExists,
@@ -53,10 +63,18 @@ CATALOG_NAME = "catalog.sqlite"
 """The catalog of a node on its own, in its data folder."""
 
 _CLUSTER_ID = "cluster-id"
+_CLUSTER_NAME = "cluster-name"
 _SCHEMA_VERSION = "schema-version"
 
 _AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeout)
 """What SQLAlchemy raises when the database is gone, going, or cannot take changes."""
+
+_DENIED = re.compile(
+    r"authentication failed|no password supplied|pg_hba\.conf|not permitted to (log in|connect)"
+    r"|(role|user|database) .* does not exist|permission denied",
+    re.IGNORECASE,
+)
+"""How a server says that waiting is of no use. A connection that was never made has no code, only a text."""
 
 _PREPARE_LOCK = 0x6D696C6C
 """Of PostgreSQL's advisory locks: held by the node that creates or changes the tables."""
@@ -65,7 +83,9 @@ _PREPARE_LOCK = 0x6D696C6C
 class Catalog:
     """What people declared, kept durably."""
 
-    def __init__(self, url: str, *, reserve: Path | None = None) -> None:
+    def __init__(self, url: str, *, reserve: Path | None = None, cluster: str = "") -> None:
+        """`cluster` is the name of the cluster that shares it: the first one that comes has it for good."""
+        self._cluster = cluster
         self._reserve = Reserve(reserve)
         self._engine = open_database(url)
         self._shared = self._engine.dialect.name != "sqlite"
@@ -105,8 +125,14 @@ class Catalog:
             self._prepare()
             self._reserve.fill()
             return
-        with self._asking("opened"):
-            self._prepare()
+        try:
+            with self._asking("opened"):
+                self._prepare()
+        except ProgrammingError as error:
+            reason = _first_line(error.orig)
+            raise CatalogDenied(
+                f"the catalog's tables cannot be made: {reason}; its user must own the database"
+            ) from error
 
     def _prepare(self) -> None:
         with self._engine.begin() as connection:
@@ -120,7 +146,21 @@ class Catalog:
                 connection.execute(insert(about).values(name=_CLUSTER_ID, value=_new_cluster_id()))
             else:
                 _upgrade(connection, found)
+            self._claim(connection)
             self.cluster_id = _about(connection, _CLUSTER_ID) or ""
+
+    def _claim(self, connection: Connection) -> None:
+        """See to it that no other cluster uses this catalog, which would carry out what this one declares."""
+        if not self._cluster:
+            return
+        claimed = self._insert(about).values(name=_CLUSTER_NAME, value=self._cluster)
+        connection.execute(claimed.on_conflict_do_nothing(index_elements=[about.c.name]))
+        name = _about(connection, _CLUSTER_NAME)
+        if name != self._cluster:
+            raise ClusterMismatch(
+                f"the catalog is that of the cluster {name!r}, and this node is started for {self._cluster!r}; "
+                f"give --cluster {name}, or a database of its own with --catalog"
+            )
 
     def topics(self) -> list[Topic]:
         """Every topic, by name."""
@@ -307,7 +347,7 @@ class Catalog:
         except _AWAY as error:
             cause = getattr(error, "orig", None) or error
             if self._shared:
-                raise CatalogUnavailable(f"the catalog could not be {what}: {cause}".strip()) from error
+                raise _away(what, cause) from error
             raise StorageFailure(
                 f"the catalog could not be {what}: {cause}; free space on the disk of the data folder"
             ) from error
@@ -324,6 +364,18 @@ class Catalog:
     def close(self) -> None:
         """Close every connection."""
         self._engine.dispose()
+
+
+def _away(what: str, cause: object) -> CatalogUnavailable:
+    said = f"the catalog could not be {what}: {_first_line(cause)}"
+    if _DENIED.search(str(cause)):
+        return CatalogDenied(f"{said}; check user, password and database in --catalog")
+    return CatalogUnavailable(f"{said}; it works again when PostgreSQL is back")
+
+
+def _first_line(error: object) -> str:
+    """What went wrong, without the advice that drivers give on further lines."""
+    return str(error).strip().partition("\n")[0]
 
 
 def _about(connection: Connection, name: str) -> str | None:

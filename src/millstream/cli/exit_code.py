@@ -8,11 +8,15 @@ from errno import EADDRINUSE
 from millstream.model.errors import (
     AddressTaken,
     BrokerUnreachable,
+    CatalogDenied,
+    CatalogUnavailable,
     Conflict,
     DataFolderInUse,
     InvalidRequest,
     NotFound,
     RequestTimedOut,
+    StoreDenied,
+    StoreUnavailable,
     TransactionRejected,
 )
 
@@ -40,8 +44,12 @@ class CommandFailed(Exception):
 
 _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
     (InvalidRequest, ExitCode.USAGE),
+    (CatalogDenied, ExitCode.USAGE),
+    (StoreDenied, ExitCode.USAGE),
     (NotFound, ExitCode.NOT_FOUND),
     (BrokerUnreachable, ExitCode.UNREACHABLE),
+    (CatalogUnavailable, ExitCode.UNREACHABLE),
+    (StoreUnavailable, ExitCode.UNREACHABLE),
     (Conflict, ExitCode.CONFLICT),
     (DataFolderInUse, ExitCode.CONFLICT),
     (TransactionRejected, ExitCode.CONFLICT),

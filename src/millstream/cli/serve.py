@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from millstream import __version__
-from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.options import AsJson
 from millstream.cli.output import print_json, print_line
 from millstream.config import Config
@@ -132,7 +132,10 @@ async def _started(broker: Broker, told: _Told) -> bool:
 async def _first_of(stop: asyncio.Future[None], failed: asyncio.Future[None]) -> None:
     done, _ = await asyncio.wait([stop, failed], return_when=asyncio.FIRST_COMPLETED)
     if failed in done and failed.exception() is not None:
-        raise CommandFailed(f"the node stops, since a part of it failed: {failed.exception()}; the log says more")
+        error = failed.exception()
+        cause = error.__cause__ if isinstance(error, RuntimeError) else error
+        code = exit_code_of(cause) if isinstance(cause, Exception) else ExitCode.FAILED
+        raise CommandFailed(f"the node stops, since a part of it failed: {error}; the log says more", code)
 
 
 class _Told:

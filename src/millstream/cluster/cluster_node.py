@@ -21,7 +21,7 @@ from millstream.cluster.backoff import Backoff
 from millstream.cluster.cluster_topics import ClusterTopics
 from millstream.cluster.controller import Controller
 from millstream.cluster.declarations import AnnouncedDeclarations, Announcer, Declarations
-from millstream.cluster.last_run import LastRun
+from millstream.cluster.last_run import FolderOwner, LastRun
 from millstream.cluster.membership import Membership, Node
 from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.registration import Introduction, Registration
@@ -128,6 +128,7 @@ class ClusterNode:
             await self._store.change([Put(keys.CLUSTER_ID, declared)], [Expect(keys.CLUSTER_ID, ABSENT)])
             entries = (await self._store.read(keys.CLUSTER_ID)).entries
             found = entries[keys.CLUSTER_ID].value
+        self._last_run.belong_to(FolderOwner(node_id=self._id, cluster=self._config.cluster, cluster_id=found))
         return Membership(found, me, self.view)
 
     async def join(self, me: Node, http: str) -> None:
@@ -148,6 +149,7 @@ class ClusterNode:
             self._store,
             self.view,
             around.declarations,
+            registered=lambda: registration.mine,
             settings_of=self.topics.settings_of,
             balance_s=self._config.leader_balance_ms / 1000,
             random=around.random,

@@ -24,6 +24,7 @@ from millstream.cluster.reassignment import ending, finished
 from millstream.cluster.reconciliation import Reconciliation
 from millstream.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put
 from millstream.cluster.term import Proposal, Term
+from millstream.cluster.told import Registered
 from millstream.cluster.view import ClusterView, ViewChange
 from millstream.model.errors import MillstreamError, StoreRefused, StoreUnavailable
 from millstream.model.ids import NodeId
@@ -51,11 +52,14 @@ class Controller:
         view: ClusterView,
         declarations: Declarations,
         *,
+        registered: Callable[[], Registered | None],
         settings_of: Callable[[Topic], TopicSettings],
         balance_s: float,
         random: Random,
     ) -> None:
+        """`registered` tells how this process is registered; while it is not, it neither decides nor disturbs."""
         self._me = me
+        self._registered = registered
         self._store = store
         self._view = view
         self._declarations = declarations
@@ -109,8 +113,8 @@ class Controller:
         view, me = self._view, self._me
         while True:
             self._changed.clear()
-            registered = view.nodes.get(me)
-            if view.controller == me:
+            registered = self._registered()
+            if registered is not None and view.controller == me:
                 # Left over from a run of this node that is over, or from an attempt whose answer was lost.
                 await self._store.change([Delete(keys.CONTROLLER)], [Expect(keys.CONTROLLER, view.controller_revision)])
             elif view.controller is None and registered is not None and me not in view.leaving:

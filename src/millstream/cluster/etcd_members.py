@@ -15,7 +15,7 @@ from aetcd import rpc
 
 from millstream.cluster.etcd_address import EtcdAddress
 from millstream.cluster.store_health import StoreHealth
-from millstream.model.errors import StoreRefused, StoreUnavailable, WatchLost
+from millstream.model.errors import StoreDenied, StoreRefused, StoreUnavailable, WatchLost
 
 CONNECT_S_MAX = 1.0
 ATTEMPT_S_MAX = 2.0
@@ -54,6 +54,8 @@ _SURELY_NOT_DONE = frozenset(
         _CODE.UNAUTHENTICATED,
     }
 )
+
+_DENIED = frozenset({_CODE.PERMISSION_DENIED, _CODE.UNAUTHENTICATED})
 
 
 class NotConnected(Exception):
@@ -219,4 +221,5 @@ def _is_cut_off(error: Any) -> bool:
 def _refused(error: Any) -> StoreUnavailable:
     if error.code() == _CODE.OUT_OF_RANGE:
         return WatchLost(f"etcd has forgotten that part of its history: {error.details()}")
-    return StoreRefused(f"etcd refused: {error.details()}")
+    denied = error.code() in _DENIED or "authentication failed" in str(error.details()) or wants_login(error)
+    return (StoreDenied if denied else StoreRefused)(f"etcd refused: {error.details()}")

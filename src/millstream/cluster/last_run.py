@@ -7,6 +7,7 @@ into the cluster, so that an empty folder or an old copy is noticed too.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -15,6 +16,7 @@ from millstream.log.files import Files
 from millstream.log.state import read_whole, replace_file
 
 FILE_NAME: Final = "last-run"
+UNKNOWN_NODE: Final = -1
 _KEPT: Final = 16
 """Several, since a node may register more than once before it is let in."""
 
@@ -24,6 +26,34 @@ class _Content(msgspec.Struct, kw_only=True):
     incarnations: list[str]
     whole: list[str] = []
     let_in: bool = False
+    node_id: int = UNKNOWN_NODE
+    cluster: str = ""
+    cluster_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderOwner:
+    """Whose a data folder is: which node of which cluster. Empty where a folder does not say."""
+
+    node_id: int = UNKNOWN_NODE
+    cluster: str = ""
+    cluster_id: str = ""
+    was_let_in: bool = False
+    incarnations: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, files: Files, folder: str) -> FolderOwner:
+        """Look at a folder without changing it; also at one that another process holds."""
+        found = _read(files, folder)
+        if found is None:
+            return cls()
+        return cls(
+            node_id=found.node_id,
+            cluster=found.cluster,
+            cluster_id=found.cluster_id,
+            was_let_in=found.let_in,
+            incarnations=tuple(found.incarnations),
+        )
 
 
 class LastRun:
@@ -37,10 +67,11 @@ class LastRun:
         self._files = files
         self._folder = folder
         self._boot_id = boot_id
-        found = self._read()
+        found = _read(files, folder)
         self._incarnations = found.incarnations if found is not None else []
         self._whole = found.whole if found is not None else []
         """The incarnations of which everything is here that they ever told others they have."""
+        self._owner = FolderOwner.read(files, folder)
         self.was_let_in = found is not None and found.let_in
         """Whether a cluster has ever counted on what is in this folder."""
         # A machine that does not tell its boot id may have started anew.
@@ -60,6 +91,10 @@ class LastRun:
         """
         return admitted is not None and admitted not in self._whole
 
+    def belong_to(self, owner: FolderOwner) -> None:
+        """Say whose folder it is; that is written with the next note."""
+        self._owner = owner
+
     def begin(self, incarnation: str) -> None:
         """Note, for good, under which incarnation the node is about to register."""
         self._incarnations = [*self._incarnations, incarnation][-_KEPT:]
@@ -74,15 +109,22 @@ class LastRun:
 
     def _write(self) -> None:
         content = _Content(
-            boot_id=self._boot_id, incarnations=self._incarnations, whole=self._whole, let_in=self.was_let_in
+            boot_id=self._boot_id,
+            incarnations=self._incarnations,
+            whole=self._whole,
+            let_in=self.was_let_in,
+            node_id=self._owner.node_id,
+            cluster=self._owner.cluster,
+            cluster_id=self._owner.cluster_id,
         )
         replace_file(self._files, self._folder, FILE_NAME, msgspec.json.encode(content))
 
-    def _read(self) -> _Content | None:
-        try:
-            return msgspec.json.decode(read_whole(self._files, f"{self._folder}/{FILE_NAME}"), type=_Content)
-        except (FileNotFoundError, msgspec.DecodeError):
-            return None
+
+def _read(files: Files, folder: str) -> _Content | None:
+    try:
+        return msgspec.json.decode(read_whole(files, f"{folder}/{FILE_NAME}"), type=_Content)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
 
 
 def boot_id_of_machine() -> str:

@@ -19,6 +19,7 @@ from millstream.cluster.store import ABSENT, CoordinationStore, Delete, Expect, 
 from millstream.cluster.told import Registered
 from millstream.cluster.view import ClusterView, ViewChange
 from millstream.model.errors import ClusterForgotten, NodeIdTaken, RequestTimedOut, StoreUnavailable
+from millstream.model.ids import NodeId
 
 _logger = logging.getLogger(__name__)
 
@@ -67,13 +68,17 @@ class Registration:
         view.listen(self._look)
 
     @property
+    def mine(self) -> Registered | None:
+        """The registration of this process; None while it is not, or another one is under its id."""
+        registered = self._view.nodes.get(self._me.node.node_id)
+        return registered if registered is not None and registered.incarnation == self.incarnation else None
+
+    @property
     def is_fenced(self) -> bool:
         """Whether the cluster does not count on this node now, as far as it knows."""
-        node = self._me.node.node_id
-        registered = self._view.nodes.get(node)
-        if registered is None or registered.incarnation != self.incarnation:
+        if self.mine is None or self._session is None or not self._session.live:
             return True
-        return self._session is None or not self._session.live or not self._view.is_live(node)
+        return not self._view.is_live(self._me.node.node_id)
 
     @property
     def is_certain(self) -> bool:
@@ -120,8 +125,8 @@ class Registration:
     async def withdraw(self) -> None:
         """Take this node out of the cluster."""
         node = self._me.node.node_id
-        registered = self._view.nodes.get(node)
-        if registered is not None and registered.incarnation == self.incarnation:
+        registered = self.mine
+        if registered is not None:
             try:
                 gone = [Delete(keys.node_key(node)), Delete(keys.leaving_key(node))]
                 await self._store.change(gone, [Expect(keys.node_key(node), registered.revision)])
@@ -138,7 +143,7 @@ class Registration:
         key = keys.node_key(self._me.node.node_id)
         admitted = await self._read(keys.admitted_key(self._me.node.node_id))
         if admitted is None and self._last_run.was_let_in:
-            raise self._forgotten()
+            raise forgotten(self._me.node.node_id)
         # What this process lacked at its start counts once: since it was let in, it has everything it says it has.
         unclean = not self._admitted.is_set() and self._last_run.is_unclean(admitted[0] if admitted else None)
         incarnation = self._new_incarnation()
@@ -159,14 +164,6 @@ class Registration:
             revision = await self._await_place(key)
         _logger.info("registered", extra={"node": self._me.node.node_id, "unclean": unclean})
 
-    def _forgotten(self) -> ClusterForgotten:
-        """Only the store knew who has everything; deciding that anew, full logs would follow empty ones."""
-        return ClusterForgotten(
-            f"node {self._me.node.node_id} was part of a cluster, and etcd knows nothing of it: check --etcd and "
-            "--cluster; if etcd lost its data, restore it, or records would be cut off. A node that shall begin anew "
-            "needs an empty --data folder"
-        )
-
     async def _await_place(self, key: str) -> int:
         """The revision to write over: that of a run on this folder, which is over; else wait until nobody is there."""
         loop = asyncio.get_running_loop()
@@ -179,10 +176,7 @@ class Registration:
             if self._last_run.was(other.incarnation):
                 return held[1]
             if loop.time() >= deadline:
-                raise NodeIdTaken(
-                    f"another node runs as node {self._me.node.node_id} of this cluster, at "
-                    f"{other.node.host}:{other.node.port}; give each node a --node-id of its own"
-                )
+                raise taken(other.node)
             await asyncio.sleep(self._ttl_s / 4)
 
     async def _read(self, key: str) -> tuple[str, int] | None:
@@ -204,3 +198,19 @@ class Registration:
         except OSError as error:
             # On a full disk the node is still of use; the note only guards against a store that loses its data.
             _logger.warning("that this node was let in could not be noted", extra={"error": str(error)})
+
+
+def forgotten(node: NodeId) -> ClusterForgotten:
+    """Only the store knew who has everything; deciding that anew, full logs would follow empty ones."""
+    return ClusterForgotten(
+        f"node {node} was part of a cluster, and etcd knows nothing of it: check --etcd and --cluster; if etcd lost "
+        "its data, restore it, or records would be cut off. A node that shall begin anew needs an empty --data folder"
+    )
+
+
+def taken(other: Node) -> NodeIdTaken:
+    """Somebody else is the node that this one wants to be."""
+    return NodeIdTaken(
+        f"node {other.node_id} of this cluster runs already, at {other.host}:{other.port}; "
+        "stop it first, or give this one a --node-id of its own"
+    )

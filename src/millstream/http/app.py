@@ -1,7 +1,8 @@
 """What the gateway serves: health, readiness and metrics of the node it belongs to.
 
 GET /         what is served here
-GET /healthz  200 while the gateway runs and its broker answers; for restarting a node that hangs
+GET /healthz  200 while the gateway runs and its broker answers; for restarting a node that hangs. 503 with the reason
+              while the broker starts and does not answer yet
 GET /readyz   200 while the broker takes traffic, with warnings, else 503 with the reasons; for load balancers
 GET /metrics  every number of the node as Prometheus text
 """
@@ -29,9 +30,24 @@ Ask = Callable[[], Awaitable[dict[str, Any]]]
 _NO_STORE = {"cache-control": "no-store"}
 
 
-def build_app(ask: Ask) -> Starlette:
+Starting = Callable[[], str | None]
+"""Why the broker does not answer yet; None when it does."""
+
+
+class BrokerStarts(MillstreamError):
+    """The broker is not there to be asked yet."""
+
+
+def build_app(ask: Ask, starting: Starting = lambda: None) -> Starlette:
     """Build the gateway's application over one way to ask the broker."""
-    doors = _Doors(ask)
+
+    async def ask_started() -> dict[str, Any]:
+        reason = starting()
+        if reason is not None:
+            raise BrokerStarts(reason)
+        return await ask()
+
+    doors = _Doors(ask_started)
     return Starlette(
         routes=[
             Route("/", doors.index),
@@ -78,5 +94,6 @@ class _Doors:
 
 
 def _unanswered(request: Request, error: Exception) -> JSONResponse:
-    reason = f"the broker does not answer: {error}"
+    starts = isinstance(error, BrokerStarts)
+    reason = f"the broker starts: {error}" if starts else f"the broker does not answer: {error}"
     return problem(request, HTTPStatus.SERVICE_UNAVAILABLE, reason, reasons=[reason])

@@ -3,6 +3,9 @@
 The listening socket belongs to the broker, which knows its address at once; the child inherits it. The child lives as
 long as its standard input is open: that is a pipe whose other end only the broker holds, so the child ends with the
 broker even when the broker is killed hard. Connections that arrive while no child runs wait in the socket's backlog.
+
+Through that pipe the child is told why a starting broker gives no answer yet, one line of JSON each time. That works
+also while the broker's loop stands still, as it does when logs are recovered.
 """
 
 from __future__ import annotations
@@ -10,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import socket
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from contextlib import suppress
 
 _logger = logging.getLogger(__name__)
@@ -25,6 +29,9 @@ SETTLED_S = 30.0
 
 STOP_S = 5.0
 """How long a child may take to finish its requests before it is killed."""
+
+_REASON_MAX = 1000
+"""Characters of a reason: a line of this is written to the pipe as a whole or not at all."""
 
 
 class HttpChild:
@@ -45,6 +52,9 @@ class HttpChild:
         self._log_format = log_format
         self._backoff_min_s = backoff_min_s
         self._process: Process | None = None
+        self._pipe = -1
+        self._starting: str | None = None
+        self._spawned = asyncio.Event()
         self._stopping = asyncio.Event()
         self.restarts = 0
 
@@ -69,12 +79,21 @@ class HttpChild:
                 await asyncio.wait_for(self._stopping.wait(), backoff_s)
             backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
 
+    async def spawned(self) -> None:
+        """Wait until a child runs."""
+        await self._spawned.wait()
+
+    def tell(self, starting: str | None) -> None:
+        """Have the child answer that the broker is not up yet, and why; None once the broker answers itself."""
+        self._starting = starting
+        self._write()
+
     async def stop(self) -> None:
         """Let the child finish its requests, then end it; the listening socket is closed."""
         self._stopping.set()
         process = self._process
         if process is not None:
-            _hang_up(process)
+            self._hang_up()
             try:
                 await asyncio.wait_for(process.wait(), STOP_S)
             except TimeoutError:
@@ -91,8 +110,9 @@ class HttpChild:
             _logger.warning("the HTTP gateway could not be started", extra={"reason": str(error)})
             return -1
         self._process = process
+        self._spawned.set()
         if self._stopping.is_set():
-            _hang_up(process)
+            self._hang_up()
         try:
             return await process.wait()
         except asyncio.CancelledError:
@@ -102,18 +122,41 @@ class HttpChild:
             await process.wait()
             raise
         finally:
-            _hang_up(process)
+            self._hang_up()
             self._process = None
 
     async def _spawn(self) -> Process:
-        # In a session of its own, so that a Ctrl-C in the terminal reaches the broker alone, which stops in order.
-        return await asyncio.create_subprocess_exec(
-            *self._command(),
-            stdin=PIPE,
-            stdout=sys.stderr,
-            pass_fds=(self._listening.fileno(),),
-            start_new_session=True,
-        )
+        child_end, self._pipe = os.pipe()
+        os.set_blocking(self._pipe, False)
+        self._write()
+        try:
+            # In a session of its own, so that a Ctrl-C in the terminal reaches the broker alone, which stops in order.
+            return await asyncio.create_subprocess_exec(
+                *self._command(),
+                stdin=child_end,
+                stdout=sys.stderr,
+                pass_fds=(self._listening.fileno(),),
+                start_new_session=True,
+            )
+        except BaseException:
+            self._hang_up()
+            raise
+        finally:
+            os.close(child_end)
+
+    def _write(self) -> None:
+        if self._pipe < 0:
+            return
+        starting = None if self._starting is None else self._starting[:_REASON_MAX]
+        line = json.dumps({"starting": starting}, ensure_ascii=False) + "\n"
+        # A child that does not read is not waited for, and one that is gone is started again and told then.
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._pipe, line.encode())
+
+    def _hang_up(self) -> None:
+        pipe, self._pipe = self._pipe, -1
+        if pipe >= 0:
+            os.close(pipe)
 
     def _command(self) -> list[str]:
         options = {
@@ -123,8 +166,3 @@ class HttpChild:
             "log_format": self._log_format,
         }
         return [sys.executable, "-m", MODULE, json.dumps(options)]
-
-
-def _hang_up(process: Process) -> None:
-    if process.stdin is not None:
-        process.stdin.close()

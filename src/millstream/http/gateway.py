@@ -59,19 +59,38 @@ class Server(uvicorn.Server):
 async def serve(listening: socket.socket, kafka_address: str) -> None:
     """Serve until the broker hangs up."""
     status = BrokerStatus(kafka_address)
-    server = Server(build_app(status.ask))
-    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _hung_up, server)
+    told = Told()
+    server = Server(build_app(status.ask, lambda: told.starting))
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _hear, server, told)
     try:
         await server.serve(sockets=[listening])
     finally:
         await status.close()
 
 
-def _hung_up(server: Server) -> None:
-    # The pipe carries nothing: all there is to read is its end.
-    if not os.read(sys.stdin.fileno(), 1024):
-        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-        server.stop()
+class Told:
+    """What the broker says of itself through the pipe, while it cannot answer otherwise."""
+
+    def __init__(self) -> None:
+        self.starting: str | None = None
+        """Why it gives no answer yet; None once it does."""
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> None:
+        """Take over the last whole line of what has come."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        if lines:
+            self.starting = json.loads(lines[-1])["starting"]
+
+
+def _hear(server: Server, told: Told) -> None:
+    piece = os.read(sys.stdin.fileno(), 65536)
+    if piece:
+        told.feed(piece)
+        return
+    # The pipe is closed: the broker ends, or wants this process to.
+    asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+    server.stop()
 
 
 def main() -> None:

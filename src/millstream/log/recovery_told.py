@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from millstream.log.contents import RecoveryReport
 
@@ -11,6 +12,9 @@ _logger = logging.getLogger(__name__)
 PROGRESS_S = 2.0
 """So often a recovery that takes long says how far it is."""
 
+LISTENER_S = 0.1
+"""So often a listener is told."""
+
 NAMED_MAX = 5
 """So many logs are named of each kind; a start after a crash may have cut thousands."""
 
@@ -18,7 +22,10 @@ NAMED_MAX = 5
 class RecoveryTold:
     """Counts what was recovered, and says no more than a person wants to read."""
 
-    def __init__(self) -> None:
+    def __init__(self, listener: Callable[[int, int], None] | None = None) -> None:
+        """`listener` is told, a few times a second, how many logs are recovered and how many are left."""
+        self._listener = listener
+        self._listened: float | None = None
         self._logs = 0
         self._scanned_bytes = 0
         self._replayed_bytes = 0
@@ -37,6 +44,9 @@ class RecoveryTold:
                 _logger.error("a log is damaged", extra={"what": str(report)})
         elif report.cut_bytes:
             self._cut.append(report)
+        if self._listener is not None and (self._listened is None or now - self._listened >= LISTENER_S):
+            self._listened = now
+            self._listener(self._logs, left)
         if self._last_told is None:
             self._last_told = now
         elif now - self._last_told >= PROGRESS_S:

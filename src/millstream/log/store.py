@@ -219,6 +219,10 @@ class LogStore:
         if report.eventful:
             self.recovery_reports.append(report)
 
+    def when_recovering(self, listener: Callable[[int, int], None]) -> None:
+        """Have `listener` told how many logs are recovered and how many are left, until all are."""
+        self._told = RecoveryTold(listener)
+
     def tell_recovered(self) -> None:
         """All logs of the node are open: sum up what recovering them was like."""
         told, self._told = self._told, RecoveryTold()

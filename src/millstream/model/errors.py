@@ -30,6 +30,8 @@ MillstreamError
 │   ├── TopicExists
 │   ├── SubscriptionExists
 │   ├── GroupNotEmpty
+│   ├── NodeIdTaken                another node of the cluster runs under this id
+│   ├── ClusterMismatch            the folder, the coordination store and the catalog are not of one cluster
 │   └── InvalidRecordState         the worker does not hold a lease on this message (any more)
 ├── GroupRejected                  what a group answers to one of its members
 │   ├── MemberIdRequired           join again with the id given
@@ -76,10 +78,11 @@ MillstreamError
 │   └── NotCoordinator             ask again who coordinates this
 ├── StoreUnavailable               the coordination store gave no answer; whether it did the change is not known
 │   ├── StoreRefused               it answered that it did not do it
+│   │   └── StoreDenied            the login that it was given is wrong, or may not do this
 │   └── WatchLost                  it cannot tell what changed since then; read everything anew
-├── NodeIdTaken                    another node of the cluster runs under this id
 ├── ClusterForgotten               the coordination store knows nothing of a node that the cluster had let in
 ├── CatalogUnavailable             the catalog gives no answer; data flows, declarations wait
+│   └── CatalogDenied              it refuses the login or has no such database, which waiting does not change
 ├── FilterUnavailable              the process that evaluates filters gives no answer
 ├── CorruptState                   what a store holds cannot be read
 ├── DataFolderInUse
@@ -218,6 +221,14 @@ class SubscriptionExists(Conflict):
 
 class GroupNotEmpty(Conflict):
     """The group still has members."""
+
+
+class NodeIdTaken(Conflict):
+    """Another node of the cluster runs under this id."""
+
+
+class ClusterMismatch(Conflict):
+    """The data folder, the coordination store and the catalog do not belong to one cluster, or not to this node."""
 
 
 class InvalidRecordState(Conflict):
@@ -418,12 +429,12 @@ class StoreRefused(StoreUnavailable):
     """The coordination store answered, and surely did not carry out the change."""
 
 
+class StoreDenied(StoreRefused):
+    """The coordination store refuses the login that it was given, or does not let it do this."""
+
+
 class WatchLost(StoreUnavailable):
     """The coordination store has forgotten what changed since then; everything has to be read anew."""
-
-
-class NodeIdTaken(MillstreamError):
-    """Another node of the cluster runs under this id."""
 
 
 class ClusterForgotten(MillstreamError):
@@ -432,6 +443,10 @@ class ClusterForgotten(MillstreamError):
 
 class CatalogUnavailable(MillstreamError):
     """The catalog gives no answer: data flows, but nothing can be declared for now."""
+
+
+class CatalogDenied(CatalogUnavailable):
+    """The catalog's server answers, but refuses the login, or has no such database: a setting is wrong."""
 
 
 class FilterUnavailable(MillstreamError):

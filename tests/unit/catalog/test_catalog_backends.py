@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,9 @@ from millstream.catalog import database
 from millstream.catalog.catalog import Catalog
 from millstream.catalog.tables import SCHEMA_VERSION, metadata
 from millstream.model.errors import (
+    CatalogDenied,
     CatalogUnavailable,
+    ClusterMismatch,
     DataFolderInvalid,
     SubscriptionExists,
     TopicExists,
@@ -253,3 +256,33 @@ def test_who_is_not_let_in_is_told_why(postgres: PostgresServer) -> None:
 def test_other_databases_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="mysql"):
         Catalog("mysql://localhost/x")
+
+
+def test_a_shared_catalog_is_that_of_the_first_cluster_that_comes(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+    Catalog.open_shared(url).close()
+    for _ in range(2):
+        first = Catalog(url, cluster="first")
+        first.prepare()
+        first.close()
+    other = Catalog(url, cluster="other")
+    with pytest.raises(ClusterMismatch, match=r"'first'.*'other'"):
+        other.prepare()
+    other.close()
+
+
+def test_what_a_server_refuses_is_told_from_a_server_that_is_away(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+    wrong = re.sub(":[^:@]*@", ":wrong@", url)
+    for denied in (wrong, f"{url}_not_there"):
+        with pytest.raises(CatalogDenied, match="--catalog"):
+            Catalog.open_shared(denied)
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("CREATE ROLE stranger LOGIN PASSWORD 'stranger'")
+        connection.execute("REVOKE ALL ON SCHEMA public FROM public")
+    with pytest.raises(CatalogDenied, match="own the database"):
+        Catalog.open_shared(re.sub("//[^@]*@", "//stranger:stranger@", url))
+    with pytest.raises(CatalogUnavailable) as away:
+        Catalog.open_shared("postgresql://nobody@127.0.0.1:1/none")
+    assert not isinstance(away.value, CatalogDenied)
+    assert "\n" not in str(away.value)

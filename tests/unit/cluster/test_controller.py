@@ -202,11 +202,14 @@ async def test_a_process_that_was_killed_is_trusted_as_it_was(tmp_path: Path) ->
 
 async def test_a_second_node_with_the_same_id_is_refused(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=2) as group:
-        twin = GroupNode(group, 2)
-        with pytest.raises(NodeIdTaken, match="node-2:9092"):
+        controller = group.service.read(keys.CONTROLLER).entries[keys.CONTROLLER]
+        twin = GroupNode(group, int(controller.value))
+        with pytest.raises(NodeIdTaken, match=f"node-{controller.value}:9092"):
             await twin.start()
         await twin.kill()
         assert set(group[1].view.live) == {1, 2}
+        # It did not even disturb the one whose name it bears.
+        assert group.service.read(keys.CONTROLLER).entries[keys.CONTROLLER] == controller
 
 
 async def test_a_node_that_the_store_has_forgotten_does_not_begin_anew(tmp_path: Path) -> None:

@@ -60,3 +60,35 @@ async def test_giving_up_takes_the_child_along(listening: socket.socket, monkeyp
     with pytest.raises(asyncio.CancelledError):
         await running
     assert gateway.pid is None
+
+
+async def test_a_gateway_tells_why_the_broker_does_not_answer_yet(listening: socket.socket) -> None:
+    address = listening.getsockname()
+    gateway = HttpChild(listening, "127.0.0.1:1")
+    gateway.tell("3 of 500 logs are recovered")
+    running = asyncio.create_task(gateway.run())
+    await gateway.spawned()
+    for path in ("/healthz", "/readyz", "/metrics"):
+        answer = await get(address, path)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"the broker starts: 3 of 500 logs are recovered" in answer
+    gateway.tell("é" * 5000)
+    gateway.tell("499 of 500 logs are recovered")
+    while b"499 of 500" not in await get(address, "/healthz"):
+        await asyncio.sleep(0.01)
+    gateway.tell(None)
+    while b"the broker does not answer" not in (answer := await get(address, "/healthz")):
+        await asyncio.sleep(0.01)
+    assert answer.startswith(b"HTTP/1.1 503")
+    await gateway.stop()
+    await running
+    gateway.tell("nobody hears this")
+
+
+async def get(address: tuple[str, int], path: str) -> bytes:
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        return await reader.read()
+    finally:
+        writer.close()

@@ -147,6 +147,14 @@ def report(partition: int, *, cut: int = 0, lost: tuple[int, int] | None = None)
     return made
 
 
+def test_a_listener_is_told_how_far_it_is() -> None:
+    heard: list[tuple[int, int]] = []
+    told = RecoveryTold(lambda done, left: heard.append((done, left)))
+    for number in range(30):
+        told.note(report(number), left=29 - number, now=number * recovery_told.LISTENER_S / 10)
+    assert heard == [(1, 29), (11, 19), (21, 9)]
+
+
 def test_the_first_few_are_named_and_a_long_recovery_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "millstream.log.recovery_told")
     told = RecoveryTold()

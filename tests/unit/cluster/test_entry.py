@@ -1,0 +1,213 @@
+"""What a starting node checks: every mismatch is told in a sentence, and what is away is waited for, or not."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any, cast
+
+import pytest
+
+from millstream.cluster.backoff import Backoff
+from millstream.cluster.declarations import Declarations
+from millstream.cluster.embedded_service import EmbeddedService
+from millstream.cluster.embedded_store import EmbeddedStore
+from millstream.cluster.entry import Claim, Entry
+from millstream.cluster.last_run import FolderOwner, LastRun
+from millstream.cluster.membership import Node
+from millstream.cluster.store import Put
+from millstream.cluster.told import Registered
+from millstream.model.errors import (
+    CatalogDenied,
+    CatalogUnavailable,
+    ClusterForgotten,
+    ClusterMismatch,
+    NodeIdTaken,
+    StoreDenied,
+    StoreRefused,
+    StoreUnavailable,
+)
+from millstream.model.ids import NodeId
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import MemoryFiles
+
+ME = NodeId(2)
+NOBODYS = FolderOwner()
+MINE = FolderOwner(node_id=2, cluster="c", cluster_id="id", was_let_in=True, incarnations=("mine",))
+
+
+class Store(EmbeddedStore):
+    """Fails as often as it is told to, and time passes each time."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__(EmbeddedService(clock), clock)
+        self.clock = clock
+        self.failures: list[Exception] = []
+
+    async def _ask(self, request: Any) -> Any:
+        if self.failures:
+            self.clock.advance_ms(1000)
+            raise self.failures.pop(0)
+        return await super()._ask(request)
+
+
+class Catalog:
+    """A catalog that fails as often as it is told to."""
+
+    def __init__(self) -> None:
+        self.failures: list[Exception] = []
+
+    async def cluster_id(self) -> str:
+        if self.failures:
+            raise self.failures.pop(0)
+        return "id"
+
+
+class Scene:
+    """A node that is about to start."""
+
+    def __init__(self, owner: FolderOwner = NOBODYS, wait_s: float = 5.0) -> None:
+        self.clock = ManualClock()
+        self.store = Store(self.clock)
+        self.catalog = Catalog()
+        self.told: list[str] = []
+        self.alive = False
+        claim = Claim(node_id=ME, cluster="c", etcd="etcd:2379", data="folder", etcd_wait_s=wait_s)
+        self.entry = Entry(
+            claim,
+            owner,
+            self.store,
+            cast("Declarations", self.catalog),
+            clock=self.clock,
+            backoff=lambda: Backoff(Random(1), first_s=0, max_s=0),
+            answers=self._answers,
+            tell=self._tell,
+        )
+
+    async def knows(self, **values: str) -> None:
+        await self.store.change([Put(key.replace("__", "/").replace("_", "-"), value) for key, value in values.items()])
+
+    async def _answers(self, _node: Node) -> bool:
+        return self.alive
+
+    async def _tell(self, reason: str) -> None:
+        self.told.append(reason)
+
+
+def registered(incarnation: str) -> str:
+    node = Node(node_id=ME, host="other", port=9092)
+    return Registered(node=node, http="", incarnation=incarnation, version="", unclean=False).to_json()
+
+
+async def test_a_new_node_of_a_new_cluster_and_one_that_was_there_may_start() -> None:
+    await Scene().entry.check()
+    scene = Scene(MINE)
+    await scene.knows(cluster_id="id", admitted__2="mine")
+    await scene.entry.check()
+    assert scene.told == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "advice"),
+    [
+        (FolderOwner(node_id=1, cluster="c", was_let_in=True), "give --node-id 1"),
+        (FolderOwner(node_id=2, cluster="first", was_let_in=True), "give --cluster first"),
+    ],
+)
+async def test_a_folder_of_another_node_or_cluster_is_refused_before_anybody_is_asked(
+    owner: FolderOwner, advice: str
+) -> None:
+    scene = Scene(owner)
+    scene.store.failures = [StoreUnavailable("nobody")] * 100
+    with pytest.raises(ClusterMismatch, match=advice):
+        await scene.entry.check()
+    assert len(scene.store.failures) == 100
+
+
+async def test_a_folder_of_another_cluster_of_the_same_name_is_refused() -> None:
+    scene = Scene(MINE)
+    await scene.knows(cluster_id="another", admitted__2="somebody")
+    with pytest.raises(ClusterMismatch, match="belongs to another cluster"):
+        await scene.entry.check()
+
+
+async def test_a_node_that_etcd_does_not_know_is_refused() -> None:
+    with pytest.raises(ClusterForgotten, match="node 2"):
+        await Scene(MINE).entry.check()
+
+
+async def test_a_catalog_of_another_cluster_is_refused() -> None:
+    scene = Scene()
+    await scene.knows(cluster_id="another")
+    with pytest.raises(ClusterMismatch, match="check --catalog"):
+        await scene.entry.check()
+
+
+async def test_a_node_id_is_refused_when_its_holder_answers() -> None:
+    scene = Scene()
+    await scene.knows(nodes__2=registered("other"))
+    await scene.entry.check()
+    scene.alive = True
+    with pytest.raises(NodeIdTaken, match="at other:9092; stop it first"):
+        await scene.entry.check()
+    # A run of this folder that is over; whoever answers there is being replaced.
+    again = Scene(MINE)
+    again.alive = True
+    await again.knows(nodes__2=registered("mine"), admitted__2="mine", cluster_id="id")
+    await again.entry.check()
+
+
+async def test_etcd_is_waited_for_and_told_of() -> None:
+    scene = Scene()
+    scene.store.failures = [StoreUnavailable("no route"), StoreRefused("no connection")]
+    await scene.entry.check()
+    assert len(scene.told) == 2
+    assert "waits for etcd at etcd:2379, since 2023-11-14T22:13:20+00:00: no route" in scene.told[0]
+
+
+async def test_etcd_is_given_up_after_a_while() -> None:
+    scene = Scene(wait_s=5)
+    scene.store.failures = [StoreUnavailable("no route")] * 10
+    with pytest.raises(StoreUnavailable, match=r"etcd at etcd:2379 within 5 s \(no route\)"):
+        await scene.entry.check()
+    assert len(scene.told) == 4
+
+
+async def test_an_etcd_that_denies_the_login_is_told_at_once() -> None:
+    scene = Scene()
+    scene.store.failures = [StoreDenied("authentication failed")]
+    with pytest.raises(StoreDenied, match="password in --etcd"):
+        await scene.entry.check()
+    assert scene.told == []
+
+
+async def test_the_catalog_is_waited_for_at_the_first_start_only() -> None:
+    scene = Scene()
+    scene.catalog.failures = [CatalogUnavailable("down"), CatalogUnavailable("down")]
+    await scene.entry.check()
+    assert len(scene.told) == 2
+    later = Scene(MINE)
+    later.catalog.failures = [CatalogUnavailable("down")]
+    await later.knows(cluster_id="id", admitted__2="mine")
+    await later.entry.check()
+    assert later.told == []
+
+
+async def test_a_catalog_that_denies_the_login_is_told_at_once() -> None:
+    for scene in (Scene(), Scene(MINE)):
+        await scene.knows(cluster_id="id", admitted__2="mine")
+        scene.catalog.failures = [CatalogDenied("wrong password")]
+        with pytest.raises(CatalogDenied):
+            await scene.entry.check()
+
+
+def test_a_folder_remembers_whose_it_is() -> None:
+    files = MemoryFiles(1)
+    files.make_directory("/data")
+    assert FolderOwner.read(files, "/data") == FolderOwner()
+    run = LastRun(files, "/data", boot_id="a", stopped_clean=True)
+    run.belong_to(FolderOwner(node_id=2, cluster="c", cluster_id="id"))
+    run.begin("mine")
+    run.let_in()
+    assert FolderOwner.read(files, "/data") == MINE
+    LastRun(files, "/data", boot_id="a", stopped_clean=True).begin("again")
+    assert FolderOwner.read(files, "/data").cluster_id == "id"
