@@ -74,7 +74,7 @@ chaos-cluster: $(DEV_STAMP) ## Let 200 faults happen to a loaded cluster of real
 soak: $(DEV_STAMP) ## An hour of mixed load with kills; says whether memory, file handles and latency stayed flat
 	@$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)
 
-simulate: $(DEV_STAMP) ## Simulate replication and election from thousands of seeds; tells every seed that breaks a rule
+simulate: $(DEV_STAMP) ## Simulate replication and transactions from thousands of seeds; tells every seed that breaks a rule
 	@$(BIN)/python -m benchmarks.simulate $(SIMULATE_ARGS)
 
 docs: $(DEV_STAMP) ## Regenerate docs/configuration.md and docs/protocol.md from the code

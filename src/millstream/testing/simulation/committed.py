@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from millstream.model.ids import NO_PRODUCER_ID
-from millstream.records.batch import Buffer, iterate_headers
+from millstream.records.batch import BatchHeader, Buffer, iterate_headers
 
 _SENT_FROM = 16
 """A batch is as its producer sent it from here on; offset and epoch come from the leader."""
@@ -23,10 +23,15 @@ class Committed:
         self.end = 0
         self._bases: list[int] = []
         self._batches: list[bytes] = []
-        self._next_sequences: dict[int, int] = {}
+        self._next_sequences: dict[int, tuple[int, int]] = {}
+        """By producer: its epoch, and the sequence that comes next in it."""
 
     def __len__(self) -> int:
         return len(self._batches)
+
+    def since(self, number: int) -> list[bytes]:
+        """The batches but for so many of the first."""
+        return self._batches[number:]
 
     def check(self, records: Buffer, whose: str, *, may_extend: bool) -> int:
         """Compare stored batches with what was committed; what lies behind the end is committed now if it may be.
@@ -38,7 +43,7 @@ class Committed:
             batch = bytes(records[header.position : header.end_position])
             if header.base_offset >= self.end and may_extend:
                 self._extend(batch, header.base_offset, header.next_offset, whose)
-                self._check_sequence(header.producer_id, header.base_sequence, header.record_count)
+                self._check_sequence(header)
             elif self._at(header.base_offset) != batch:
                 raise Violation(
                     f"{self.name}: {whose} has at offset {header.base_offset} {_short(batch)}, but committed was "
@@ -62,16 +67,26 @@ class Committed:
         self._batches.append(batch)
         self.end = next_offset
 
-    def _check_sequence(self, producer: int, sequence: int, count: int) -> None:
+    def _check_sequence(self, header: BatchHeader) -> None:
+        producer = header.producer_id
         if producer == NO_PRODUCER_ID:
             return
-        expected = self._next_sequences.get(producer, 0)
-        if sequence != expected:
-            kind = "doubled or out of order" if sequence < expected else "lost"
+        epoch, expected = self._next_sequences.get(producer, (0, 0))
+        if header.producer_epoch < epoch:
             raise Violation(
-                f"{self.name}: producer {producer} has sequence {sequence} committed instead of {expected} ({kind})"
+                f"{self.name}: producer {producer} has epoch {header.producer_epoch} committed after epoch {epoch}"
             )
-        self._next_sequences[producer] = sequence + count
+        if header.producer_epoch > epoch:
+            expected = 0
+        sequence = header.base_sequence
+        if not header.is_control:
+            if sequence != expected:
+                kind = "doubled or out of order" if sequence < expected else "lost"
+                raise Violation(
+                    f"{self.name}: producer {producer} has sequence {sequence} committed instead of {expected} ({kind})"
+                )
+            expected += header.record_count
+        self._next_sequences[producer] = (header.producer_epoch, expected)
 
     def _at(self, offset: int) -> bytes:
         at = bisect_right(self._bases, offset) - 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 from uuid import UUID
 
-from millstream.model.errors import CatalogUnavailable
+from millstream.model.errors import CatalogUnavailable, TopicExists
 from millstream.model.quota import QuotaEntity
 from millstream.model.subscription import Subscription
 from millstream.model.topic import Topic
@@ -38,8 +38,14 @@ class SimulatedDeclarations:
         return await self._ask(lambda: sorted(self._topics.values(), key=lambda topic: topic.name))
 
     async def add_topic(self, topic: Topic) -> None:
-        """Declare a topic."""
-        await self._ask(lambda: self.declare(topic))
+        """Declare a topic; `TopicExists` when its name is taken."""
+
+        def add() -> None:
+            if any(topic.name == known.name for known in self._topics.values()):
+                raise TopicExists(f"topic {topic.name!r} exists")
+            self.declare(topic)
+
+        await self._ask(add)
 
     async def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
         """Change a topic as it is declared now."""

@@ -60,6 +60,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._timer_number = 0
         self._task_number = 0
         self._processes: list[Process] = [self.world]
+        self._dismantling = False
         self._executor_free: dict[int, tuple[Executor, float]] = {}
 
     # -- what asyncio asks for --------------------------------------------------------------------------------
@@ -111,6 +112,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._task_number += 1
         task: asyncio.Task[T] = _NumberedTask(self._task_number, coro, loop=self, name=name, context=context)
         context.get(PROCESS, self.world).keep(task)
+        if self._dismantling:
+            task.cancel()
         return task
 
     def run_in_executor(  # type: ignore[override]
@@ -247,7 +250,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                     self._join(process)
                 for task in process.pending_tasks():
                     task.cancel()
+            # What is cancelled may start something new, which must not stay behind.
+            self._dismantling = True
             self._drain()
+            self._dismantling = False
             for process in self._processes:
                 for generator in process.generators:
                     self.create_task(_close(generator))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from millstream.records.batch import HEADER_BYTES, seal_batch
+from millstream.records.batch import HEADER_BYTES, TRANSACTIONAL_FLAG, seal_batch
 
 
 def make_batch(
-    values: list[bytes], *, now_ms: int, producer_id: int = -1, producer_epoch: int = -1, base_sequence: int = -1
+    values: list[bytes],
+    *,
+    now_ms: int,
+    producer_id: int = -1,
+    producer_epoch: int = -1,
+    base_sequence: int = -1,
+    transactional: bool = False,
 ) -> bytes:
     """A batch with one short record for each value."""
     records = b"".join(_record(delta, value) for delta, value in enumerate(values))
@@ -14,7 +20,7 @@ def make_batch(
     seal_batch(
         batch,
         base_offset=0,
-        attributes=0,
+        attributes=TRANSACTIONAL_FLAG if transactional else 0,
         last_offset_delta=len(values) - 1,
         base_timestamp_ms=now_ms,
         max_timestamp_ms=now_ms,

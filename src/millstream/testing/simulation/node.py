@@ -67,7 +67,7 @@ class Around(Protocol):
         """Something happened that must not."""
 
 
-class _Run:
+class Run:
     """One process of a node, from its start to its end: what the broker builds, without its sockets."""
 
     def __init__(self, node: SimulatedNode, process: Process) -> None:
@@ -106,6 +106,7 @@ class _Run:
         """Bring the parts up as the broker does."""
         self._supervise("log store", self.log_store.run())
         await self.cluster.open()
+        await self.serve()
         await self.cluster.join(
             Node(node_id=self._node.node_id, host=self._node.name, port=9092), str(self._node.starts)
         )
@@ -114,9 +115,16 @@ class _Run:
         """Take the parts down as the broker does."""
         await self.cluster.leave()
         self.follower_fetch.stop()
+        await self.close_served()
         await self.cluster.close()
         self.cluster.topics.close()
         await self.log_store.close()
+
+    async def serve(self) -> None:
+        """Start what clients ask beyond producing and fetching: nothing here."""
+
+    async def close_served(self) -> None:
+        """Stop what `serve` has started."""
 
     def _supervise(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=f"{self._node.name} {name}")
@@ -142,9 +150,10 @@ class SimulatedNode:
         self.boots = 0
         self.suspect = False
         self.is_running = False
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._process: Process | None = None
         self._replicas: dict[PartitionKey, Partition] = {}
+        self._carried: list[Partition] = []
 
     # -- what happens to it -----------------------------------------------------------------------------------
 
@@ -161,8 +170,12 @@ class SimulatedNode:
         starting.add_done_callback(self._started)
 
     async def _start(self, process: Process) -> None:
-        self._run = _Run(self, process)
-        await self._run.start()
+        run = self._run = self.make_run(process)
+        await run.start()
+
+    def make_run(self, process: Process) -> Run:
+        """What runs in a new process."""
+        return Run(self, process)
 
     def _started(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -237,10 +250,13 @@ class SimulatedNode:
     # -- what is asked of it ----------------------------------------------------------------------------------
 
     def replicas(self) -> Mapping[PartitionKey, Partition]:
-        """The partitions it carries; while it does not run, those that it had last."""
+        """The partitions it carries; while it does not run, those that it had last. Another mapping for others."""
         if self._run is not None and self.is_running:
-            for partition in self._run.cluster.topics.carried():
-                self._replicas[partition.topic.topic_id, partition.index] = partition
+            carried = list(self._run.cluster.topics.carried())
+            if carried != self._carried:
+                self._carried = carried
+                now = {(partition.topic.topic_id, partition.index): partition for partition in carried}
+                self._replicas = {**self._replicas, **now}
         return self._replicas
 
     def look_if_admitted(self, entries: Mapping[str, Entry]) -> None:

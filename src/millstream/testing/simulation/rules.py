@@ -36,7 +36,7 @@ class Holder(Protocol):
     is_running: bool
 
     def replicas(self) -> Mapping[PartitionKey, Partition]:
-        """Its partitions; of a node that is down, those it had last."""
+        """Its partitions; of a node that is down, those it had last. Another mapping whenever they change."""
 
 
 @dataclass(slots=True)
@@ -63,6 +63,7 @@ class Rules:
         self._tell = tell
         self._nodes: dict[NodeId, Holder] = {}
         self._seen: dict[tuple[NodeId, PartitionKey], _Seen] = {}
+        self._listed: dict[NodeId, tuple[Mapping[PartitionKey, Partition], list[tuple[PartitionKey, _Seen]]]] = {}
         self._leaders: dict[tuple[PartitionKey, int], NodeId] = {}
         self._revisions: dict[str, int] = {}
 
@@ -74,10 +75,8 @@ class Rules:
 
     def stepped(self, node: Holder) -> None:
         """Something ran on a node: look at what changed."""
-        for key, partition in node.replicas().items():
-            seen = self._seen.get((node.node_id, key))
-            if seen is None or seen.partition is not partition:
-                seen = self._seen[node.node_id, key] = _Seen(partition)
+        for key, seen in self._watched(node):
+            partition = seen.partition
             if (
                 partition.high_watermark != seen.high_watermark
                 or partition.leader_epoch != seen.epoch
@@ -85,6 +84,19 @@ class Rules:
                 or partition.log.generation != seen.generation
             ):
                 self._look(node, key, seen)
+
+    def _watched(self, node: Holder) -> list[tuple[PartitionKey, _Seen]]:
+        """What was seen of every replica of a node, worked out anew only when it has others."""
+        replicas = node.replicas()
+        known = self._listed.get(node.node_id)
+        if known is None or known[0] is not replicas:
+            for key, partition in replicas.items():
+                seen = self._seen.get((node.node_id, key))
+                if seen is None or seen.partition is not partition:
+                    self._seen[node.node_id, key] = _Seen(partition)
+            known = replicas, [(key, self._seen[node.node_id, key]) for key in replicas]
+            self._listed[node.node_id] = known
+        return known[1]
 
     def _look(self, node: Holder, key: PartitionKey, seen: _Seen) -> None:
         partition, committed = seen.partition, self.of(key)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,9 +58,14 @@ class Outcome:
 
 def simulate(seed: int, *, tracing: bool = False, faults: Sequence[str] = ()) -> Outcome:
     """Run one seed, with some kinds of faults only if they are named."""
+    return run_world(seed, lambda: World(Plan.draw(seed, faults)), tracing=tracing)
+
+
+def run_world(seed: int, make: Callable[[], World], *, tracing: bool) -> Outcome:
+    """Run the world of one seed and tell how it ended."""
     outcome = Outcome(seed)
     with seeded_entropy(seed), _logging(tracing=tracing) as handler:
-        world = World(Plan.draw(seed, faults))
+        world = make()
         handler.world = world
         try:
             world.loop.run_until_complete(world.run())
@@ -97,13 +102,17 @@ class World:
         self.declarations = SimulatedDeclarations(self.network)
         for name in (STORE, CATALOG):
             self.network.endpoints[name] = self.loop.start_process(name)
-        self.nodes = [SimulatedNode(NodeId(number), self) for number in range(1, plan.nodes + 1)]
+        self.nodes = [self.make_node(NodeId(number)) for number in range(1, plan.nodes + 1)]
         self.machines: Sequence[Machine] = self.nodes
         self._node_of: dict[Process, SimulatedNode] = {}
         self._clients_clock = clock
         self._steering = plan.chance("steering")
         self._failure: Exception | None = None
         self.loop.after_step = self._stepped
+
+    def make_node(self, node_id: NodeId) -> SimulatedNode:
+        """One of the nodes."""
+        return SimulatedNode(node_id, self)
 
     # -- what the parts ask for -------------------------------------------------------------------------------
 
@@ -176,10 +185,14 @@ class World:
         except Violation as violation:
             self.fail(violation)
 
+    def stepped(self, node: SimulatedNode) -> None:
+        """Something ran on a node: check the rules."""
+        self.rules.stepped(node)
+
     def _stepped(self, process: Process) -> None:
         node = self._node_of.get(process)
         if node is not None:
-            self.rules.stepped(node)
+            self.stepped(node)
         if self._failure is not None:
             raise self._failure
         if self.loop.complaints:
@@ -190,21 +203,29 @@ class World:
 
     async def run(self) -> None:
         """Start, work under faults, heal, and check that all is well."""
+        await self.start()
+        producers, consumers = self._start_clients()
+        await self.break_and_heal()
+        for producer, _ in producers:
+            producer.stop()
+        await self.until("the producers are done", lambda: _pending(producers), FINISH_S)
+        await self.until("the replicas are the same", self.unsettled, FINISH_S)
+        await self.until("the consumers are done", lambda: self._unread(consumers), FINISH_S)
+        self.trace.tell("world", f"well; {sum(producer.sent for producer, _ in producers)} batches sent")
+
+    async def start(self) -> None:
+        """Start the nodes and wait until they have the topics."""
         for node in self.nodes:
             self.rules.watch(node)
             node.start()
         for topic in self.plan.topics:
             self.declarations.declare(topic)
-        await self._until("the topics are there", self._unsettled, START_S)
-        producers, consumers = self._start_clients()
+        await self.until("the topics are there", self.unsettled, START_S)
+
+    async def break_and_heal(self) -> None:
+        """Let all faults happen, and then be over."""
         await Faults(self, self.plan.chance("faults"), self.plan.faults).run()
         self._heal()
-        for producer, _ in producers:
-            producer.stop()
-        await self._until("the producers are done", lambda: _pending(producers), FINISH_S)
-        await self._until("the replicas are the same", self._unsettled, FINISH_S)
-        await self._until("the consumers are done", lambda: self._unread(consumers), FINISH_S)
-        self.trace.tell("world", f"well; {sum(producer.sent for producer, _ in producers)} batches sent")
 
     def _start_clients(self) -> tuple[list[tuple[Producer, asyncio.Task[None]]], list[Consumer]]:
         producers: list[tuple[Producer, asyncio.Task[None]]] = []
@@ -253,14 +274,16 @@ class World:
             node.resume()
             node.start()
 
-    async def _until(self, what: str, pending: Any, timeout_s: float) -> None:
+    async def until(self, what: str, pending: Callable[[], str | None], timeout_s: float) -> None:
+        """Wait until nothing is left; fail when that takes too long."""
         deadline = self.loop.time() + timeout_s
         while (left := pending()) is not None:
             if self.loop.time() > deadline:
                 raise NotWell(f"{what}: not after {timeout_s:g} s: {left}")
             await asyncio.sleep(LOOK_S)
 
-    def _unsettled(self) -> str | None:
+    def unsettled(self) -> str | None:
+        """What keeps the replicas from being the same, if anything does."""
         expected = sum(topic.partitions for topic in self.plan.topics)
         if len(self.rules.states) < expected:
             return f"{len(self.rules.states)} of {expected} partitions"

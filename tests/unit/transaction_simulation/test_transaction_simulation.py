@@ -1,0 +1,35 @@
+"""Transactions under faults, from seeds: what is committed is there as a whole and once, and nothing hangs.
+
+`make simulate` runs thousands of seeds; here are a few.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from millstream.testing.transaction_simulation.world import simulate_transactions
+
+SEEDS = range(1000, 1012)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_transactions_are_whole_and_nothing_hangs_in_the_end(seed: int) -> None:
+    outcome = simulate_transactions(seed)
+    assert outcome.failure is None, "\n".join([*outcome.trace[-60:], f"seed {seed}: {outcome.failure}"])
+    assert outcome.batches > 0
+
+
+def test_a_seed_of_transactions_goes_the_same_way_in_every_process() -> None:
+    seed = 1001
+    code = (
+        "from millstream.testing.transaction_simulation.world import simulate_transactions; "
+        f"print(simulate_transactions({seed}, tracing=True).digest)"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert int(told) == simulate_transactions(seed).digest
