@@ -1,0 +1,103 @@
+"""The list of aborted transactions: what readers are told of, and what it costs to keep and to ask."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.log.aborted import AbortedTransaction, AbortedTransactions
+
+MANY = 1_000_000
+BYTES_MAX = 40
+"""For each: four numbers of 8 bytes, an eighth more while the arrays grow, and the blocks."""
+
+
+class Counted(AbortedTransactions):
+    """Counts what is looked at."""
+
+    looks = 0
+
+    def _at(self, at: int) -> AbortedTransaction:
+        self.looks += 1
+        return super()._at(at)
+
+
+def one_after_the_other(count: int) -> Counted:
+    """Transactions of two offsets each: a record and its marker; the last ones are added one by one."""
+    aborted = Counted()
+    known = count - 10_000
+    numbers = ([7] * known, range(0, 2 * known, 2), range(1, 2 * known, 2), range(2, 2 * known + 2, 2))
+    aborted.unpack([array("q", column).tobytes() for column in numbers])
+    for number in range(known, count):
+        aborted.add(AbortedTransaction(7, 2 * number, 2 * number + 1, 2 * number + 2))
+    return aborted
+
+
+def test_a_million_take_as_much_memory_as_their_numbers_and_are_found_at_once() -> None:
+    aborted = one_after_the_other(MANY)
+    assert sum(map(sys.getsizeof, (*aborted._columns(), aborted._lowest))) < MANY * BYTES_MAX
+    for first in (0, 2 * 777_777, 2 * MANY - 10):
+        assert [one.first_offset for one in aborted.overlapping(first, first + 5)] == [first, first + 2, first + 4]
+    assert aborted.looks == 9
+
+    aborted.cut_before(2 * MANY - 20)
+    assert len(aborted) == 10
+    assert aborted.overlapping(0, 2 * MANY)[0].first_offset == 2 * MANY - 20
+
+
+def test_a_reader_is_not_held_up_by_what_was_aborted_while_another_transaction_was_open() -> None:
+    aborted = Counted()
+    count = 100_000
+    for number in range(count):
+        aborted.add(AbortedTransaction(1, 10 + 2 * number, 11 + 2 * number, 5))
+    aborted.add(AbortedTransaction(2, 5, 10 + 2 * count, 11 + 2 * count))
+    assert [one.producer_id for one in aborted.overlapping(6, 13)] == [1, 1, 2]
+    assert aborted.looks == 3
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[AbortedTransaction]:
+    """Transactions of a few producers as a log would have them; all of them are aborted."""
+    open_since: dict[int, int] = {}
+    listed: list[AbortedTransaction] = []
+    for offset in range(draw(st.integers(1, 60))):
+        producer = draw(st.integers(1, 5))
+        if producer not in open_since:
+            open_since[producer] = offset
+        elif draw(st.booleans()):
+            first = open_since.pop(producer)
+            stable = min(open_since.values(), default=offset + 1)
+            listed.append(AbortedTransaction(producer, first, offset, stable))
+    return listed
+
+
+@given(histories(), st.integers(0, 60), st.integers(0, 60), st.integers(0, 60), st.data())
+def test_it_says_what_a_plain_list_says(
+    history: list[AbortedTransaction], first: int, length: int, cut: int, data: st.DataObject
+) -> None:
+    aborted = AbortedTransactions()
+    for one in history:
+        aborted.add(one)
+    gone = data.draw(st.sets(st.sampled_from([one.marker_offset for one in history]))) if history else set()
+    aborted.discard(gone)
+    aborted.cut_before(cut)
+    copy = AbortedTransactions()
+    copy.unpack(aborted.pack())
+    kept = [one for one in history if one.marker_offset not in gone and one.marker_offset >= cut]
+    wanted = [one for one in kept if one.first_offset < first + length and one.marker_offset >= first]
+    for each in (aborted, copy):
+        assert list(each) == kept
+        assert each.overlapping(first, first + length) == wanted
+
+
+def test_a_marker_that_was_lost_does_not_hide_what_comes_before_it() -> None:
+    aborted = AbortedTransactions()
+    aborted.add(AbortedTransaction(1, 10, 11, 12))
+    # It was open all the time, which nobody knew when the first one was noted.
+    aborted.add(AbortedTransaction(2, 3, 20, 3))
+    aborted.add(AbortedTransaction(3, 21, 22, 23))
+    assert [one.producer_id for one in aborted.overlapping(4, 6)] == [2]
+    assert [one.producer_id for one in aborted.overlapping(4, 11)] == [1, 2]
