@@ -280,6 +280,7 @@ class Catalog:
                         subscription_id=str(subscription.subscription_id),
                         name=subscription.name,
                         topics=list(subscription.topics),
+                        starts=_starts(subscription),
                         overrides=dict(subscription.overrides),
                         created_ms=subscription.created_ms,
                     )
@@ -295,7 +296,11 @@ class Catalog:
             if row is None:
                 raise UnknownSubscription(f"subscription {subscription_id} is not in the catalog")
             changed = change(_subscription(row))
-            values = {"topics": list(changed.topics), "overrides": dict(changed.overrides)}
+            values = {
+                "topics": list(changed.topics),
+                "starts": _starts(changed),
+                "overrides": dict(changed.overrides),
+            }
             connection.execute(update(subscriptions).where(here).values(values))
             return changed
 
@@ -423,4 +428,9 @@ def _subscription(row: Any) -> Subscription:
         topics=tuple(row.topics),
         overrides=dict(row.overrides),
         created_ms=row.created_ms,
+        starts={topic: tuple(offsets) for topic, offsets in row.starts.items()},
     )
+
+
+def _starts(subscription: Subscription) -> dict[str, list[int]]:
+    return {topic: list(offsets) for topic, offsets in subscription.starts.items()}

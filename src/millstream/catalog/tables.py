@@ -59,6 +59,7 @@ subscriptions = Table(
     Column("subscription_id", String(36), primary_key=True),
     Column("name", String(249), nullable=False, unique=True),
     Column("topics", JSON, nullable=False),
+    Column("starts", JSON, nullable=False),
     Column("overrides", JSON, nullable=False),
     Column("created_ms", BigInteger, nullable=False),
 )

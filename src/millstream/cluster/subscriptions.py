@@ -20,7 +20,7 @@ SUBSCRIPTIONS_MAX = 100_000
 DELETION_KEPT_MS = 7 * 24 * 3600 * 1000
 """How long it is remembered that a subscription was deleted, for nodes that are away meanwhile."""
 
-CheckFilter = Callable[[str], None]
+CheckFilter = Callable[[str], object]
 """Raises an `InvalidRequest` that points at what is wrong with the text of a filter."""
 
 
@@ -89,9 +89,15 @@ class Subscriptions:
         return found
 
     async def create(
-        self, name: str, topics: Sequence[str], overrides: Mapping[str, str], *, validate_only: bool = False
+        self,
+        name: str,
+        topics: Sequence[str],
+        overrides: Mapping[str, str],
+        *,
+        starts: Mapping[str, tuple[int, ...]] | None = None,
+        validate_only: bool = False,
     ) -> Subscription:
-        """Declare a subscription durably."""
+        """Declare a subscription durably; `starts` says where its queues begin, for partitions that are there."""
         self._check(name, topics, overrides)
         async with self._changing:
             if name in self._by_name:
@@ -104,6 +110,7 @@ class Subscriptions:
                 topics=tuple(topics),
                 overrides=dict(overrides),
                 created_ms=self._clock.now_ms(),
+                starts=dict(starts or {}),
             )
             if validate_only:
                 return made
@@ -119,9 +126,13 @@ class Subscriptions:
         changes: Mapping[str, str | None],
         *,
         topics: Sequence[str] | None = None,
+        starts: Mapping[str, tuple[int, ...]] | None = None,
         validate_only: bool = False,
     ) -> Subscription:
-        """Set some settings of a subscription, durably; None takes a setting back to its default."""
+        """Set some settings of a subscription, durably; None takes a setting back to its default.
+
+        `starts` says where the queues of further topics begin.
+        """
         found = self.existing(name)
 
         def changed(now: Subscription) -> Subscription:
@@ -129,7 +140,9 @@ class Subscriptions:
             overrides = {key: text for key, text in merged.items() if text is not None}
             wanted = now.topics if topics is None else tuple(topics)
             self._check(name, wanted, overrides)
-            return dataclasses.replace(now, overrides=overrides, topics=wanted)
+            begun = {**(starts or {}), **now.starts}
+            kept = {topic: offsets for topic, offsets in begun.items() if topic in wanted}
+            return dataclasses.replace(now, overrides=overrides, topics=wanted, starts=kept)
 
         # What can be told at once is told before the catalog is asked, and again with what it declares by then.
         preview = changed(found)

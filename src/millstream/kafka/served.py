@@ -220,13 +220,13 @@ class Served:
         service = self._subscriptions
         yield LoadQueueState(service.states)
         yield WriteQueueStates(service.states)
-        yield SubscriptionReceive(service.engine, service.declared, service.topics)
-        yield SubscriptionSettle(service.engine, service.declared, service.topics)
-        yield SubscriptionCreate(service.declared)
-        yield SubscriptionAlter(service.declared)
+        yield SubscriptionReceive(service)
+        yield SubscriptionSettle(service)
+        yield SubscriptionCreate(service)
+        yield SubscriptionAlter(service)
         yield SubscriptionDelete(service.declared)
-        yield SubscriptionList(service.engine, service.declared)
-        yield SubscriptionSeek(service.engine, service.declared, service.topics)
+        yield SubscriptionList(service)
+        yield SubscriptionSeek(service)
 
     def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         parts = self._parts

@@ -1,9 +1,16 @@
-"""Everything about subscriptions on this node, put together: what is declared, the queues, and where they are kept."""
+"""Everything about subscriptions on this node, put together: what is declared, the queues, and where they are kept.
+
+The queues work on columns, and the libraries for that take a while to load and some memory to hold. A node that has
+no subscriptions never loads them.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Iterable
 from random import SystemRandom
+from typing import TYPE_CHECKING
 
 from millstream.cluster.membership import Membership
 from millstream.cluster.producer_ids import ProducerIds
@@ -11,14 +18,23 @@ from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.model.clock import Clock
+from millstream.model.errors import PartitionClosed
 from millstream.model.metric import Metric, gauge
-from millstream.model.subscription import QueueKey
-from millstream.subscriptions.engine import Engine, Surroundings
-from millstream.subscriptions.image import Image
-from millstream.subscriptions.letter_box import LetterBox
+from millstream.model.subscription import EARLIEST, READ_COMMITTED, QueueKey, SubscriptionSettings
 from millstream.subscriptions.routed_store import RoutedStateStore
 from millstream.subscriptions.state_coordinator import StateCoordinator
+from millstream.subscriptions.state_store import QueueImage
 from millstream.transactions.peers import WirePeers
+from millstream.wire.client import Client
+
+if TYPE_CHECKING:
+    from millstream.subscriptions.engine import Engine
+    from millstream.subscriptions.filter.filter import Filter
+
+_logger = logging.getLogger(__name__)
+
+_END_MS = -1
+"""In the place of a time: the end of what may be read."""
 
 
 class SubscriptionService:
@@ -35,44 +51,128 @@ class SubscriptionService:
         clock: Clock,
     ) -> None:
         me = membership.me.node_id
-        random = SystemRandom()
         self.topics = topics
         self.declared = subscriptions
         self.states = StateCoordinator(topics, config, clock, _image)
+        self._membership = membership
+        self._producer_ids = producer_ids
+        self._clock = clock
+        self._random = SystemRandom()
         self._peers = WirePeers(membership.node, me=me)
-        self._store = RoutedStateStore(self.states, self._peers, random, me=me)
-        self.engine = Engine(
-            Surroundings(
-                topics=topics,
-                subscriptions=subscriptions,
-                store=self._store,
-                clock=clock,
-                random=random,
-                box=LetterBox(topics, lambda: ",".join(f"{node.host}:{node.port}" for node in membership.nodes())),
-                next_producer_id=producer_ids.next,
-                forget_deleted=lambda: self.states.forget(subscriptions.is_deleted),
-            )
-        )
+        self._store = RoutedStateStore(self.states, self._peers, self._random, me=me)
+        self._engine: Engine | None = None
+        self._making: asyncio.Task[Engine] | None = None
+        self._client: Client | None = None
+        self._closed = False
 
     def metrics(self) -> Iterable[Metric]:
         """How many queues are kept and open."""
+        opened = 0 if self._engine is None else self._engine.open_count
         yield gauge("millstream_queues_kept", "Queues whose state this node keeps.", self.states.queues)
-        yield gauge("millstream_queues_open", "Queues that this node leads and has open.", self.engine.open_count)
+        yield gauge("millstream_queues_open", "Queues that this node leads and has open.", opened)
 
     async def start(self) -> None:
         """Begin to load what the log has, and the queues of what is declared."""
+        self.declared.use_filters(_compiled)
+        self.declared.when_changed(self._changed)
         await self.states.start()
-        self.engine.start()
+        self._changed()
 
     async def close(self) -> None:
         """Send workers who wait away, and let what was written become durable."""
-        await self.engine.close()
+        self._closed = True
+        if self._making is not None:
+            await asyncio.wait([self._making])
+        if self._engine is not None:
+            await self._engine.close()
+        if self._client is not None:
+            await self._client.close()
         await self._store.close()
         await self.states.close()
         await self._peers.close()
 
+    async def engine(self) -> Engine:
+        """The queues, loaded when they are first needed."""
+        if self._engine is not None:
+            return self._engine
+        if self._closed:
+            raise PartitionClosed("the broker is stopping")
+        if self._making is None:
+            self._making = asyncio.get_running_loop().create_task(self._make(), name="load subscriptions")
+        return await asyncio.shield(self._making)
 
-def _image(key: QueueKey, snapshot: bytes | None) -> Image:
+    async def starts(self, topics: Iterable[str], settings: SubscriptionSettings) -> dict[str, tuple[int, ...]]:
+        """Where queues on these topics begin that are made now; topics that do not exist yet begin at their start."""
+        asked = {name: topic.partitions for name in topics if (topic := self.topics.get(name)) is not None}
+        if settings.start == EARLIEST:
+            return {name: (0,) * partitions for name, partitions in asked.items()}
+        time_ms = settings.start_time_ms(self._clock.now_ms())
+        wanted_ms = _END_MS if time_ms is None else time_ms
+        if self._client is None:
+            self._client = Client.connect(self._addresses(), client_id="subscriptions")
+        isolation = int(settings.isolation == READ_COMMITTED)
+        found: dict[str, tuple[int, ...]] = {}
+        for name, partitions in asked.items():
+            ends = await self._client.list_offsets(name, dict.fromkeys(range(partitions), _END_MS), isolation=isolation)
+            listed = ends
+            if wanted_ms != _END_MS:
+                times = dict.fromkeys(range(partitions), wanted_ms)
+                listed = await self._client.list_offsets(name, times, isolation=isolation)
+            found[name] = tuple(
+                listed[index].offset if listed[index].offset >= 0 else ends[index].offset for index in range(partitions)
+            )
+        return found
+
+    @property
+    def loaded(self) -> Engine | None:
+        """The queues, if they were needed so far."""
+        return self._engine
+
+    def _changed(self) -> None:
+        if self._engine is None and self._making is None and self.declared.all() and not self._closed:
+            self._making = asyncio.get_running_loop().create_task(self._make(), name="load subscriptions")
+
+    async def _make(self) -> Engine:
+        await asyncio.to_thread(_import_engine)
+        from millstream.subscriptions.engine import Engine, Surroundings
+        from millstream.subscriptions.filter.worker import FilterWorker
+        from millstream.subscriptions.letter_box import LetterBox
+        from millstream.subscriptions.sieve import Sieve
+
+        engine = Engine(
+            Surroundings(
+                topics=self.topics,
+                subscriptions=self.declared,
+                store=self._store,
+                clock=self._clock,
+                random=self._random,
+                box=LetterBox(self.topics, self._addresses),
+                next_producer_id=self._producer_ids.next,
+                sieve=Sieve(FilterWorker()),
+                forget_deleted=lambda: self.states.forget(self.declared.is_deleted),
+            )
+        )
+        engine.start()
+        self._engine = engine
+        return engine
+
+    def _addresses(self) -> str:
+        return ",".join(f"{node.host}:{node.port}" for node in self._membership.nodes())
+
+
+def _import_engine() -> None:
+    import millstream.subscriptions.engine  # noqa: F401
+
+
+def _compiled(text: str) -> Filter:
+    from millstream.subscriptions.filter.filter import compile_filter
+
+    return compile_filter(text)
+
+
+def _image(key: QueueKey, snapshot: bytes | None) -> QueueImage:
+    from millstream.subscriptions.image import Image
+
     image = Image(key)
     if snapshot is not None:
         image.replay(snapshot)

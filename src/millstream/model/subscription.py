@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 from uuid import UUID
@@ -244,6 +244,13 @@ class Subscription:
     """What it delivers; empty for a share group, whose members say so themselves."""
     overrides: Mapping[str, str]
     created_ms: int
+    starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Where its queues begin, by topic and partition, as it was when the topic was subscribed to."""
+
+    def start_on(self, topic: str, partition: int) -> int | None:
+        """Where a queue begins; None for a partition that came later, which is delivered from its beginning."""
+        known = self.starts.get(topic, ())
+        return known[partition] if partition < len(known) else None
 
     @property
     def settings(self) -> SubscriptionSettings:

@@ -16,6 +16,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from millstream.model.clock import Clock
 from millstream.model.errors import MillstreamError, NotLeader, OffsetOutOfRange
 from millstream.model.ids import Epoch, Offset
@@ -23,8 +26,9 @@ from millstream.model.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionS
 from millstream.records.batch import Buffer, iterate_whole_headers
 from millstream.replication.partition import Partition
 from millstream.subscriptions.lease import Lease, Settle
-from millstream.subscriptions.look_ahead import Matches, batches_with, look, read, readable_end
+from millstream.subscriptions.look_ahead import Stretch, batches_with, look, read, readable_end
 from millstream.subscriptions.queue import Queue
+from millstream.subscriptions.sieve import QueueSieve
 from millstream.subscriptions.state_store import QueueWrite, StateStore
 
 _logger = logging.getLogger(__name__)
@@ -34,6 +38,7 @@ LOOK_OFFSETS: Final = 50_000
 LOOKS_AT_ONCE: Final = 8
 """How many stretches are looked at in one turn of the loop when none of them holds a message to deliver."""
 WAITING_MAX: Final = 10_000
+SIEVE_RETRY_S: Final = 1.0
 
 
 class Received(NamedTuple):
@@ -76,20 +81,21 @@ class Delivery:
         clock: Clock,
         *,
         next_sequence: int,
-        matches: Matches | None = None,
+        sieve: QueueSieve | None = None,
     ) -> None:
         self.key = key
         self.queue = queue
         self.partition = partition
         self.leader_epoch = Epoch(partition.leader_epoch)
         self.last_used_ms = clock.now_ms()
-        self.matches = matches
         self.when_rejecting: Callable[[], None] = lambda: None
         """Called when messages are on their way to the dead letter topic."""
         self.when_closed: Callable[[Delivery], None] = lambda _delivery: None
         self._store = store
         self._clock = clock
         self._next_sequence = next_sequence
+        self._sieve = sieve
+        self._looking: asyncio.Task[None] | None = None
         # In the order in which they came.
         self._waiting: dict[Waiter, None] = {}
         self._alarm: asyncio.TimerHandle | None = None
@@ -179,10 +185,12 @@ class Delivery:
         self.queue.seek(offset, now_ms=self._clock.now_ms())
         self._after()
 
-    def change(self, settings: SubscriptionSettings, matches: Matches | None) -> None:
-        """Take over what the subscription declares now."""
+    def change(self, settings: SubscriptionSettings, sieve: QueueSieve | None) -> None:
+        """Take over what the subscription declares now; what was looked at already stays as it was decided."""
         self.queue.settings = settings
-        self.matches = matches
+        if self._sieve is not None:
+            self._sieve.close()
+        self._sieve = sieve
         self._wake()
 
     # Being told
@@ -202,6 +210,10 @@ class Delivery:
         self.partition.forget(self)
         if self._alarm is not None:
             self._alarm.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._sieve is not None:
+            self._sieve.close()
         waiting, self._waiting = self._waiting, {}
         for waiter in waiting:
             waiter.refuse(reason)
@@ -241,39 +253,81 @@ class Delivery:
 
     def _look_ahead(self, wanted: int) -> None:
         """Look further until enough is known to be there, or nothing more is."""
-        queue, partition, settings = self.queue, self.partition, self.settings
+        if self._sieve is not None:
+            self._look_through_sieve(wanted)
+            return
         for _ in range(LOOKS_AT_ONCE):
-            if queue.counts.available >= wanted or queue.room <= 0:
+            seen = self._look_once(wanted)
+            if seen is None:
                 return
-            at = max(queue.next_look, partition.log_start)
-            if at >= readable_end(partition, settings.isolation):
+            self._take_in(seen, None)
+        # There is more to look at than one turn of the loop should take.
+        self._wake()
+
+    def _look_through_sieve(self, wanted: int) -> None:
+        """Have the filter look further, beside the loop; whoever waits is woken when it has."""
+        if self._looking is None and self._needs_more(wanted):
+            self._looking = asyncio.get_running_loop().create_task(self._sift(wanted), name=f"filter {self.key}")
+            self._looking.add_done_callback(self._sifted)
+
+    async def looked(self) -> None:
+        """Wait until the filter has looked at what it is asked for now."""
+        if self._looking is not None:
+            await asyncio.wait([self._looking])
+
+    async def _sift(self, wanted: int) -> None:
+        while self._closed is None and (sieve := self._sieve) is not None:
+            seen = self._look_once(wanted)
+            if seen is None:
                 return
+            matches = await sieve.matches(seen.records, seen.first, seen.next_offset)
+            if self._closed is None and self.queue.next_look == seen.first and self._sieve is sieve:
+                self._take_in(seen, matches)
+                self._wake()
+
+    def _sifted(self, looking: asyncio.Task[None]) -> None:
+        self._looking = None
+        error = None if looking.cancelled() else looking.exception()
+        if error is not None:
+            _logger.warning("a filter could not be asked", extra={"queue": str(self.key), "error": str(error)})
+            asyncio.get_running_loop().call_later(SIEVE_RETRY_S, self._wake)
+        elif self._closed is None:
+            self._after()
+
+    def _needs_more(self, wanted: int) -> bool:
+        queue = self.queue
+        if queue.counts.available >= wanted or queue.room <= 0:
+            return False
+        return max(queue.next_look, self.partition.log_start) < readable_end(self.partition, self.settings.isolation)
+
+    def _look_once(self, wanted: int) -> Stretch | None:
+        """Look at the next stretch of the log; None when no more is wanted, or there."""
+        partition, settings = self.partition, self.settings
+        while self._needs_more(wanted):
             try:
-                seen = look(
+                return look(
                     partition,
-                    Offset(at),
+                    Offset(max(self.queue.next_look, partition.log_start)),
                     settings.isolation,
                     max_bytes=LOOK_BYTES,
-                    offsets_max=min(LOOK_OFFSETS, queue.room),
-                    matches=self.matches,
+                    offsets_max=min(LOOK_OFFSETS, self.queue.room),
                     with_keys=settings.ordered,
                 )
             except OffsetOutOfRange:
                 # Retention was faster; the next look begins where the log does now.
-                continue
-            if seen is None:
-                return
-            queue.look(
-                seen.first,
-                seen.next_offset,
-                now_ms=self._clock.now_ms(),
-                absent=seen.absent,
-                matches=seen.matches,
-                keys=seen.keys,
-                due=seen.due,
-            )
-        # There is more to look at than one turn of the loop should take.
-        self._wake()
+                self.queue.drop_before(partition.log_start, now_ms=self._clock.now_ms())
+        return None
+
+    def _take_in(self, seen: Stretch, matches: npt.NDArray[np.bool_] | None) -> None:
+        self.queue.look(
+            seen.first,
+            seen.next_offset,
+            now_ms=self._clock.now_ms(),
+            absent=seen.absent,
+            matches=matches,
+            keys=seen.keys,
+            due=seen.due,
+        )
 
     def _after(self) -> None:
         """What follows from every change."""

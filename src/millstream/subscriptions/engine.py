@@ -16,21 +16,20 @@ from millstream.cluster.topics import Topics
 from millstream.model.clock import Clock
 from millstream.model.errors import MillstreamError, NotLeader, PartitionClosed, UnknownSubscription
 from millstream.model.ids import Epoch, Offset, PartitionIndex, ProducerId
-from millstream.model.subscription import EARLIEST, LATEST, QueueKey, Subscription, SubscriptionSettings
+from millstream.model.subscription import EARLIEST, QueueKey, Subscription, SubscriptionSettings
 from millstream.replication.partition import Partition
 from millstream.subscriptions.dead_letters import DeadLetters
 from millstream.subscriptions.delivery import Delivery
+from millstream.subscriptions.filter.filter import compile_filter
 from millstream.subscriptions.letter_box import LetterBox
-from millstream.subscriptions.look_ahead import Matches, readable_end
+from millstream.subscriptions.look_ahead import readable_end
 from millstream.subscriptions.queue import Queue
+from millstream.subscriptions.sieve import QueueSieve, Sieve
 from millstream.subscriptions.state_store import StateStore
 
 _logger = logging.getLogger(__name__)
 
 OPENING_AT_ONCE: Final = 16
-
-MakeMatches = Callable[[Subscription, SubscriptionSettings], Matches | None]
-"""Makes what a filter is asked with; None when there is no filter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,7 @@ class Surroundings:
     random: Random
     box: LetterBox
     next_producer_id: Callable[[], Awaitable[ProducerId]]
-    make_matches: MakeMatches = lambda _subscription, _settings: None
+    sieve: Sieve
     forget_deleted: Callable[[], Awaitable[object]]
     """Has the states of deleted subscriptions go."""
 
@@ -83,6 +82,7 @@ class Engine:
             opened.delivery.close(PartitionClosed("the broker is stopping"))
             await opened.letters.close()
         await self._around.box.close()
+        await self._around.sieve.stop()
 
     @property
     def open_count(self) -> int:
@@ -139,9 +139,9 @@ class Engine:
         if not queue.is_started:
             now_ms = around.clock.now_ms()
             queue.begin(_start_of(declared, settings, partition, now_ms), now_ms=now_ms)
-        matches = around.make_matches(declared, settings)
+        sieve = self._sieve_for(settings, partition)
         delivery = Delivery(
-            key, queue, partition, around.store, around.clock, next_sequence=stored.sequence + 1, matches=matches
+            key, queue, partition, around.store, around.clock, next_sequence=stored.sequence + 1, sieve=sieve
         )
         letters = DeadLetters(
             delivery,
@@ -173,12 +173,24 @@ class Engine:
                 continue
             settings = around.subscriptions.settings_of(declared)
             if settings != opened.delivery.settings:
-                opened.delivery.change(settings, around.make_matches(declared, settings))
+                self._change(opened.delivery, settings)
         for subscription in around.subscriptions.all():
             for topic in subscription.topics:
                 self._follow(topic)
         self._begin_all()
         self._spawn(self._forget())
+
+    def _change(self, delivery: Delivery, settings: SubscriptionSettings) -> None:
+        if settings.ordered != delivery.settings.ordered:
+            # It knows other things of its messages then, and begins anew from what is stored.
+            delivery.close(NotLeader("the queue begins anew, since its order was changed"))
+            return
+        delivery.change(settings, self._sieve_for(settings, delivery.partition))
+
+    def _sieve_for(self, settings: SubscriptionSettings, partition: Partition) -> QueueSieve | None:
+        if not settings.filter:
+            return None
+        return QueueSieve(self._around.sieve, partition.log.partition, compile_filter(settings.filter))
 
     def _follow(self, topic: str) -> None:
         if topic not in self._followed:
@@ -234,13 +246,18 @@ class Engine:
 
 def _start_of(subscription: Subscription, settings: SubscriptionSettings, partition: Partition, now_ms: int) -> Offset:
     """Where a queue begins that nobody has looked at yet."""
+    if subscription.topics:
+        start = subscription.start_on(partition.topic.name, partition.index)
+        # What was published to a partition that came after the subscription was published for it too.
+        return partition.log_start if start is None else Offset(max(start, partition.log_start))
+    return place_of(settings, partition, now_ms)
+
+
+def place_of(settings: SubscriptionSettings, partition: Partition, now_ms: int) -> Offset:
+    """The place that the declared start names now."""
     end = readable_end(partition, settings.isolation)
-    is_newer = partition.topic.created_ms >= subscription.created_ms
-    if settings.start == EARLIEST or (settings.start == LATEST and is_newer and subscription.topics):
-        # Everything in a topic that came after the subscription was published for it too.
-        return partition.log_start
     time_ms = settings.start_time_ms(now_ms)
     if time_ms is None:
-        return end
+        return partition.log_start if settings.start == EARLIEST else end
     found = partition.log.offset_for_time(time_ms, up_to=end)
     return end if found is None else Offset(max(found[0], partition.log_start))

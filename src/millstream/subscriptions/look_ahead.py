@@ -1,10 +1,10 @@
 """What a queue has to know of a stretch of the log before it can hand it out: which offsets hold messages, which of
-them are delayed, which match the filter, and their keys. Batches that raise none of these questions are not opened.
+them are delayed, and their keys. Batches that raise none of these questions are not opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -32,9 +32,6 @@ _DELIVER_AT_BYTES: Final = DELIVER_AT.encode()
 _TIME_DIGITS_MAX: Final = 15
 _KEYS: Final = 2**31 - 1
 
-Matches = Callable[[Buffer, Offset, Offset], npt.NDArray[np.bool_]]
-"""For the batches of a stretch, which of its offsets match a filter."""
-
 Ranges = list[tuple[int, int]]
 """Offsets, each range with its first and its last."""
 
@@ -48,7 +45,6 @@ class Stretch(NamedTuple):
     absent: Ranges
     due: Ranges
     """Delayed messages: offset and time."""
-    matches: npt.NDArray[np.bool_] | None
     keys: npt.NDArray[np.int64] | None
 
 
@@ -72,7 +68,6 @@ def look(
     *,
     max_bytes: int,
     offsets_max: int,
-    matches: Matches | None = None,
     with_keys: bool = False,
 ) -> Stretch | None:
     """Look at the log from an offset on; None when there is nothing to see yet."""
@@ -103,7 +98,6 @@ def look(
         position,
         absent,
         due,
-        None if matches is None else matches(records, offset, position),
         _keys(records, offset, position) if with_keys else None,
     )
 

@@ -55,6 +55,11 @@ async def receive(
     What comes back may be told to the worker: where the subscription promises it, the leases are durable.
     """
     given = _look_round(deliveries, worker, max_records, max_bytes, first)
+    if not given:
+        # A filter may just be looking at what is there.
+        for delivery in deliveries:
+            await delivery.looked()
+        given = _look_round(deliveries, worker, max_records, max_bytes, first)
     if not given and wait_s > 0 and deliveries:
         given = await _wait(deliveries, _Waiting(worker, max_records, max_bytes), wait_s)
     for delivery, _ in given:

@@ -111,7 +111,12 @@ def test_a_deletion_leaves_a_record_until_it_is_forgotten(catalog: Catalog) -> N
 def test_a_subscription_is_kept_changed_and_deleted_with_a_record(open_catalog: OpenCatalog) -> None:
     catalog = open_catalog()
     billing = Subscription(
-        name="billing", subscription_id=uuid4(), topics=("orders", "ünd"), overrides={"a": "b"}, created_ms=2**41
+        name="billing",
+        subscription_id=uuid4(),
+        topics=("orders", "ünd"),
+        overrides={"a": "b"},
+        created_ms=2**41,
+        starts={"orders": (0, 2**40), "ünd": ()},
     )
     catalog.add_subscription(billing)
     with pytest.raises(SubscriptionExists):

@@ -31,10 +31,17 @@ async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> No
     await subscriptions.load()
     told: list[int] = []
     subscriptions.when_changed(lambda: told.append(len(subscriptions.all())))
-    billing = await subscriptions.create("billing", ["orders"], {LEASE: "5000"})
+    billing = await subscriptions.create("billing", ["orders"], {LEASE: "5000"}, starts={"orders": (7, 8)})
+    assert [billing.start_on("orders", 1), billing.start_on("orders", 2), billing.start_on("x", 0)] == [8, None, None]
     assert subscriptions.get("billing") is subscriptions.by_id(billing.subscription_id) is billing
     assert subscriptions.settings_of(billing).lease_ms == 5000
-    changed = await subscriptions.alter("billing", {LEASE: None, ORDERED: "true"}, topics=["orders", "bills"])
+    changed = await subscriptions.alter(
+        "billing",
+        {LEASE: None, ORDERED: "true"},
+        topics=["orders", "bills"],
+        starts={"orders": (1, 1), "bills": (3,), "others": (4,)},
+    )
+    assert changed.starts == {"orders": (7, 8), "bills": (3,)}
     assert subscriptions.settings_of(changed).ordered
     assert told == [1, 1]
     again = make(catalog)

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from millstream.cluster.subscriptions import Subscriptions
 from millstream.kafka.private import PrivateApi
+from millstream.kafka.subscription_service import SubscriptionService
 
 
 class ChangedSubscription(msgspec.Struct, frozen=True):
@@ -33,12 +33,19 @@ class SubscriptionAlter(PrivateApi[ChangedSubscription]):
     key = 32033
     asks = ChangedSubscription
 
-    def __init__(self, subscriptions: Subscriptions) -> None:
-        self._subscriptions = subscriptions
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+        self._subscriptions = service.declared
 
     async def handle(self, request: ChangedSubscription) -> dict[str, Any]:
         """Change it durably."""
+        found = self._subscriptions.existing(request.name)
+        further = [topic for topic in request.topics or () if topic not in found.topics]
         await self._subscriptions.alter(
-            request.name, request.settings, topics=request.topics, validate_only=request.validate_only
+            request.name,
+            request.settings,
+            topics=request.topics,
+            starts=await self._service.starts(further, found.settings) if further else None,
+            validate_only=request.validate_only,
         )
         return {}

@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
-from millstream.cluster.subscriptions import Subscriptions
 from millstream.kafka.private import PrivateApi
+from millstream.kafka.subscription_service import SubscriptionService
+from millstream.model.subscription import check_subscription
 
 
 class NewSubscription(msgspec.Struct, frozen=True):
@@ -33,12 +34,18 @@ class SubscriptionCreate(PrivateApi[NewSubscription]):
     key = 32032
     asks = NewSubscription
 
-    def __init__(self, subscriptions: Subscriptions) -> None:
-        self._subscriptions = subscriptions
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+        self._subscriptions = service.declared
 
     async def handle(self, request: NewSubscription) -> dict[str, Any]:
         """Declare it durably."""
+        settings = check_subscription(request.name, request.topics, request.settings)
         made = await self._subscriptions.create(
-            request.name, request.topics, request.settings, validate_only=request.validate_only
+            request.name,
+            request.topics,
+            request.settings,
+            starts=await self._service.starts(request.topics, settings),
+            validate_only=request.validate_only,
         )
         return {"subscription_id": str(made.subscription_id)}

@@ -12,16 +12,17 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from millstream.cluster.subscriptions import Subscriptions
 from millstream.kafka.private import PrivateApi
+from millstream.kafka.subscription_service import SubscriptionService
 from millstream.model.subscription import Subscription
-from millstream.subscriptions.delivery import Delivery
 from millstream.subscriptions.delta import DeltaKind
-from millstream.subscriptions.engine import Engine
+
+if TYPE_CHECKING:
+    from millstream.subscriptions.delivery import Delivery
 
 _COUNTERS = {
     "accepted": DeltaKind.ACCEPTED,
@@ -46,9 +47,9 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
     key = 32035
     asks = WantedSubscriptions
 
-    def __init__(self, engine: Engine, subscriptions: Subscriptions) -> None:
-        self._engine = engine
-        self._subscriptions = subscriptions
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+        self._subscriptions = service.declared
 
     async def handle(self, request: WantedSubscriptions) -> dict[str, Any]:
         """Tell of some, or of all."""
@@ -57,7 +58,8 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
         else:
             wanted = [self._subscriptions.existing(name) for name in request.names]
         queues: dict[object, list[Delivery]] = {}
-        for delivery in self._engine.deliveries:
+        engine = self._service.loaded
+        for delivery in () if engine is None else engine.deliveries:
             queues.setdefault(delivery.key.subscription_id, []).append(delivery)
         return {"subscriptions": [self._told(one, queues.get(one.subscription_id, ())) for one in wanted]}
 

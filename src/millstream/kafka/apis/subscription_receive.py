@@ -12,14 +12,12 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
-from millstream.cluster.subscriptions import Subscriptions
-from millstream.cluster.topics import Topics
 from millstream.kafka.packed import PackedApi
+from millstream.kafka.subscription_service import SubscriptionService
 from millstream.model.errors import InvalidRequest
 from millstream.replication.partition import Partition
-from millstream.subscriptions.engine import Engine
-from millstream.subscriptions.receiving import Given, receive
 from millstream.wire.subscription_messages import (
     RECEIVE_KEY,
     LeasedRange,
@@ -27,6 +25,9 @@ from millstream.wire.subscription_messages import (
     Receive,
     ReceiveAnswer,
 )
+
+if TYPE_CHECKING:
+    from millstream.subscriptions.receiving import Given
 
 RECORDS_MAX = 100_000
 BYTES_MAX = 64 * 1024 * 1024
@@ -41,10 +42,10 @@ class SubscriptionReceive(PackedApi[Receive]):
     asks = Receive
     answers = ReceiveAnswer
 
-    def __init__(self, engine: Engine, subscriptions: Subscriptions, topics: Topics) -> None:
-        self._engine = engine
-        self._subscriptions = subscriptions
-        self._topics = topics
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+        self._subscriptions = service.declared
+        self._topics = service.topics
         # Queues take turns at being asked first.
         self._turn = itertools.count()
 
@@ -53,7 +54,11 @@ class SubscriptionReceive(PackedApi[Receive]):
         _check(request)
         subscription = self._subscriptions.existing(request.subscription)
         partitions = self._partitions(subscription.topics, request.partitions)
-        deliveries = [await self._engine.delivery(subscription, partition) for partition in partitions]
+        engine = await self._service.engine()
+        deliveries = [await engine.delivery(subscription, partition) for partition in partitions]
+        # Imported when the first worker asks, with what queues are made of.
+        from millstream.subscriptions.receiving import receive
+
         given = await receive(
             deliveries,
             request.worker,

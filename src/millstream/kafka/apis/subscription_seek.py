@@ -15,15 +15,12 @@ from typing import Any
 
 import msgspec
 
-from millstream.cluster.subscriptions import Subscriptions
-from millstream.cluster.topics import Topics
 from millstream.kafka.private import PrivateApi
+from millstream.kafka.subscription_service import SubscriptionService
 from millstream.model.errors import InvalidRequest
 from millstream.model.ids import Offset
-from millstream.model.subscription import Subscription
+from millstream.model.subscription import READ_COMMITTED, Subscription
 from millstream.replication.partition import Partition
-from millstream.subscriptions.engine import Engine
-from millstream.subscriptions.look_ahead import readable_end
 
 AT_OFFSET = "offset:"
 AT_TIME = "at:"
@@ -45,18 +42,19 @@ class SubscriptionSeek(PrivateApi[Sought]):
     key = 32036
     asks = Sought
 
-    def __init__(self, engine: Engine, subscriptions: Subscriptions, topics: Topics) -> None:
-        self._engine = engine
-        self._subscriptions = subscriptions
-        self._topics = topics
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+        self._subscriptions = service.declared
+        self._topics = service.topics
 
     async def handle(self, request: Sought) -> dict[str, Any]:
         """Move each queue; told once it is durable."""
         subscription = self._subscriptions.existing(request.name)
         _check(request.to)
+        engine = await self._service.engine()
         moved = []
         for partition in self._partitions(subscription, request):
-            delivery = await self._engine.delivery(subscription, partition)
+            delivery = await engine.delivery(subscription, partition)
             offset = _place(partition, delivery.settings.isolation, request.to)
             delivery.seek(offset)
             await delivery.durable()
@@ -82,7 +80,7 @@ def _check(to: str) -> None:
 
 
 def _place(partition: Partition, isolation: str, to: str) -> Offset:
-    end = readable_end(partition, isolation)
+    end = partition.last_stable_offset if isolation == READ_COMMITTED else partition.high_watermark
     if to == "earliest":
         return partition.log_start
     if to == "latest":

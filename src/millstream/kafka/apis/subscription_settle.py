@@ -15,14 +15,12 @@ import asyncio
 
 from kio.schema.errors import ErrorCode
 
-from millstream.cluster.subscriptions import Subscriptions
-from millstream.cluster.topics import Topics
 from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.packed import PackedApi
+from millstream.kafka.subscription_service import SubscriptionService
 from millstream.model.errors import InvalidRequest, MillstreamError
 from millstream.model.ids import Offset
 from millstream.model.subscription import Subscription
-from millstream.subscriptions.engine import Engine
 from millstream.subscriptions.lease import Settle, Verb
 from millstream.wire.subscription_messages import (
     SETTLE_KEY,
@@ -45,10 +43,10 @@ class SubscriptionSettle(PackedApi[SettleRequest]):
     asks = SettleRequest
     answers = SettleAnswer
 
-    def __init__(self, engine: Engine, subscriptions: Subscriptions, topics: Topics) -> None:
-        self._engine = engine
-        self._subscriptions = subscriptions
-        self._topics = topics
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+        self._subscriptions = service.declared
+        self._topics = service.topics
 
     async def handle(self, request: SettleRequest) -> SettleAnswer:
         """Settle each partition on its own."""
@@ -59,7 +57,8 @@ class SubscriptionSettle(PackedApi[SettleRequest]):
     async def _settle(self, subscription: Subscription, worker: str, asked: PartitionSettles) -> Results:
         try:
             verbs = [_verb(one) for one in asked.verbs]
-            delivery = await self._engine.delivery(subscription, self._topics.partition(asked.topic, asked.partition))
+            engine = await self._service.engine()
+            delivery = await engine.delivery(subscription, self._topics.partition(asked.topic, asked.partition))
             results = await delivery.settle(worker, verbs)
         except MillstreamError as error:
             return [(int(error_code(error)), error_message(error))] * len(asked.verbs)

@@ -1,0 +1,119 @@
+"""Filters at work: a stretch of the log is decoded once, however many subscriptions have a filter on it.
+
+Queues of one partition look at the same messages, some earlier and some later. Whoever comes first has all filters of
+the partition evaluated, and what came out is kept for the others, as long as there is room for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from millstream.model.errors import CorruptBatch
+from millstream.model.ids import Offset
+from millstream.model.topic import TopicPartition
+from millstream.records.batch import Buffer
+from millstream.subscriptions.filter.evaluation import Messages
+from millstream.subscriptions.filter.filter import Filter
+from millstream.subscriptions.filter.worker import FilterWorker
+
+KEPT_BYTES_MAX: Final = 16 * 1024 * 1024
+
+Bits = npt.NDArray[np.bool_]
+
+
+class _Kept(NamedTuple):
+    next_offset: Offset
+    by_filter: dict[Filter, Bits]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(bits.nbytes for bits in self.by_filter.values())
+
+
+class Sieve:
+    """The filters of a node, by the partitions that they look at."""
+
+    def __init__(self, worker: FilterWorker) -> None:
+        self._worker = worker
+        self._filters: dict[TopicPartition, Counter[Filter]] = {}
+        self._kept: OrderedDict[tuple[TopicPartition, Offset], _Kept] = OrderedDict()
+        self._kept_bytes = 0
+
+    async def stop(self) -> None:
+        """End the process that evaluates filters."""
+        await self._worker.stop()
+
+    def join(self, partition: TopicPartition, wanted: Filter) -> None:
+        """A queue with a filter begins."""
+        self._filters.setdefault(partition, Counter())[wanted] += 1
+
+    def leave(self, partition: TopicPartition, wanted: Filter) -> None:
+        """A queue with a filter ends, or has another one now."""
+        counts = self._filters.get(partition)
+        if counts is None:
+            return
+        counts[wanted] -= 1
+        if counts[wanted] <= 0:
+            del counts[wanted]
+        if not counts:
+            del self._filters[partition]
+
+    async def matches(
+        self, partition: TopicPartition, wanted: Filter, records: Buffer, first: Offset, next_offset: Offset
+    ) -> Bits:
+        """For every offset of a stretch, whether its message matches; what cannot be decoded does."""
+        kept = self._kept.get((partition, first))
+        if kept is not None and kept.next_offset == next_offset and wanted in kept.by_filter:
+            self._kept.move_to_end((partition, first))
+            return kept.by_filter[wanted]
+        filters = list(self._filters.get(partition, {wanted: 1}))
+        if wanted not in filters:
+            filters.append(wanted)
+        messages = Messages(
+            topic=partition.topic,
+            partition=partition.partition,
+            batches=records,
+            start_offset=first,
+            end_offset=next_offset,
+        )
+        try:
+            evaluation = await self._worker.evaluate(messages, filters)
+        except CorruptBatch:
+            # Workers see it as it is, and the dead letter topic takes it when they cannot read it either.
+            return np.ones(next_offset - first, np.bool_)
+        by_filter: dict[Filter, Bits] = {}
+        for one, bits in zip(filters, evaluation.matches, strict=True):
+            by_filter[one] = dense = np.zeros(next_offset - first, np.bool_)
+            dense[evaluation.offsets - first] = bits
+        self._keep((partition, first), _Kept(next_offset, by_filter))
+        return by_filter[wanted]
+
+    def _keep(self, place: tuple[TopicPartition, Offset], kept: _Kept) -> None:
+        old = self._kept.pop(place, None)
+        self._kept_bytes += kept.size_bytes - (0 if old is None else old.size_bytes)
+        self._kept[place] = kept
+        while self._kept_bytes > KEPT_BYTES_MAX and self._kept:
+            _, dropped = self._kept.popitem(last=False)
+            self._kept_bytes -= dropped.size_bytes
+
+
+class QueueSieve:
+    """The filter of one queue."""
+
+    def __init__(self, sieve: Sieve, partition: TopicPartition, wanted: Filter) -> None:
+        self._sieve = sieve
+        self._partition = partition
+        self.filter = wanted
+        sieve.join(partition, wanted)
+
+    def close(self) -> None:
+        """The queue has gone, or has another filter."""
+        self._sieve.leave(self._partition, self.filter)
+
+    async def matches(self, records: Buffer, first: Offset, next_offset: Offset) -> Bits:
+        """For every offset of a stretch, whether its message matches."""
+        return await self._sieve.matches(self._partition, self.filter, records, first, next_offset)
