@@ -23,7 +23,8 @@ import uvloop
 from benchmarks.fuzz_trial import Finding, listen, run
 
 from millstream.net.budget import Budget
-from millstream.net.connection import Answer, Buffers, Connection, ConnectionLimits, Traffic
+from millstream.net.connection import Answer, Buffers, Connection, ConnectionLimits
+from millstream.net.traffic import Traffic
 
 FRAME_BYTES_MAX = 6 * 1024 * 1024
 _LENGTH = struct.Struct(">i")

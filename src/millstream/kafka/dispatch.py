@@ -17,8 +17,9 @@ from typing import Any, Protocol
 from millstream.kafka.api import Api, ClientInfo
 from millstream.model.errors import ProtocolViolation
 from millstream.model.metric import Histogram, Metric, Sample
-from millstream.net.connection import Answer, Buffers, Connection
-from millstream.net.promise import Promise
+from millstream.net.connection import Answer, Connection
+from millstream.net.promise import Buffers, Promise, Reply
+from millstream.net.stream import Stream
 from millstream.wire.codec import (
     API_VERSIONS_KEY,
     RequestHeader,
@@ -87,7 +88,7 @@ class Dispatch:
         answer = api.handle_frame(frame, header, client)
         return self._observe(self._latencies[api.key], answer, started)
 
-    async def _when_loaded(self, frame: bytearray, connection: Connection) -> Buffers | None:
+    async def _when_loaded(self, frame: bytearray, connection: Connection) -> Reply | None:
         await self._loaded.wait()
         answer = self.handle(memoryview(frame), connection)
         if isinstance(answer, Awaitable):
@@ -140,7 +141,7 @@ class Dispatch:
         return [encoded]
 
     def _observe(self, latency: Histogram, answer: Answer, started: float) -> Answer:
-        if answer is None or isinstance(answer, list):
+        if answer is None or isinstance(answer, list | Stream):
             latency.observe(time.perf_counter() - started)
             return answer
         if isinstance(answer, Promise):
@@ -149,7 +150,7 @@ class Dispatch:
         return _observed(latency, answer, started)
 
 
-async def _observed(latency: Histogram, answer: Awaitable[Buffers | None], started: float) -> Buffers | None:
+async def _observed(latency: Histogram, answer: Awaitable[Reply | None], started: float) -> Reply | None:
     try:
         return await answer
     finally:

@@ -15,7 +15,8 @@ from kio.schema.errors import ErrorCode
 from millstream.kafka.api import ClientInfo
 from millstream.kafka.errors import error_code, error_message
 from millstream.model.errors import MillstreamError
-from millstream.net.connection import Answer, Buffers
+from millstream.net.connection import Answer
+from millstream.net.promise import Buffers
 from millstream.wire.codec import RequestHeader, response_head
 
 RequestT = TypeVar("RequestT")

@@ -15,6 +15,8 @@ class Opened(Protocol):
     descriptor: int
     used: bool
     pins: int
+    released: bool
+    """Whether it is no part of anything any more, so that its path may be somebody else's."""
 
     def closed(self) -> None:
         """Let go of what is kept in memory only while the file is open."""
@@ -24,12 +26,13 @@ class OpenFiles:
     """Opens files when they are needed and closes those that have not been used for a while.
 
     The choice is by second chance: users set `used`, which is all that the hot path pays. A pinned file is in use by
-    a thread and is not closed before it is unpinned.
+    a thread or an answer and is not closed before it is unpinned.
     """
 
     def __init__(self, files: Files, limit: int) -> None:
-        self._files = files
+        self.files = files
         self._limit = limit
+        self._pinned = 0
         self._open: OrderedDict[int, Opened] = OrderedDict()
         self._doomed: set[int] = set()
 
@@ -43,25 +46,33 @@ class OpenFiles:
             return opened.descriptor
         if len(self._open) >= self._limit:
             self._make_room()
-        opened.descriptor = self._files.open(opened.path, create=create)
+        opened.descriptor = self.files.open(opened.path, create=create)
         self._open[id(opened)] = opened
         return opened.descriptor
 
     def pin(self, opened: Opened) -> int:
-        """Open a file for the use of a thread; `unpin` must follow."""
+        """Open a file for the use of a thread or an answer; `unpin` must follow."""
         descriptor = self.descriptor(opened)
+        self._pinned += not opened.pins
         opened.pins += 1
         return descriptor
 
+    @property
+    def has_room_to_pin(self) -> bool:
+        """Whether enough files are left that can be closed for others."""
+        return self._pinned < self._limit // 2
+
     def unpin(self, opened: Opened) -> None:
-        """The thread is done with it."""
+        """One of those that use it is done."""
         opened.pins -= 1
+        self._pinned -= not opened.pins
         if opened.pins == 0 and id(opened) in self._doomed:
             self._doomed.discard(id(opened))
             self._close(opened)
 
     def release(self, opened: Opened) -> None:
-        """Close a file that will not be used again, at the latest when the last thread has unpinned it."""
+        """Close a file that will not be used again, at the latest when the last one has unpinned it."""
+        opened.released = True
         if opened.descriptor < 0:
             return
         if opened.pins:
@@ -71,6 +82,7 @@ class OpenFiles:
 
     def close_all(self) -> None:
         """Close everything; no thread is at work any more."""
+        self._doomed.clear()
         for opened in list(self._open.values()):
             self._close(opened)
 
@@ -86,5 +98,5 @@ class OpenFiles:
     def _close(self, opened: Opened) -> None:
         del self._open[id(opened)]
         descriptor, opened.descriptor = opened.descriptor, -1
-        self._files.close(descriptor)
+        self.files.close(descriptor)
         opened.closed()

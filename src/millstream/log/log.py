@@ -7,6 +7,7 @@ the jobs of `sync`, `checkpoint` and `repair`, which read and change the log on 
 from __future__ import annotations
 
 import logging
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -23,11 +24,12 @@ from millstream.log.indexes import LoadedIndexes
 from millstream.log.lookup import Found, Lookup
 from millstream.log.plain_append import append_plain
 from millstream.log.producers import Producers
-from millstream.log.reader import BrokenSegment, Reader, Stretch
+from millstream.log.reader import Reader
 from millstream.log.replica import append_replica, restart_at
 from millstream.log.retention import delete_before, delete_expired
 from millstream.log.scan import Bad
 from millstream.log.segment import Segment
+from millstream.log.stretch import BrokenSegment, Stretch
 from millstream.log.swap import Swap, settle_swaps
 from millstream.log.transactions import Guard
 from millstream.log.truncation import truncate_to
@@ -46,6 +48,9 @@ _logger = logging.getLogger(__name__)
 
 HINTS_MAX = 64
 """Known positions of offsets that are asked for next: where reads ended and where commits ended."""
+
+READ_AT_ONCE = sys.maxsize
+"""However much it is, it is read."""
 
 CHECKPOINT_BYTES = 64 * 1024 * 1024
 """After this much a checkpoint is asked for, so that there is never more than this to scan after a crash."""
@@ -285,14 +290,15 @@ class Log:
 
     def read(self, offset: int, *, max_bytes: int, up_to: int) -> bytes | memoryview:
         """Whole batches from the one that holds `offset`: at least one, then no more than `max_bytes`."""
-        return self.stretch(offset, max_bytes=max_bytes, up_to=up_to).data
+        stretch = self.stretch(offset, max_bytes=max_bytes, up_to=up_to)
+        return b"" if stretch is None else stretch.data
 
-    def stretch(self, offset: int, *, max_bytes: int, up_to: int) -> Stretch:
-        """The same, and where it ends."""
+    def stretch(self, offset: int, *, max_bytes: int, up_to: int, at_once: int = READ_AT_ONCE) -> Stretch | None:
+        """The same, as a place in a file; more than `at_once` bytes are left there. None when there is nothing."""
         if not self.start_offset <= offset <= self.end_offset or self.closed:
             raise self._out_of_range(offset)
         if offset >= up_to or offset >= self.end_offset:
-            return Stretch(b"", 0, offset)
+            return None
         if self.lost:
             up_to = self._undamaged(offset, up_to)
         try:
@@ -303,10 +309,10 @@ class Log:
             else:
                 segment, position = hint
             limit, limit_offset = self._limit(segment, up_to)
-            stretch = self.reader.read(segment, position, max_bytes, limit, limit_offset)
+            stretch = self.reader.find(segment, position, max_bytes, limit, limit_offset, at_once)
         except BrokenSegment as broken:
             self._inspect(broken)
-            return self.stretch(offset, max_bytes=max_bytes, up_to=up_to)
+            return self.stretch(offset, max_bytes=max_bytes, up_to=up_to, at_once=at_once)
         except OSError as error:
             raise self._unreadable(error) from error
         self.hint(stretch.next_offset, segment, stretch.end_position)

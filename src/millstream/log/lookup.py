@@ -57,7 +57,7 @@ class Lookup:
         first = Offset(max(frame.base_offset, start_offset))
         if frame.attributes & TIMESTAMP_TYPE_FLAG:
             return (first, frame.max_timestamp_ms, epoch) if first < up_to else None
-        data = self._reader.read(segment, frame.position, 0, segment.size, segment.next_offset).data
+        data = bytes(self._reader.find(segment, frame.position, 0, segment.size, segment.next_offset, 0))
         try:
             for record in decode_batch(data, read_header(data), decompressed_bytes_max=LOOKED_INTO_BYTES_MAX):
                 if record.timestamp_ms >= timestamp_ms and start_offset <= record.offset < up_to:

@@ -1,4 +1,4 @@
-"""Reading whole batches out of a segment: one read of the file, no work per batch in what is returned.
+"""Finding whole batches in a segment, to be read in one go: no work per batch in what is returned.
 
 Bytes that this process did not write are checked once before they are used, CRC and offsets: a bit that flipped on
 disk since is found here, whatever the checkpoint says.
@@ -7,7 +7,6 @@ disk since is found here, whatever the checkpoint says.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from millstream.log.epochs import EpochHistory
 from millstream.log.files import Files
@@ -17,27 +16,12 @@ from millstream.log.index import Index
 from millstream.log.indexes import LoadedIndexes, build_index, load_index
 from millstream.log.scan import Scan, Window
 from millstream.log.segment import Segment
+from millstream.log.stretch import BrokenSegment, Stretch
 from millstream.model.errors import CorruptBatch
 
 WALK_BYTES = 16 * 1024
 VERIFY_BYTES = 256 * 1024
-
-
-class BrokenSegment(CorruptBatch):
-    """A segment is not a chain of valid batches where it should be; the log turns this into known damage."""
-
-    def __init__(self, segment: Segment, position: int) -> None:
-        super().__init__(f"{segment.path} holds no valid record batch at byte {position}")
-        self.segment = segment
-        self.position = position
-
-
-class Stretch(NamedTuple):
-    """Whole batches as they lie in the file, and where the next one begins."""
-
-    data: bytes | memoryview
-    end_position: int
-    next_offset: int
+STEP_BYTES = 4 * 1024
 
 
 class Reader:
@@ -136,47 +120,55 @@ class Reader:
 
     # -- reading --------------------------------------------------------------------------------------------
 
-    def read(self, segment: Segment, position: int, max_bytes: int, limit: int, limit_offset: int) -> Stretch:
-        """Read whole batches from a position up to a limit: at least one, then no more than `max_bytes`."""
-        available = limit - position
-        if available <= 0:
-            return Stretch(b"", position, limit_offset)
+    def find(
+        self, segment: Segment, position: int, max_bytes: int, limit: int, limit_offset: int, at_once: int
+    ) -> Stretch:
+        """Find whole batches from a position up to a limit: at least one, then no more than `max_bytes`.
+
+        They are read as well if they are no more than `at_once` bytes.
+        """
+        size, next_offset = limit - position, limit_offset
+        if size <= 0:
+            return Stretch(self._open_files, segment, position, 0, next_offset)
         if position < segment.unverified_to:
-            self.verify(segment, position, position + min(max_bytes, available))
-        descriptor = segment.descriptor
-        if descriptor < 0:
-            descriptor = self._open_files.descriptor(segment)
-        segment.used = True
-        if available <= max_bytes:
-            return Stretch(self._read_at(segment, descriptor, available, position), limit, limit_offset)
-        data = self._read_at(segment, descriptor, min(available, max(max_bytes, FRAME_BYTES)), position)
-        end, next_offset = self._last_whole(segment, data, position)
-        if end > position:
-            return Stretch(memoryview(data)[: end - position], end, next_offset)
-        first = self._frame(segment, data, 0, position)
-        data = self._read_at(segment, descriptor, first.end_position - position, position)
-        return Stretch(data, first.end_position, first.next_offset)
+            self.verify(segment, position, position + min(max_bytes, size))
+        data = b""
+        if size > max_bytes:
+            if max_bytes <= at_once:
+                descriptor = self._open_files.descriptor(segment)
+                data = self._read_at(segment, descriptor, min(size, max(max_bytes, FRAME_BYTES)), position)
+            end, next_offset = self._whole(segment, position, position + max_bytes, data)
+            size = end - position
+        stretch = Stretch(self._open_files, segment, position, size, next_offset)
+        if size <= len(data):
+            stretch.data = memoryview(data)[:size]
+        elif size <= at_once or segment.suspect:
+            stretch.data = stretch.read(0, size)
+        return stretch
+
+    def _whole(self, segment: Segment, position: int, stop: int, data: bytes) -> tuple[int, int]:
+        """Where the last whole batch between two positions ends, or the first beyond them, and the offset after it.
+
+        `data` is what is known of the file from the first position on.
+        """
+        relative, start = self.index_of(segment).start_before(stop)
+        end, next_offset = (position, -1) if start <= position else (start, segment.base_offset + relative)
+        descriptor = self._open_files.descriptor(segment)
+        data_at = position
+        while stop - end >= FRAME_BYTES or end == position:
+            if end + FRAME_BYTES > data_at + len(data):
+                data, data_at = self._read_at(segment, descriptor, min(STEP_BYTES, segment.size - end), end), end
+            frame = self._frame(segment, data, end - data_at, end)
+            if frame.end_position > stop and end > position:
+                break
+            end, next_offset = frame.end_position, frame.next_offset
+        return end, next_offset
 
     def _read_at(self, segment: Segment, descriptor: int, size: int, position: int) -> bytes:
         data = self._files.read_at(descriptor, size, position)
         if len(data) != size:
             raise BrokenSegment(segment, position + len(data))
         return data
-
-    def _last_whole(self, segment: Segment, data: bytes, position: int) -> tuple[int, int]:
-        """Where the last whole batch in the data ends, and the offset after it."""
-        stop = position + len(data)
-        relative, start = self.index_of(segment).start_before(stop)
-        if start <= position:
-            end, next_offset = position, -1
-        else:
-            end, next_offset = start, segment.base_offset + relative
-        while stop - end >= FRAME_BYTES:
-            frame = self._frame(segment, data, end - position, end)
-            if frame.end_position > stop:
-                break
-            end, next_offset = frame.end_position, frame.next_offset
-        return end, next_offset
 
     # -- verifying ------------------------------------------------------------------------------------------
 

@@ -116,6 +116,7 @@ def restart_at(log: Log, offset: int, files: Files) -> None:
     if log.broken:
         raise StorageFailure(f"{log.partition} cannot start anew while its disk fails: {log.failure}")
     for segment in log.segments:
+        segment.cuts += 1
         log.open_files.release(segment)
     log.doomed += log.segments
     log.replace_segments([])

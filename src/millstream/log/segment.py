@@ -48,13 +48,15 @@ class Segment:
     `synced_bytes` are durable in the file itself, `journaled_bytes` in the file or in the journal. Bytes below
     `unverified_to` were written by an earlier process and are checked when they are first read; those from
     `verified_from` to `verified_to` have been. `holes` maps the start of each damaged stretch to its end and to the
-    offset that goes on there.
+    offset that goes on there. `cuts` counts how often the end was cut off, since when other bytes may be in its place;
+    a `suspect` segment could not be read in the middle of an answer, so that nothing is promised of it unread.
     """
 
     __slots__ = (
         "_sync_lock",
         "base_offset",
         "broken",
+        "cuts",
         "descriptor",
         "directory",
         "first_append_ms",
@@ -69,8 +71,10 @@ class Segment:
         "next_offset",
         "path",
         "pins",
+        "released",
         "sealed",
         "size",
+        "suspect",
         "synced_bytes",
         "synced_offset",
         "unverified_to",
@@ -106,6 +110,9 @@ class Segment:
         self.descriptor = -1
         self.used = False
         self.pins = 0
+        self.released = False
+        self.cuts = 0
+        self.suspect = False
         self._sync_lock = threading.Lock()
 
     def __repr__(self) -> str:

@@ -56,6 +56,7 @@ def _cut_end(log: Log, offset: int) -> None:
     # A segment that begins with a lost range may begin beyond the new end, and then goes as a whole.
     kept = log.segments[: at + 1] if last.base_offset <= end else log.segments[:at]
     for segment in log.segments[len(kept) :]:
+        segment.cuts += 1
         log.open_files.release(segment)
         log.doomed.append(segment)
     if last in kept:
@@ -83,6 +84,7 @@ def _cut_segment(log: Log, segment: Segment, position: int, end: int) -> None:
     segment.max_timestamp_ms = log.reader.find_max_timestamp(segment, end)
     index.cut(position)
     segment.index_stored = min(segment.index_stored, len(index))
+    segment.cuts += 1
     segment.size = position
     segment.next_offset = end
     segment.sealed = False

@@ -3,8 +3,9 @@
 A frame is four bytes of length and that many bytes of body. Small frames are served where they lie in one scratch
 buffer that all connections of the loop share; a large one is received straight into a buffer of its own, which the
 log later writes to disk from, so the payload is never copied in Python. A service must be done with a frame when it
-returns: its memory is then used for another one. A buffer grows with what has arrived, never with what was announced,
-so half a frame costs little more than the bytes that its sender has paid for.
+returns: its memory is then used for another one. Half a frame costs little more than what has arrived of it.
+
+A large answer is handed to the transport piece by piece, as the client reads it; what lies in files is read only then.
 
 Requests are served one after the other, as Kafka does, with one exception: a reply may be promised, and then the next
 request is taken up at once. Produce uses this, so that pipelined requests share one sync. Replies leave in the order
@@ -21,15 +22,18 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from millstream.model.errors import ProtocolViolation
+from millstream.model.errors import MillstreamError, ProtocolViolation
 from millstream.net.budget import Budget
-from millstream.net.frame_buffers import BUFFER_BYTES, FrameBuffers
+from millstream.net.half_frame import FRAME_COST_BYTES, HalfFrame, give_back
+from millstream.net.outgoing import PIECE_BYTES, Outgoing
 from millstream.net.promise import Buffers as Buffers
-from millstream.net.promise import Promise
+from millstream.net.promise import Promise, Reply
+from millstream.net.stream import Piece, Stored, Stream
+from millstream.net.traffic import Traffic
 
 _logger = logging.getLogger(__name__)
 
-Answer = Buffers | Promise | asyncio.Future[Buffers | None] | Coroutine[Any, Any, Buffers | None] | None
+Answer = Reply | Promise | asyncio.Future[Buffers | None] | Coroutine[Any, Any, Reply | None] | None
 
 SCRATCH_BYTES = 128 * 1024
 
@@ -40,12 +44,11 @@ FRAMES_WAITING_MAX = 64
 FRAMES_AT_ONCE_MAX = 128
 """So many requests of one connection are served before the others get their turn."""
 
-FRAME_COST_BYTES = 512
-"""What a frame costs beside its bytes, so that a flood of tiny ones cannot hide from the budget."""
+SENT_AT_ONCE_MAX = 4 * 1024 * 1024
+"""So much of an answer is sent to a client that reads as fast before the others get their turn."""
 
-FRAME_BYTES_MIN = 4 * 1024
-LARGE_BYTES = 64 * 1024
-"""A frame of which a quarter of this has come gets a buffer for large ones."""
+ROOM_SHARE = 4
+"""A piece of an answer takes no more than this part of the memory that is left."""
 
 REPLIES_WAITING_MAX = 1024
 PIECES_MAX = 4
@@ -54,7 +57,6 @@ PIECES_MAX = 4
 _LENGTH = struct.Struct(">i")
 
 _scratch_view = memoryview(bytearray(SCRATCH_BYTES))
-_buffers = FrameBuffers()
 
 
 class Service(Protocol):
@@ -66,18 +68,6 @@ class Service(Protocol):
         None means that the client expects no reply. `ProtocolViolation` closes the connection. The frame's memory is
         used again as soon as this returns, so whoever needs the frame later, such as a coroutine, takes a copy.
         """
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Plain counters over all connections of a listener."""
-
-    bytes_in: int = 0
-    bytes_out: int = 0
-    frames_in: int = 0
-    connections_accepted: int = 0
-    connections_refused: int = 0
-    connections_failed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,15 +101,13 @@ class Connection(asyncio.BufferedProtocol):
         self._closed = closed
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._frame: bytearray | None = None
-        self._frame_size = 0
-        self._filled = 0
-        self._frame_since = 0.0
+        self._half: HalfFrame | None = None
         self._served_at_once = 0
         self._length_bytes = bytearray()
         self._waiting: deque[tuple[memoryview, bytearray]] = deque()
         self._replies: deque[Promise] = deque()
-        self._ready: Buffers = []
+        self._ready: list[Piece | Stored] = []
+        self._outgoing = Outgoing()
         self._task: asyncio.Task[None] | None = None
         self._gathering = False
         self._flush_is_due = False
@@ -159,18 +147,17 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = None
         self._replies.clear()
         self._ready.clear()
+        self._outgoing.clear()
         while self._waiting:
             self._release(self._waiting.popleft()[1])
-        if self._frame is not None:
-            frame, self._frame = self._frame, None
-            self._give_back(frame)
+        if self._half is not None:
+            half, self._half = self._half, None
+            give_back(self._budget, half.buffer)
         self._hold_out(0)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: the frame under way, or the scratch buffer."""
-        if self._frame is not None:
-            return memoryview(self._frame)[self._filled : self._frame_size]
-        return _scratch_view
+        return _scratch_view if self._half is None else self._half.space
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take in what has arrived."""
@@ -180,8 +167,8 @@ class Connection(asyncio.BufferedProtocol):
         self._gathering = True
         self._served_at_once = 0
         try:
-            if self._frame is not None:
-                self._fill(nbytes)
+            if self._half is not None:
+                self._fill(self._half, nbytes)
             else:
                 self._split(_scratch_view[:nbytes])
         except ProtocolViolation as error:
@@ -213,10 +200,7 @@ class Connection(asyncio.BufferedProtocol):
         self._write_paused = False
         self.last_activity = self._loop.time()
         self._hold_out(0)
-        self._flush_replies()
-        self._serve_waiting()
-        self._adjust_reading()
-        self._close_when_drained()
+        self._go_on_sending()
 
     # -- what the listener and the service use --------------------------------------------------------------
 
@@ -225,9 +209,9 @@ class Connection(asyncio.BufferedProtocol):
         """Whether nothing is under way, and the client is not being held back."""
         if self._muted is not None:
             return False
-        if self._replies or self._ready or self._waiting:
+        if self._replies or self._ready or self._waiting or self._outgoing:
             return False
-        return not (self._task or self._write_paused or self._frame is not None)
+        return not (self._task or self._write_paused or self._half is not None)
 
     def stalled(self, now: float, *, pressed: bool = False) -> bool:
         """Whether the client left something half done and has stopped moving; `pressed` is less patient."""
@@ -236,11 +220,11 @@ class Connection(asyncio.BufferedProtocol):
             if unread < self._held_out_bytes:
                 self._hold_out(unread)
                 self.last_activity = now
-        elif self._read_paused or (self._frame is None and not self._length_bytes):
+        elif self._read_paused or (self._half is None and not self._length_bytes):
             # Nothing is half done, or it is the broker itself that holds the client back.
             return False
         limits = self._limits
-        if pressed and self._frame is not None and now - self._frame_since > limits.pressed_frame_s:
+        if pressed and self._half is not None and now - self._half.since > limits.pressed_frame_s:
             return True
         return now - self.last_activity > (limits.pressed_stall_s if pressed else limits.stall_s)
 
@@ -301,7 +285,7 @@ class Connection(asyncio.BufferedProtocol):
             start = position + 4
             position = start + size
             if position > available:
-                self._begin_frame(size, data[start:])
+                self._half = HalfFrame(self._budget, size, data[start:], self._loop.time())
                 return
             self._traffic.frames_in += 1
             if self._may_serve():
@@ -317,66 +301,37 @@ class Connection(asyncio.BufferedProtocol):
             "(is the client speaking the Kafka protocol without TLS?)"
         )
 
-    def _begin_frame(self, size: int, start: memoryview) -> None:
-        self._frame_size = size
-        self._filled = len(start)
-        self._frame_since = self._loop.time()
-        self._frame = self._room_for(self._filled, may_grow=self._budget.has_room_to_grow)
-        self._frame[: self._filled] = start
-
-    def _fill(self, nbytes: int) -> None:
-        frame = self._frame
-        if frame is None:
-            raise ProtocolViolation("bytes arrived for a frame that was never begun")
-        self._filled += nbytes
-        if self._filled == self._frame_size:
-            self._frame = None
+    def _fill(self, half: HalfFrame, nbytes: int) -> None:
+        if half.fill(nbytes):
+            self._half = None
             self._traffic.frames_in += 1
-            view = memoryview(frame)[: self._frame_size]
+            view = memoryview(half.buffer)[: half.size]
             if self._may_serve():
-                self._serve(view, frame)
+                self._serve(view, half.buffer)
             else:
-                self._wait_for_turn(view, frame)
-
-    @property
-    def _is_cramped(self) -> bool:
-        """Whether the frame under way has filled its buffer and needs a larger one."""
-        return self._frame is not None and self._filled == len(self._frame)
+                self._wait_for_turn(view, half.buffer)
 
     def _may_grow(self) -> bool:
         # Only a frame that is served as soon as it is complete may have the pass, which others wait for.
         is_busy = self._task is not None or bool(self._waiting) or self._draining
         return self._budget.has_room_to_grow or (not is_busy and self._budget.take_pass(self))
 
-    def _grow(self, frame: bytearray) -> None:
-        # A new buffer, since the transport may still hold a view of the old one, which pins its size.
-        self._frame = self._room_for(self._filled, may_grow=True)
-        self._frame[: self._filled] = frame
-        self._give_back(frame)
-
-    def _room_for(self, filled: int, *, may_grow: bool) -> bytearray:
-        """A buffer for what has come of the frame and more: four times as much, if there is memory for it."""
-        size = min(self._frame_size, max(FRAME_BYTES_MIN, 4 * filled if may_grow else filled + 1))
-        is_large = may_grow and size >= LARGE_BYTES and filled < BUFFER_BYTES
-        room = _buffers.take() if is_large else bytearray(size)
-        self._budget.take(len(room) + FRAME_COST_BYTES)
-        return room
-
-    def _give_back(self, buffer: bytearray) -> None:
-        _buffers.give_back(buffer)
-        self._budget.give_back(len(buffer) + FRAME_COST_BYTES)
-
     def _release(self, buffer: bytearray) -> None:
         """A request has been served, or never will be."""
-        self._give_back(buffer)
-        if self._frame is None:
+        give_back(self._budget, buffer)
+        if self._half is None:
             self._budget.hand_on_pass(self)
 
     # -- requests -------------------------------------------------------------------------------------------
 
+    @property
+    def _is_held_up(self) -> bool:
+        """Whether something has to be over before the next request is served."""
+        return self._task is not None or self._write_paused or bool(self._outgoing) or self._muted is not None
+
     def _may_serve(self) -> bool:
         """Whether nothing holds up the next frame; at most so many at once, so that others get their turn."""
-        if self._waiting or self._task is not None or self._write_paused or self._muted is not None:
+        if self._waiting or self._is_held_up:
             return False
         self._served_at_once += 1
         return self._served_at_once <= FRAMES_AT_ONCE_MAX
@@ -386,9 +341,7 @@ class Connection(asyncio.BufferedProtocol):
         self._wait_for_turn(memoryview(frame), frame)
 
     def _wait_for_turn(self, view: memoryview, buffer: bytearray) -> None:
-        is_only_for_others = not (
-            self._waiting or self._task is not None or self._write_paused or self._muted is not None
-        )
+        is_only_for_others = not (self._waiting or self._is_held_up)
         self._waiting.append((view, buffer))
         if is_only_for_others:
             self._loop.call_soon(self._take_turn)
@@ -408,12 +361,17 @@ class Connection(asyncio.BufferedProtocol):
             self._release(buffer)
         if isinstance(answer, list):
             self._answer(answer)
+        elif isinstance(answer, Stream):
+            reply = Promise()
+            self._replies.append(reply)
+            reply.keep(answer)
+            self._flush_replies()
         elif answer is not None:
             promise = answer if isinstance(answer, Promise) else self._promise_of(answer)
             self._replies.append(promise)
             promise.when_kept = self._promise_kept
 
-    def _begin_task(self, answer: Coroutine[Any, Any, Buffers | None], size: int, buffer: bytearray | None) -> None:
+    def _begin_task(self, answer: Coroutine[Any, Any, Reply | None], size: int, buffer: bytearray | None) -> None:
         """Have the connection wait for an answer; what was read from the frame counts until then."""
         reply = Promise()
         self._replies.append(reply)
@@ -437,7 +395,7 @@ class Connection(asyncio.BufferedProtocol):
         future.add_done_callback(settle)
         return promise
 
-    async def _wait_for(self, reply: Promise, answer: Coroutine[Any, Any, Buffers | None]) -> None:
+    async def _wait_for(self, reply: Promise, answer: Coroutine[Any, Any, Reply | None]) -> None:
         try:
             buffers = await answer
         except ProtocolViolation as error:
@@ -449,7 +407,7 @@ class Connection(asyncio.BufferedProtocol):
             reply.keep(buffers)
             self._promise_kept()
 
-    def _after_task(self, answer: Coroutine[Any, Any, Buffers | None], size: int, buffer: bytearray | None) -> None:
+    def _after_task(self, answer: Coroutine[Any, Any, Reply | None], size: int, buffer: bytearray | None) -> None:
         # A task that was cancelled before its first step has not touched the answer; close it, so that it never is.
         answer.close()
         self._task = None
@@ -469,9 +427,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _serve_waiting(self) -> None:
         served = 0
-        while self._waiting and self._task is None and not self._write_paused and self._transport is not None:
-            if self._muted is not None:
-                return
+        while self._waiting and not self._is_held_up and self._transport is not None:
             if served >= FRAMES_AT_ONCE_MAX:
                 self._loop.call_soon(self._take_turn)
                 return
@@ -518,21 +474,56 @@ class Connection(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None:
             return
+        if not self._outgoing:
+            self._send_ready(transport)
+        self._adjust_reading()
+        self._close_when_drained()
+
+    def _send_ready(self, transport: asyncio.Transport) -> None:
         out = self._ready
         self._unsent_bytes = 0
         replies = self._replies
         while replies and replies[0].is_kept:
             buffers = replies.popleft().buffers
             if buffers is not None:
-                out += buffers
-        if out:
-            self._ready = []
-            self._send(transport, out)
-        self._adjust_reading()
-        self._close_when_drained()
-
-    def _send(self, transport: asyncio.Transport, out: Buffers) -> None:
+                out += buffers if isinstance(buffers, list) else buffers.parts
+        if not out:
+            return
+        self._ready = []
         size = sum(map(len, out))
+        if size > WRITE_BUFFER_HIGH_BYTES:
+            self._outgoing.add(out)
+            self._send_pieces(transport)
+        else:
+            # Nothing of a small answer lies in a file.
+            self._send(transport, cast("list[Piece]", out), size)
+
+    def _send_pieces(self, transport: asyncio.Transport) -> None:
+        """Send as much of a large answer as the client reads now, or as the others have time for."""
+        sent = 0
+        while self._outgoing and not self._write_paused and not transport.is_closing():
+            if sent >= SENT_AT_ONCE_MAX:
+                self._loop.call_soon(self._go_on_sending)
+                return
+            wanted = min(PIECE_BYTES, max(WRITE_BUFFER_HIGH_BYTES, self._budget.room_bytes // ROOM_SHARE))
+            try:
+                pieces = self._outgoing.take(wanted)
+            except (OSError, MillstreamError) as error:
+                # The client was told how much will come, so there is no other way left to tell it.
+                self.fail(error)
+                return
+            size = sum(map(len, pieces))
+            self._send(transport, pieces, size)
+            sent += size
+
+    def _go_on_sending(self) -> None:
+        """Send the rest of a large answer, then see to whatever waits behind it."""
+        if self._transport is not None:
+            self._send_pieces(self._transport)
+            self._flush_replies()
+            self._take_turn()
+
+    def _send(self, transport: asyncio.Transport, out: list[Piece], size: int) -> None:
         self.last_activity = self._loop.time()
         self._traffic.bytes_out += size
         if len(out) == 1:
@@ -559,16 +550,18 @@ class Connection(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        if self._is_cramped and self._may_grow():
-            self._grow(cast("bytearray", self._frame))
+        half = self._half
+        if half is not None and half.is_cramped and self._may_grow():
+            half.grow()
         # A frame that is under way fills a buffer that is counted already, so only the next one has to wait.
-        is_cramped = self._is_cramped
-        no_room = self._frame is None and not self._budget.has_room
+        is_cramped = half is not None and half.is_cramped
+        no_room = half is None and not self._budget.has_room
         hold = (
             no_room
             or is_cramped
             or self._draining
             or self._write_paused
+            or self._outgoing
             or self._muted is not None
             or len(self._waiting) >= FRAMES_WAITING_MAX
             or len(self._replies) >= REPLIES_WAITING_MAX
@@ -588,5 +581,5 @@ class Connection(asyncio.BufferedProtocol):
     def _close_when_drained(self) -> None:
         if not self._draining or self._transport is None:
             return
-        if not (self._replies or self._ready or self._waiting or self._task):
+        if not (self._replies or self._ready or self._outgoing or self._waiting or self._task):
             self._transport.close()

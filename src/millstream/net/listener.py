@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from millstream.model.errors import AddressTaken
 from millstream.model.metric import Metric, counter, gauge
 from millstream.net.budget import Budget
-from millstream.net.connection import Connection, ConnectionLimits, Service, Traffic
+from millstream.net.connection import Connection, ConnectionLimits, Service
+from millstream.net.traffic import Traffic
 
 _logger = logging.getLogger(__name__)
 

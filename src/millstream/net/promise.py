@@ -12,8 +12,10 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from millstream.model.metric import Histogram
+from millstream.net.stream import Piece, Stream
 
-Buffers = list[bytes | bytearray | memoryview]
+Buffers = list[Piece]
+Reply = Buffers | Stream
 
 
 class Promise:
@@ -22,7 +24,7 @@ class Promise:
     __slots__ = ("_latency", "_started", "buffers", "is_kept", "when_kept")
 
     def __init__(self) -> None:
-        self.buffers: Buffers | None = None
+        self.buffers: Reply | None = None
         self.is_kept = False
         self.when_kept: Callable[[], None] | None = None
         """Called once, as soon as the promise is kept."""
@@ -34,7 +36,7 @@ class Promise:
         self._latency = latency
         self._started = started
 
-    def keep(self, buffers: Buffers | None) -> None:
+    def keep(self, buffers: Reply | None) -> None:
         """Give the answer; None means that the client expects none."""
         self.buffers = buffers
         self.is_kept = True
@@ -43,7 +45,7 @@ class Promise:
         if self.when_kept is not None:
             self.when_kept()
 
-    def __await__(self) -> Generator[Any, None, Buffers | None]:
+    def __await__(self) -> Generator[Any, None, Reply | None]:
         """Wait for the answer in a task."""
         if not self.is_kept:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

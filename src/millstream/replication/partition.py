@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-from millstream.log.log import AppendedRange, Log
+from millstream.log.log import READ_AT_ONCE, AppendedRange, Log
 from millstream.log.store import LogStore
+from millstream.log.stretch import Stretch
 from millstream.log.transactions import Guard, OpenTransaction
 from millstream.model.clock import Clock, SystemClock
 from millstream.model.errors import (
@@ -180,11 +181,17 @@ class Partition(Replica):
 
     def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
         """Whole batches from the one that holds `offset` up to the high watermark."""
+        stretch = self.stretch(offset, max_bytes=max_bytes, at_once=READ_AT_ONCE)
+        return b"" if stretch is None else stretch.data
+
+    def stretch(self, offset: Offset, *, max_bytes: int, at_once: int) -> Stretch | None:
+        """The same as a place in a file, if there is something; more than `at_once` bytes are left there to be read."""
         if not self.is_leader:
             raise self._not_leader()
-        records = self.log.stretch(offset, max_bytes=max_bytes, up_to=self.high_watermark).data
-        self.bytes_out += len(records)
-        return records
+        stretch = self.log.stretch(offset, max_bytes=max_bytes, up_to=self.high_watermark, at_once=at_once)
+        if stretch is not None:
+            self.bytes_out += stretch.size
+        return stretch
 
     # -- transactions ---------------------------------------------------------------------------------------
 
@@ -198,11 +205,20 @@ class Partition(Replica):
 
     def read_committed(self, offset: Offset, *, max_bytes: int) -> CommittedRead:
         """Whole batches up to the last stable offset, and which of the transactions in them were aborted."""
+        stretch, aborted = self.committed_stretch(offset, max_bytes=max_bytes, at_once=READ_AT_ONCE)
+        return CommittedRead(b"" if stretch is None else stretch.data, aborted)
+
+    def committed_stretch(
+        self, offset: Offset, *, max_bytes: int, at_once: int
+    ) -> tuple[Stretch | None, list[tuple[int, int]]]:
+        """The same as a place in a file, if there is something; more than `at_once` bytes are left there to be read."""
         if not self.is_leader:
             raise self._not_leader()
-        stretch = self.log.stretch(offset, max_bytes=max_bytes, up_to=self.last_stable_offset)
-        self.bytes_out += len(stretch.data)
-        return CommittedRead(stretch.data, self.aborted_in(offset, Offset(stretch.next_offset)))
+        stretch = self.log.stretch(offset, max_bytes=max_bytes, up_to=self.last_stable_offset, at_once=at_once)
+        if stretch is None:
+            return None, []
+        self.bytes_out += stretch.size
+        return stretch, self.aborted_in(offset, Offset(stretch.next_offset))
 
     def aborted_in(self, first: Offset, next_offset: Offset) -> list[tuple[int, int]]:
         """The aborted transactions with something between two offsets, each as producer id and first offset."""

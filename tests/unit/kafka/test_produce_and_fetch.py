@@ -31,6 +31,7 @@ from millstream.model.quota import PRODUCER_BYTE_RATE
 from millstream.net.budget import Budget
 from millstream.net.connection import Answer
 from millstream.net.promise import Promise
+from millstream.net.stream import Stream
 from millstream.records.batch import COMPRESSION_ZSTD
 from millstream.records.record import NewRecord, decode_records, encode_batch
 from millstream.wire.codec import load_request_class, read_request_header, read_response, write_request
@@ -71,7 +72,7 @@ def no_quota() -> QuotaMeter:
 async def settled(answer: Answer) -> bytes | None:
     if answer is None:
         return None
-    buffers = answer if isinstance(answer, list) else await answer
+    buffers = answer if isinstance(answer, list | Stream) else await answer
     return None if buffers is None else b"".join(bytes(buffer) for buffer in buffers)
 
 
@@ -412,3 +413,38 @@ async def test_a_fetch_waits_while_memory_is_used_up(tmp_path: Path) -> None:
         budget.give_back(100)
         response = await waiting
         assert values(response.responses[0].partitions[0]) == [b"x"]
+
+
+async def filled(topics: Topics, partitions: int) -> UUID:
+    """A topic whose partitions hold two hundred and fifty records each, of a kilobyte."""
+    topic = await topics.create("t", partitions=partitions)
+    for index in range(partitions):
+        for number in range(5):
+            await topics.partition("t", index).append(bytearray(batch(*[b"%d-%d" % (index, number) * 250] * 50)))
+    return topic.topic_id
+
+
+@pytest.mark.parametrize("version", [4, 11, 12, 18])
+async def test_a_large_answer_is_read_while_it_is_sent(tmp_path: Path, version: int) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic_id = await filled(topics, 4)
+        partitions = [(index, 0) for index in range(4)]
+        request = fetch_request(version, "t", topic_id, 0, partitions=partitions, max_bytes=1 << 25)
+        fetch = fetch_api(topics)
+        frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
+        assert isinstance(fetch.handle_frame(frame, read_request_header(frame), CLIENT), Stream)
+        response = await ask(fetch, request)
+        for partition in response.responses[0].partitions:
+            expected = [b"%d-%d" % (partition.partition_index, number) * 250 for number in range(5) for _ in range(50)]
+            assert values(partition) == expected
+
+
+async def test_a_topic_that_is_deleted_in_mid_answer_is_sent_to_the_end(tmp_path: Path) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic_id = await filled(topics, 4)
+        request = fetch_request(12, "t", topic_id, 0, partitions=[(index, 0) for index in range(4)], max_bytes=1 << 25)
+        frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
+        before = await settled(fetch_api(topics).handle_frame(frame, read_request_header(frame), CLIENT))
+        answer = fetch_api(topics).handle_frame(frame, read_request_header(frame), CLIENT)
+        await topics.delete("t")
+        assert await settled(answer) == before

@@ -26,6 +26,7 @@ from millstream.model.quota import (
     QuotaEntity,
 )
 from millstream.net.budget import Budget
+from millstream.net.stream import Stream
 from millstream.records.record import NewRecord, encode_batch
 from millstream.wire.codec import load_request_class, read_request_header, read_response, write_request
 from millstream.wire.shape import reshape
@@ -142,7 +143,7 @@ async def exchange(api: Produce | Fetch, request: Any, client: ClientInfo) -> An
     answer = api.handle_frame(frame, read_request_header(frame), client)
     if answer is None:
         return None
-    buffers = answer if isinstance(answer, list) else await answer
+    buffers = answer if isinstance(answer, list | Stream) else await answer
     assert buffers is not None
     return read_response(api.key, request.__version__, b"".join(map(bytes, buffers))[4:])
 

@@ -42,6 +42,7 @@ from millstream.model.marker import Marker
 from millstream.model.quota import PRODUCER_BYTE_RATE
 from millstream.model.topic import TopicPartition
 from millstream.net.budget import Budget
+from millstream.net.stream import Stream
 from millstream.records.record import NewRecord, encode_batch
 from millstream.replication.partition import Partition
 from millstream.wire.codec import load_request_class, read_request_header, read_response, write_request
@@ -96,7 +97,7 @@ class Broker:
         answer = api.handle_frame(frame, read_request_header(frame), CLIENT)
         # The memory of a frame is used for another one at once.
         frame[8:] = bytes(len(frame) - 8)
-        if answer is not None and not isinstance(answer, list):
+        if answer is not None and not isinstance(answer, list | Stream):
             answer = await answer
         return None if answer is None else read_response(api.key, request.__version__, b"".join(answer)[4:])
 
@@ -234,15 +235,15 @@ async def test_what_is_written_behind_an_open_transaction_wakes_nobody(tmp_path:
     async with broker_in(tmp_path) as broker:
         await broker.write(0)
         looks = 0
-        read = Partition.read_committed
+        read = Partition.committed_stretch
 
-        def counted(partition: Partition, offset: Offset, *, max_bytes: int) -> Any:
+        def counted(partition: Partition, offset: Offset, **limits: int) -> Any:
             nonlocal looks
             looks += 1
-            return read(partition, offset, max_bytes=max_bytes)
+            return read(partition, offset, **limits)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Partition, "read_committed", counted)
+            patch.setattr(Partition, "committed_stretch", counted)
             poll = asyncio.create_task(broker.fetch(wait_ms=60_000))
             await asyncio.sleep(0)
             before = looks

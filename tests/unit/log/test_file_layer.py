@@ -206,6 +206,7 @@ class Opened:
         self.descriptor = -1
         self.used = False
         self.pins = 0
+        self.released = False
         self.closings = 0
 
     def closed(self) -> None:

@@ -126,6 +126,7 @@ class Machine:
         at, stable = int(self.log.start_offset), self.stable
         while at < stable:
             stretch = self.log.stretch(at, max_bytes=250, up_to=stable)
+            assert stretch is not None
             listed = self.log.producers.transactions.aborted.overlapping(at, stretch.next_offset)
             pending = sorted((one.first_offset, one.producer_id) for one in listed)
             dropped: set[int] = set()

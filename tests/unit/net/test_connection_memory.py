@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from millstream.net.budget import Budget
-from millstream.net.connection import FRAME_COST_BYTES, Answer, Connection, ConnectionLimits
+from millstream.net.connection import Answer, Connection, ConnectionLimits
+from millstream.net.half_frame import FRAME_COST_BYTES
 from millstream.net.listener import Listener, bind
 
 LIMITS = ConnectionLimits(frame_bytes_max=32 * 1024 * 1024)

@@ -1,8 +1,10 @@
 """Fetch (key 1), versions 4 to 18: reads batches, with topic ids, sessions, and a long poll that wakes on append.
 
-Hand-laid, since this is the hot path: stored batches go to the socket as they are. A request that finds fewer than
-`min_bytes` waits for its partitions' high watermarks to move or for `max_wait`, whichever comes first. The last stable
-offset moves only with the high watermark, so that goes for `read_committed` too.
+Hand-laid, since this is the hot path: stored batches go to the socket as they are. What a large answer is made of is
+read when its turn comes to be sent, so a consumer costs the memory of a piece, and has one while the next is read.
+
+A request that finds fewer than `min_bytes` waits for its partitions' high watermarks to move or for `max_wait`,
+whichever comes first. The last stable offset moves only with the high watermark, so that goes for `read_committed` too.
 
 Version notes: 7 brings sessions (KIP-227), 9 the leader epoch, 11 the rack, 12 is flexible, 13 names topics by id,
 15 moves the replica id into a tag, 18 adds a tag that only followers send. A request of a follower is handed over to
@@ -16,7 +18,7 @@ import secrets
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from uuid import UUID
 
 from kio.schema.errors import ErrorCode
@@ -34,12 +36,14 @@ from millstream.kafka.fetch_session import (
 )
 from millstream.kafka.follower_fetch import FollowerFetch
 from millstream.kafka.quota_meter import QuotaMeter
+from millstream.log.stretch import Stretch
 from millstream.model.errors import MillstreamError
 from millstream.model.ids import Offset
 from millstream.model.metric import Metric, gauge
 from millstream.net.budget import Budget
-from millstream.net.connection import Answer, Buffers
-from millstream.records.batch import Buffer
+from millstream.net.connection import Answer
+from millstream.net.promise import Buffers, Reply
+from millstream.net.stream import Piece, Stored, Stream
 from millstream.replication.partition import Partition
 from millstream.wire.codec import RequestHeader, response_head
 from millstream.wire.primitives import Reader, Writer
@@ -53,6 +57,12 @@ FIRST_WITH_TOPIC_IDS = 13
 FIRST_WITHOUT_REPLICA_ID = 15
 MAX_WAIT_S_MAX = 300.0
 ROOM_SHARE = 4
+READ_BYTES_MAX = 64 * 1024
+"""Records of a partition up to this size are read at once; more are read while the answer is being sent."""
+
+READ_ALL_BYTES_MAX = 1024 * 1024
+"""In an answer of this size, everything else is."""
+
 READ_COMMITTED = 1
 _NO_PREFERRED_REPLICA = -1
 _WANTED = struct.Struct(">iqi")
@@ -82,10 +92,15 @@ class _Found(NamedTuple):
     code: ErrorCode
     high_watermark: int
     log_start: int
-    records: Buffer
+    stretch: Stretch | None
     last_stable: int = -1
     aborted: Sequence[tuple[int, int]] | None = None
     """The aborted transactions among the records, each as producer id and first offset; None if nobody asked."""
+
+    @property
+    def size(self) -> int:
+        """How many bytes of records there are."""
+        return 0 if self.stretch is None else self.stretch.size
 
 
 class _Context(NamedTuple):
@@ -204,30 +219,35 @@ class Fetch:
         size = 0
         committed = context.request.read_committed
         for key, position in context.positions.items():
-            one = self._look_at(key, position, left, committed=committed)
-            left -= len(one.records)
-            size += len(one.records)
+            at_once = READ_BYTES_MAX if size < READ_ALL_BYTES_MAX else 0
+            one = self._look_at(key, position, left, committed=committed, at_once=at_once)
+            if one.stretch is not None:
+                left -= one.stretch.size
+                size += one.stretch.size
             if not context.incremental or _is_news(one, position):
                 found.append(one)
         return found, size
 
-    def _look_at(self, key: PartitionKey, position: Position, left: int, *, committed: bool) -> _Found:
+    def _look_at(self, key: PartitionKey, position: Position, left: int, *, committed: bool, at_once: int) -> _Found:
         try:
             partition = self._partition(key)
             partition.check_leader_epoch(position.leader_epoch)
-            records: Buffer = b""
+            stretch: Stretch | None = None
             aborted: Sequence[tuple[int, int]] | None = () if committed else None
             max_bytes = min(position.max_bytes, left)
             watermark = partition.high_watermark
             if max_bytes > 0 or position.offset > watermark:
+                max_bytes = max(max_bytes, 0)
                 if committed:
-                    records, aborted = partition.read_committed(position.offset, max_bytes=max(max_bytes, 0))
+                    stretch, aborted = partition.committed_stretch(
+                        position.offset, max_bytes=max_bytes, at_once=at_once
+                    )
                 else:
-                    records = partition.read(position.offset, max_bytes=max(max_bytes, 0))
+                    stretch = partition.stretch(position.offset, max_bytes=max_bytes, at_once=at_once)
             stable = partition.last_stable_offset
-            return _Found(key, ErrorCode.none, watermark, partition.log_start, records, stable, aborted)
+            return _Found(key, ErrorCode.none, watermark, partition.log_start, stretch, stable, aborted)
         except MillstreamError as error:
-            return _Found(key, error_code(error), -1, -1, b"", -1, () if committed else None)
+            return _Found(key, error_code(error), -1, -1, None, -1, () if committed else None)
 
     def _is_enough(self, context: _Context, found: list[_Found], size: int) -> bool:
         return (
@@ -240,7 +260,7 @@ class Fetch:
 
     # -- waiting --------------------------------------------------------------------------------------------
 
-    async def _wait(self, header: RequestHeader, context: _Context) -> Buffers:
+    async def _wait(self, header: RequestHeader, context: _Context) -> Reply:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(context.request.max_wait_ms / 1000, MAX_WAIT_S_MAX)
         while True:
@@ -274,7 +294,7 @@ class Fetch:
                 listening.append(partition)
         return listening
 
-    def _answer(self, header: RequestHeader, context: _Context, found: list[_Found], size: int) -> Buffers:
+    def _answer(self, header: RequestHeader, context: _Context, found: list[_Found], size: int) -> Reply:
         context.client.fetched_bytes += size
         throttle_ms = self._quota.charge(context.client, size) if self._quota.is_limiting else 0
         session = context.session
@@ -285,7 +305,7 @@ class Fetch:
                     continue
                 position.watermark_told = Offset(one.high_watermark)
                 position.log_start_told = Offset(one.log_start)
-                if one.records:
+                if one.size:
                     session.served(one.key)
         session_id = 0 if session is None else session.session_id
         return _write(header, ErrorCode.none, session_id, found, throttle_ms=throttle_ms)
@@ -294,7 +314,7 @@ class Fetch:
 def _is_news(one: _Found, position: Position) -> bool:
     """Whether an incremental answer has to mention the partition."""
     return (
-        bool(one.records)
+        bool(one.size)
         or one.code is not ErrorCode.none
         or one.high_watermark != position.watermark_told
         or one.log_start != position.log_start_told
@@ -369,8 +389,8 @@ def _write(
     found: list[_Found],
     *,
     throttle_ms: int = 0,
-) -> Buffers:
-    """Lay out the reply as a list of buffers, so that records are sent from where they were read to."""
+) -> Reply:
+    """Lay out the reply as a list of parts: records are sent from where they were read to, or read when it is time."""
     version = header.version
     writer = Writer(flexible=header.flexible)
     writer.int32(throttle_ms)
@@ -381,7 +401,7 @@ def _write(
     for one in found:
         by_topic.setdefault(one.key[0], []).append(one)
     writer.array_length(len(by_topic))
-    pieces: Buffers = []
+    pieces: list[Piece | Stored] = []
     for topic, of_topic in by_topic.items():
         if isinstance(topic, UUID):
             writer.uuid(topic)
@@ -390,15 +410,21 @@ def _write(
         writer.array_length(len(of_topic))
         for one in of_topic:
             _write_found(writer, version, one)
-            if one.records:
-                pieces += (writer.buffer, one.records)
+            if one.stretch is not None and one.stretch.size:
+                pieces += (writer.buffer, one.stretch.data or one.stretch)
                 writer.buffer = bytearray()
             writer.no_tags()
         writer.no_tags()
     writer.no_tags()
     pieces.append(writer.buffer)
     size = sum(map(len, pieces))
-    return [response_head(1, version, header.correlation_id, size), *pieces]
+    parts = [response_head(1, version, header.correlation_id, size), *pieces]
+    unread = [part for part in parts if isinstance(part, Stretch)]
+    if not unread:
+        return cast("Buffers", parts)
+    for stretch in unread:
+        stretch.hold()
+    return Stream(parts)
 
 
 def _write_found(writer: Writer, version: int, one: _Found) -> None:
@@ -416,4 +442,4 @@ def _write_found(writer: Writer, version: int, one: _Found) -> None:
         writer.no_tags()
     if version >= FIRST_WITH_RACK:
         writer.int32(_NO_PREFERRED_REPLICA)
-    writer.blob_length(len(one.records))
+    writer.blob_length(one.size)

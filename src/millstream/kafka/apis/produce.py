@@ -46,7 +46,7 @@ from millstream.model.errors import (
 )
 from millstream.model.metric import Metric, counter, gauge
 from millstream.net.connection import Answer
-from millstream.net.promise import Buffers, Promise
+from millstream.net.promise import Buffers, Promise, Reply
 from millstream.records.batch import (
     COMPRESSION_MASK,
     COMPRESSION_ZSTD,
@@ -155,7 +155,7 @@ class Produce:
 
     async def _begin(
         self, header: RequestHeader, request: Request, client: ClientInfo, opening: Opening, size: int
-    ) -> Buffers | None:
+    ) -> Reply | None:
         """Have the coordinator asked before anything is appended."""
         if self._gate is not None:
             await opening.ask(self._gate)

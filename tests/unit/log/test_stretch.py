@@ -1,0 +1,168 @@
+"""Stretches stay what they are while they are sent, or say that they cannot be read."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import pytest
+
+from millstream.log.handles import OpenFiles
+from millstream.log.log import Log
+from millstream.log.segment import Segment
+from millstream.log.store import LogStore
+from millstream.log.stretch import BrokenSegment, Stretch
+from millstream.model.errors import DamagedRange, StorageFailure
+from millstream.model.ids import Epoch, PartitionIndex
+from millstream.model.topic import TopicPartition, TopicSettings
+from millstream.records.record import NewRecord, decode_records, encode_batch
+from millstream.testing.files import MemoryFiles
+
+TOPIC_ID = UUID(int=5)
+EPOCH = Epoch(0)
+SETTINGS = TopicSettings(segment_bytes=2000, retention_bytes=1)
+
+
+def a_batch(value: bytes) -> bytearray:
+    return encode_batch([NewRecord(None, value, (), 1000)])
+
+
+@pytest.fixture
+def log(store: LogStore) -> Log:
+    """Ten segments of ten batches each, or about that."""
+    log = store.open_log(TOPIC_ID, TopicPartition("orders", PartitionIndex(0)), SETTINGS)
+    for number in range(100):
+        log.append(a_batch(b"%0100d" % number), leader_epoch=EPOCH)
+    log.synced_offset = log.end_offset
+    assert len(log.segments) > 5
+    return log
+
+
+def unread(log: Log, offset: int, max_bytes: int = 1 << 20) -> Stretch:
+    stretch = log.stretch(offset, max_bytes=max_bytes, up_to=log.end_offset, at_once=0)
+    assert stretch is not None
+    assert stretch.data == b""
+    return stretch
+
+
+def numbers(data: bytes) -> list[int]:
+    return [int(record.value or b"") for record in decode_records(data)]
+
+
+@pytest.mark.parametrize("max_bytes", [0, 1, 169, 500, 1000, 5000])
+@pytest.mark.parametrize("offset", [0, 3, 9, 50])
+def test_the_same_is_found_whether_it_is_read_at_once_or_later(log: Log, offset: int, max_bytes: int) -> None:
+    for up_to in (log.end_offset, offset + 1, offset + 5):
+        at_once = log.stretch(offset, max_bytes=max_bytes, up_to=up_to)
+        later = log.stretch(offset, max_bytes=max_bytes, up_to=up_to, at_once=0)
+        assert at_once is not None
+        assert later is not None
+        assert (later.size, later.next_offset, later.end_position) == (
+            at_once.size,
+            at_once.next_offset,
+            at_once.end_position,
+        )
+        assert later.read(0, later.size) == bytes(at_once.data)
+        assert numbers(bytes(at_once.data))[0] == offset
+
+
+def test_it_can_be_read_in_pieces(log: Log) -> None:
+    stretch = unread(log, 0)
+    assert b"".join(stretch.read(at, 1) for at in range(stretch.size)) == log.read(
+        0, max_bytes=1 << 20, up_to=log.end_offset
+    )
+
+
+def test_retention_cannot_take_the_file_while_it_is_held(log: Log, files: MemoryFiles) -> None:
+    held, loose = unread(log, 0), unread(log, 0)
+    expected = held.read(0, held.size)
+    held.hold()
+    opened = files.open_descriptors
+    assert log.delete_expired(1000) > 0
+    # The files of deleted segments go in the background; this one now, in the worst moment.
+    files.remove(held._segment.path)
+
+    assert held.read(0, held.size) == expected
+    assert loose.read(0, loose.size) == expected
+    before = files.open_descriptors
+    del held
+    assert files.open_descriptors == before - 1 < opened
+    with pytest.raises(StorageFailure, match="deleted or cut off"):
+        loose.read(0, loose.size)
+
+
+def test_the_file_is_kept_until_the_last_one_lets_go(log: Log, files: MemoryFiles) -> None:
+    first, second = unread(log, 0), unread(log, 0)
+    first.hold()
+    second.hold()
+    second.hold()
+    log.delete_expired(1000)
+    before = files.open_descriptors
+    del first
+    assert files.open_descriptors == before
+    del second
+    assert files.open_descriptors == before - 1
+
+
+def test_what_was_cut_off_is_not_read_even_if_other_records_have_its_place(log: Log) -> None:
+    log.append(a_batch(b"%0100d" % 100), leader_epoch=EPOCH)
+    kept, cut = unread(log, 0), unread(log, log.end_offset - 1)
+    expected = kept.read(0, kept.size)
+    for stretch in (kept, cut):
+        stretch.hold()
+    log.truncate_to(log.end_offset - 1)
+    log.append(a_batch(b"%0100d" % 200), leader_epoch=EPOCH)
+
+    assert kept.read(0, kept.size) == expected
+    with pytest.raises(StorageFailure, match="deleted or cut off"):
+        cut.read(0, cut.size)
+
+
+def test_a_log_that_starts_anew_gives_nothing_of_before(log: Log) -> None:
+    stretch = unread(log, 0)
+    stretch.hold()
+    log.restart_at(0)
+    log.append(a_batch(b"%0100d" % 7), leader_epoch=EPOCH)
+    with pytest.raises(StorageFailure, match="deleted or cut off"):
+        stretch.read(0, stretch.size)
+
+
+def test_after_a_read_failed_in_mid_answer_the_log_itself_tells_why(log: Log, files: MemoryFiles) -> None:
+    stretch = unread(log, 0)
+    segment = stretch._segment
+    files.truncate(segment.descriptor, segment.size // 2)
+    with pytest.raises(BrokenSegment):
+        stretch.read(0, stretch.size)
+
+    # Now nothing is promised unread: what is whole is given, and the rest is known to be lost.
+    again = log.stretch(0, max_bytes=1 << 20, up_to=log.end_offset, at_once=0)
+    assert again is not None
+    assert numbers(bytes(again.data)) == list(range(again.next_offset))
+    with pytest.raises(DamagedRange):
+        log.stretch(again.next_offset, max_bytes=1 << 20, up_to=log.end_offset, at_once=0)
+
+
+def test_so_many_files_are_held_that_others_can_still_be_opened() -> None:
+    files = MemoryFiles()
+    pool = OpenFiles(files, 4)
+    segments = [Segment("/d", number) for number in range(4)]
+    files.make_directory("/d")
+    for segment in segments:
+        files.close(files.open(segment.path, create=True))
+    held = [Stretch(pool, segment, 0, 0, 0) for segment in segments]
+    for stretch in held:
+        stretch.hold()
+    assert [segment.pins for segment in segments] == [1, 1, 0, 0]
+    del stretch
+    held.clear()
+    assert [segment.pins for segment in segments] == [0, 0, 0, 0]
+    pool.close_all()
+    assert files.open_descriptors == 0
+
+
+def test_a_stretch_that_is_dropped_after_everything_was_closed_does_no_harm(log: Log) -> None:
+    stretch = unread(log, 0)
+    stretch.hold()
+    log.delete_expired(1000)
+    log.open_files.close_all()
+    del stretch
+    assert len(log.open_files) == 0

@@ -1,0 +1,209 @@
+"""Large answers that are read while they are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.model.errors import StorageFailure
+from millstream.net.budget import Budget
+from millstream.net.connection import Answer, Connection, ConnectionLimits
+from millstream.net.listener import Listener, bind
+from millstream.net.outgoing import PIECE_BYTES, Outgoing
+from millstream.net.stream import Piece, Stored, Stream
+
+MEGABYTE = 1 << 20
+LIMITS = ConnectionLimits(frame_bytes_max=1000)
+
+
+class Part:
+    """A part that counts how much was read of it, and how many there are."""
+
+    alive = 0
+
+    def __init__(self, content: bytes, fails_at: int | None = None) -> None:
+        Part.alive += 1
+        self.content = content
+        self.fails_at = fails_at
+        self.read_bytes = 0
+
+    def __del__(self) -> None:
+        Part.alive -= 1
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+    def read(self, at: int, size: int) -> bytes:
+        if self.fails_at is not None and at + size > self.fails_at:
+            raise StorageFailure("the file is gone")
+        assert at == self.read_bytes
+        self.read_bytes += size
+        return self.content[at : at + size]
+
+
+class Streams:
+    """Answers a frame of one letter with what was prepared for it, and any other with itself."""
+
+    def __init__(self, **prepared: Callable[[], list[Part]]) -> None:
+        self.prepared = prepared
+        self.given: list[Part] = []
+
+    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+        name = str(frame, "ascii")
+        if name not in self.prepared:
+            return [struct.pack(">i", len(frame)), bytes(frame)]
+        self.given = parts = self.prepared[name]()
+        head = struct.pack(">i", sum(map(len, parts)))
+        # Some bytes that are in memory stand between those that are not, as in the answer to a fetch.
+        laid: list[Piece | Stored] = [head]
+        for part in parts:
+            laid += [part, b""]
+        return Stream(laid)
+
+
+@asynccontextmanager
+async def listening(service: Streams, budget: Budget | None = None) -> AsyncIterator[tuple[Listener, int]]:
+    budget = budget or Budget(1 << 30)
+    listener = Listener(service, limits=LIMITS, budget=budget, connections_max=100, idle_s=600)
+    sock = bind("127.0.0.1", 0, flag="kafka")
+    port = sock.getsockname()[1]
+    await listener.start(sock)
+    try:
+        yield listener, port
+    finally:
+        await listener.drain(0)
+        service.given = []
+        assert budget.used_bytes == 0
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack(">i", len(body)) + body
+
+
+def parts_of(count: int, size: int = MEGABYTE) -> list[Part]:
+    return [Part(bytes([number % 251]) * size) for number in range(count)]
+
+
+@given(
+    sizes=st.lists(st.tuples(st.booleans(), st.integers(0, 50)), max_size=20),
+    wanted=st.integers(1, 40),
+)
+def test_every_byte_is_taken_once_and_in_order(sizes: list[tuple[bool, int]], wanted: int) -> None:
+    parts: list[Piece | Stored] = []
+    expected = b""
+    for number, (stored, size) in enumerate(sizes):
+        content = bytes([number]) * size
+        parts.append(Part(content) if stored else content)
+        expected += content
+    outgoing = Outgoing()
+    outgoing.add(parts)
+    taken = b""
+    while outgoing:
+        piece = b"".join(outgoing.take(wanted))
+        in_memory = sum(size for stored, size in sizes if not stored)
+        assert len(piece) <= 2 * wanted + wanted // 2 + in_memory
+        taken += piece
+    assert taken == expected
+
+
+async def test_a_slow_reader_costs_the_memory_of_a_piece_and_gets_every_byte() -> None:
+    service = Streams(a=lambda: parts_of(40))
+    budget = Budget(1 << 30)
+    async with listening(service, budget) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
+        writer.write(framed(b"a") + framed(b"after"))
+        while budget.used_bytes == 0:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        # What the kernel has taken is gone; of the rest, no more is in memory than a piece or two.
+        read = sum(part.read_bytes for part in service.given)
+        assert read < 30 * MEGABYTE
+        assert budget.used_bytes < 2 * PIECE_BYTES
+        (size,) = struct.unpack(">i", await reader.readexactly(4))
+        received = await reader.readexactly(size)
+        assert received == b"".join(bytes([number]) * MEGABYTE for number in range(40))
+        assert await reader.readexactly(9) == framed(b"after")
+        writer.close()
+
+
+async def test_little_memory_makes_small_pieces() -> None:
+    service = Streams(a=lambda: parts_of(20))
+    budget = Budget(400_000)
+    async with listening(service, budget) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(b"a"))
+        while budget.used_bytes == 0:
+            await asyncio.sleep(0.001)
+        assert budget.used_bytes < 400_000
+        (size,) = struct.unpack(">i", await reader.readexactly(4))
+        assert len(await reader.readexactly(size)) == 20 * MEGABYTE
+        writer.close()
+
+
+async def test_a_client_that_goes_in_the_middle_leaves_nothing_behind() -> None:
+    service = Streams(a=lambda: parts_of(40))
+    before = Part.alive
+    async with listening(service) as (listener, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(b"a"))
+        await reader.readexactly(5 * MEGABYTE)
+        writer.transport.abort()
+        while listener.connections:
+            await asyncio.sleep(0.001)
+        service.given = []
+        gc.collect()
+        assert Part.alive == before
+
+
+@pytest.mark.parametrize("failing", [0, 7, 39])
+async def test_what_cannot_be_read_ends_the_connection(failing: int) -> None:
+    def parts() -> list[Part]:
+        made = parts_of(40)
+        made[failing] = Part(bytes(MEGABYTE), fails_at=0)
+        return made
+
+    async with listening(Streams(a=parts)) as (listener, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(b"a") + framed(b"after"))
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await reader.readexactly(4 + 40 * MEGABYTE)
+        assert listener.traffic.connections_failed == 1
+        writer.close()
+        # Others are served as before.
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(b"well"))
+        assert await reader.readexactly(8) == framed(b"well")
+        writer.close()
+
+
+async def test_who_has_ended_its_side_still_gets_all_of_the_answer() -> None:
+    async with listening(Streams(a=lambda: parts_of(20))) as (listener, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(b"a") + framed(b"a") + framed(b"end"))
+        writer.write_eof()
+        received = await reader.read()
+        assert len(received) == 2 * (4 + 20 * MEGABYTE) + 7
+        assert received[-7:] == framed(b"end")
+        writer.close()
+        while listener.connections:
+            await asyncio.sleep(0.001)
+
+
+async def test_others_have_their_turn_while_a_large_answer_is_sent() -> None:
+    async with listening(Streams(a=lambda: parts_of(60))) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        other_reader, other = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(b"a"))
+        await reader.readexactly(4)
+        other.write(framed(b"me"))
+        assert await other_reader.readexactly(6) == framed(b"me")
+        assert len(await reader.readexactly(60 * MEGABYTE)) == 60 * MEGABYTE
+        writer.close()
+        other.close()
