@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from millstream.cli import cluster_up
+from millstream.cli.local_process import LocalServerFailed
 from millstream.testing.command import CommandLine
 
 READY_S_MAX = 90
@@ -108,9 +112,54 @@ def test_a_cluster_starts_survives_a_node_and_stops_in_order(up: Callable[..., U
     assert "node 3 has ended with exit code -9" in cluster.log.read_text()
     assert "away" in cluster.command("cluster", "status").out
 
+    serve = cluster.ready["nodes"][2]["serve"]
+    assert f"start it again with: {serve}" in cluster.log.read_text()
+    with by_hand(serve, cluster.log.with_name("by-hand.log")) as node:
+        cluster.wait_until(lambda: not cluster.status()["under_replicated"])
+        assert [each["state"] for each in cluster.status()["nodes"]] == ["ready"] * 3
+        assert cluster.stop() == 0
+        assert cluster.all_gone()
+        told = cluster.log.read_text()
+        assert f"node 3 at {cluster.ready['nodes'][2]['kafka']} was started by hand and still runs" in told
+        assert "node 1 at" not in told
+        assert "stopped with exit code" not in told
+        node.terminate()
+        assert node.wait(STOP_S_MAX) == 0
+
+
+@contextmanager
+def by_hand(command: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as file:
+        process = subprocess.Popen(shlex.split(command), stdout=file, stderr=file, stdin=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_cluster_outlives_all_its_nodes_until_they_are_started_by_hand(up: Callable[..., Up]) -> None:
+    cluster = up("--nodes", "1", "--set", "lease-ms=1000")
+    assert cluster.command("topic", "create", "orders").code == 0
+    os.kill(cluster.ready["nodes"][0]["pid"], signal.SIGKILL)
+    cluster.wait_until(lambda: "goes on until Ctrl-C" in cluster.log.read_text())
+    with by_hand(cluster.ready["nodes"][0]["serve"], cluster.log.with_name("by-hand.log")) as node:
+        cluster.wait_until(lambda: "orders" in cluster.command("topic", "list").out)
+        node.terminate()
+        assert node.wait(STOP_S_MAX) == 0
     assert cluster.stop() == 0
-    assert cluster.all_gone()
-    assert "stopped with exit code" not in cluster.log.read_text()
+    assert "was started by hand" not in cluster.log.read_text()
+
+
+def test_without_an_etcd_to_start_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Path:
+        raise LocalServerFailed("no etcd is on the PATH")
+
+    monkeypatch.setattr(cluster_up, "find_etcd", missing)
+    data = tmp_path / "cluster"
+    with pytest.raises(LocalServerFailed), cluster_up.LocalCluster(cluster_up.Plan(nodes=1, data=data, name="c")):
+        pass
+    assert not data.exists()
 
 
 def test_what_was_declared_is_there_again_and_nothing_outlives_the_command(up: Callable[..., Up]) -> None:

@@ -91,9 +91,10 @@ def up(
     """Start a cluster on this machine, for trying out: etcd, PostgreSQL and nodes, until SIGTERM or Ctrl-C.
 
     It stays in the foreground. All of it ends with this command, the nodes first; started again on the same folder it
-    has what it had. A node that ends is told of and not started again. With --json, one line with all addresses goes to
-    stdout once every node is ready. The nodes share this machine, so its loss is the loss of all: for data that
-    matters, run the nodes, an etcd of three or five members, and PostgreSQL on machines of their own.
+    has what it had. A node that ends is not started again, but the command that does so by hand is told. With --json,
+    one line with all addresses goes to stdout once every node is ready. The nodes share this machine, so its loss is
+    the loss of all: for data that matters, run the nodes, an etcd of three or five members, and PostgreSQL on machines
+    of their own.
     """
     from millstream.cli.cluster_up import LocalCluster, Plan, StopAsked, first_port, stop_by_signal
 
@@ -125,7 +126,10 @@ def _print_running(running: LocalCluster) -> None:
     print_table(("node", "pid", "kafka", "http"), rows)
     print_line()
     print_line(f"Ready. See how it is with: millstream cluster status --brokers {running.nodes[0].kafka}")
-    print_line("Ctrl-C stops it.")
+    print_line("A node that was killed is started again with:")
+    for node in running.nodes:
+        print_line(f"  {node.command}")
+    print_line("Ctrl-C stops all of it.")
 
 
 @app.command("status")

