@@ -51,12 +51,20 @@ class Received(NamedTuple):
 NOTHING: Final = Received([], [])
 
 
-class Waiter(Protocol):
-    """A worker that waits for messages of one or several queues."""
+class Wanted(NamedTuple):
+    """What a worker asks for."""
 
     worker: str
     max_records: int
     max_bytes: int
+    whole_batches: bool = False
+    """Whether a batch of which some is given is given as a whole, beyond `max_records`."""
+
+
+class Waiter(Protocol):
+    """A worker that waits for messages of one or several queues."""
+
+    wanted: Wanted
 
     @property
     def is_done(self) -> bool:
@@ -127,13 +135,13 @@ class Delivery:
 
     # Workers
 
-    def try_receive(self, worker: str, *, max_records: int, max_bytes: int) -> Received:
+    def try_receive(self, wanted: Wanted) -> Received:
         """Lease what is there now. The leases are written, and `handed_out` tells when they may be answered."""
         self._check()
         self.last_used_ms = self._clock.now_ms()
         if self.settings.paused or not self._store.has_room(self.key):
             return NOTHING
-        found = self._lease(worker, max_records, max_bytes)
+        found = self._lease(wanted)
         self._after()
         return found
 
@@ -236,19 +244,25 @@ class Delivery:
             self.close(NotLeader(f"{self.partition.log.partition} is led by another node now"))
             self._check()
 
-    def _lease(self, worker: str, max_records: int, max_bytes: int) -> Received:
+    def _lease(self, wanted: Wanted) -> Received:
         queue, now_ms = self.queue, self._clock.now_ms()
         queue.drop_before(self.partition.log_start, now_ms=now_ms)
         queue.tick(now_ms)
-        self._look_ahead(max_records)
+        self._look_ahead(wanted.max_records)
         oldest = queue.next_available
         if oldest is None:
             return NOTHING
-        records, _ = read(self.partition, oldest, self.settings.isolation, max_bytes=max_bytes)
+        records, _ = read(self.partition, oldest, self.settings.isolation, max_bytes=wanted.max_bytes)
         ends, until = _ends(records)
         if until <= oldest:
             return NOTHING
-        leases = queue.acquire(worker, now_ms=now_ms, max_records=max_records, until=until, batch_ends=ends)
+        leases = queue.acquire(
+            wanted.worker,
+            now_ms=now_ms,
+            max_records=wanted.max_records,
+            until=until,
+            batch_ends=ends if wanted.whole_batches else None,
+        )
         return Received(leases, list(batches_with(records, [(lease.first, lease.last) for lease in leases])))
 
     def _look_ahead(self, wanted: int) -> None:
@@ -380,7 +394,8 @@ class Delivery:
             self._waiting.pop(waiter, None)
             return True
         share = -(-max(1, self.queue.counts.available) // len(self._waiting))
-        found = self.try_receive(waiter.worker, max_records=min(waiter.max_records, share), max_bytes=waiter.max_bytes)
+        wanted = waiter.wanted
+        found = self.try_receive(wanted._replace(max_records=min(wanted.max_records, share)))
         if found.leases:
             self._waiting.pop(waiter, None)
             waiter.give(self, found)

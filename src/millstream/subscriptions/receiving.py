@@ -8,7 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from millstream.model.errors import MillstreamError
-from millstream.subscriptions.delivery import Delivery, Received
+from millstream.subscriptions.delivery import Delivery, Received, Wanted
 from millstream.subscriptions.lease import Settle, Verb
 
 
@@ -22,10 +22,8 @@ class Given(NamedTuple):
 class _Waiting:
     """One worker's wait. The first queue that has something ends it."""
 
-    def __init__(self, worker: str, max_records: int, max_bytes: int) -> None:
-        self.worker = worker
-        self.max_records = max_records
-        self.max_bytes = max_bytes
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
         self.found: asyncio.Future[Given | None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -41,44 +39,35 @@ class _Waiting:
             self.found.set_result(None)
 
 
-async def receive(
-    deliveries: Sequence[Delivery],
-    worker: str,
-    *,
-    max_records: int,
-    max_bytes: int,
-    wait_s: float,
-    first: int = 0,
-) -> list[Given]:
+async def receive(deliveries: Sequence[Delivery], wanted: Wanted, *, wait_s: float, first: int = 0) -> list[Given]:
     """Lease messages to a worker, beginning with one of the queues; wait for some when there are none.
 
     What comes back may be told to the worker: where the subscription promises it, the leases are durable.
     """
-    given = _look_round(deliveries, worker, max_records, max_bytes, first)
+    given = _look_round(deliveries, wanted, first)
     if not given:
         # A filter may just be looking at what is there.
         for delivery in deliveries:
             await delivery.looked()
-        given = _look_round(deliveries, worker, max_records, max_bytes, first)
+        given = _look_round(deliveries, wanted, first)
     if not given and wait_s > 0 and deliveries:
-        given = await _wait(deliveries, _Waiting(worker, max_records, max_bytes), wait_s)
+        given = await _wait(deliveries, _Waiting(wanted), wait_s)
     for delivery, _ in given:
         await delivery.handed_out()
     return given
 
 
-def _look_round(
-    deliveries: Sequence[Delivery], worker: str, max_records: int, max_bytes: int, first: int
-) -> list[Given]:
+def _look_round(deliveries: Sequence[Delivery], wanted: Wanted, first: int) -> list[Given]:
     given: list[Given] = []
     for delivery in chain(deliveries[first:], deliveries[:first]):
-        received = delivery.try_receive(worker, max_records=max_records, max_bytes=max_bytes)
+        received = delivery.try_receive(wanted)
         if received.leases:
             given.append(Given(delivery, received))
-            max_records -= sum(lease.last - lease.first + 1 for lease in received.leases)
-            max_bytes -= sum(map(len, received.batches))
-            if max_records <= 0 or max_bytes <= 0:
+            records = wanted.max_records - sum(lease.last - lease.first + 1 for lease in received.leases)
+            left_bytes = wanted.max_bytes - sum(map(len, received.batches))
+            if records <= 0 or left_bytes <= 0:
                 break
+            wanted = wanted._replace(max_records=records, max_bytes=left_bytes)
     return given
 
 
@@ -108,4 +97,4 @@ def _give_back(waiting: _Waiting) -> None:
     found = waiting.found.result()
     if found is not None and not found.delivery.is_closed:
         verbs = [Settle(lease.first, lease.last, Verb.RELEASE, 0) for lease in found.received.leases]
-        found.delivery.settle_now(waiting.worker, verbs)
+        found.delivery.settle_now(waiting.wanted.worker, verbs)

@@ -57,13 +57,12 @@ class SubscriptionReceive(PackedApi[Receive]):
         engine = await self._service.engine()
         deliveries = [await engine.delivery(subscription, partition) for partition in partitions]
         # Imported when the first worker asks, with what queues are made of.
+        from millstream.subscriptions.delivery import Wanted
         from millstream.subscriptions.receiving import receive
 
         given = await receive(
             deliveries,
-            request.worker,
-            max_records=min(request.max_records, RECORDS_MAX),
-            max_bytes=min(request.max_bytes, BYTES_MAX),
+            Wanted(request.worker, min(request.max_records, RECORDS_MAX), min(request.max_bytes, BYTES_MAX)),
             wait_s=min(request.wait_ms, WAIT_MS_MAX) / 1000,
             first=next(self._turn) % max(1, len(deliveries)),
         )

@@ -1,0 +1,268 @@
+"""Subscriptions on a real server: leases, retries, dead letters, filters, delays, order by key, and after a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from millstream.model.errors import (
+    InvalidRecordState,
+    InvalidRequest,
+    SubscriptionExists,
+    UnknownGroup,
+)
+from millstream.model.subscription import (
+    ATTEMPTS,
+    BACKOFF_MIN,
+    DEAD_LETTER_TOPIC,
+    DELIVERY,
+    EXACTLY_ONCE,
+    FILTER,
+    LEASE,
+    ORDERED,
+    PAUSED,
+    START,
+)
+from millstream.records.record import Headers, NewRecord, Record, decode_records, encode_batch
+from millstream.testing.server import Server
+from millstream.wire.client import Client
+from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
+
+ACCEPT, RELEASE, REJECT, EXTEND = 1, 2, 3, 4
+WAIT_MS = 10_000
+
+
+class Desk:
+    """A client that publishes to one topic and works on one subscription of it."""
+
+    def __init__(self, client: Client, topic: str, name: str) -> None:
+        self.client = client
+        self.subscriptions = SubscriptionClient(client)
+        self.topic = topic
+        self.name = name
+
+    async def publish(self, *values: str, key: bytes | None = None, headers: Headers = ()) -> None:
+        now_ms = int(time.time() * 1000)
+        records = [NewRecord(key, value.encode(), headers, now_ms) for value in values]
+        await self.client.produce(self.topic, 0, encode_batch(records))
+
+    async def receive(self, count: int, worker: str = "one", *, wait_ms: int = WAIT_MS) -> list[LeasedMessage]:
+        """Exactly so many messages; the server may give them in several answers."""
+        found: list[LeasedMessage] = []
+        while len(found) < count:
+            more = await self.subscriptions.receive(self.name, worker, max_records=count - len(found), wait_ms=wait_ms)
+            assert more, f"only {[message.record.value for message in found]} came"
+            found += more
+        return found
+
+    async def nothing(self, worker: str = "one", *, wait_ms: int = 0) -> None:
+        found = await self.subscriptions.receive(self.name, worker, max_records=10, wait_ms=wait_ms)
+        assert [message.record.value for message in found] == []
+
+    async def settle(
+        self, messages: list[LeasedMessage], verb: int, worker: str = "one", *, delay_ms: int | None = None
+    ) -> None:
+        results = await self.subscriptions.settle(
+            self.name, worker, messages, verb, delay_ms=delay_ms, reason="does not fit"
+        )
+        assert results == [None] * len(messages)
+
+    async def letters(self, count: int) -> list[Record]:
+        found: list[Record] = []
+        while len(found) < count:
+            answer = await self.client.fetch(f"{self.topic}-dead", 0, len(found), max_wait_ms=WAIT_MS)
+            more = list(decode_records(answer.records))
+            assert more
+            found += [record for record in more if record.offset >= len(found)]
+        return found
+
+
+def values(messages: list[LeasedMessage]) -> list[str]:
+    return [(message.record.value or b"").decode() for message in messages]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("subscriptions") / "data") as running:
+        yield running
+
+
+@asynccontextmanager
+async def desk(server: Server, name: str, settings: Mapping[str, str], *before: str) -> AsyncIterator[Desk]:
+    async with Client.connect(server.kafka) as client:
+        topic = f"topic-{name}"
+        await client.metadata([topic], create=True)
+        made = Desk(client, topic, name)
+        if before:
+            await made.publish(*before)
+        await made.subscriptions.create(name, [topic], settings)
+        yield made
+
+
+async def test_each_message_goes_to_one_worker_until_it_is_accepted(server: Server) -> None:
+    async with desk(server, "plain", {LEASE: "600000"}, "published before") as work:
+        await work.publish("a", "b", "c", "d")
+        first = await work.receive(2, "one")
+        second = await work.receive(2, "two")
+        assert sorted(values(first) + values(second)) == ["a", "b", "c", "d"]
+        await work.nothing("three")
+        await work.settle(first, ACCEPT, "one")
+        refused = await work.subscriptions.settle(work.name, "one", second, ACCEPT)
+        assert all(isinstance(error, InvalidRecordState) for error in refused)
+        await work.settle(second, RELEASE, "two")
+        again = await work.receive(2, "three")
+        assert [message.attempt for message in again] == [2, 2]
+        await work.settle(again, EXTEND, "three", delay_ms=60_000)
+        await work.settle(again, ACCEPT, "three")
+        (told,) = await work.subscriptions.describe([work.name])
+        (queue,) = told["queues"]
+        assert (queue["backlog"], queue["leased"], queue["accepted"], queue["released"]) == (0, 0, 4, 2)
+
+
+async def test_a_lease_that_runs_out_gives_the_message_to_another(server: Server) -> None:
+    async with desk(server, "expiry", {LEASE: "200"}) as work:
+        await work.publish("a")
+        held = await work.receive(1, "dies")
+        assert values(await work.receive(1, "lives")) == ["a"]
+        (late,) = await work.subscriptions.settle(work.name, "dies", held, ACCEPT)
+        assert late is not None
+
+
+async def test_what_fails_for_good_is_dead_lettered_with_its_story(server: Server) -> None:
+    settings = {ATTEMPTS: "2", DEAD_LETTER_TOPIC: "topic-poison-dead", BACKOFF_MIN: "1"}
+    async with desk(server, "poison", settings) as work:
+        await work.publish("bad", key=b"k", headers=(("colour", b"red"),))
+        await work.publish("good")
+        for _ in range(2):
+            bad, *rest = sorted(await work.receive(2), key=lambda message: message.record.offset)
+            await work.settle([bad], RELEASE)
+            await work.settle(rest, RELEASE, delay_ms=0)
+            if bad.attempt == 1:
+                continue
+        letters = await work.letters(2)
+        bad_letter = next(letter for letter in letters if letter.value == b"bad")
+        headers = {name: (value or b"").decode() for name, value in bad_letter.headers}
+        assert (bad_letter.key, headers["colour"]) == (b"k", "red")
+        assert headers["dlq-subscription"] == "poison"
+        assert (headers["dlq-topic"], headers["dlq-partition"], headers["dlq-offset"]) == ("topic-poison", "0", "0")
+        assert (headers["dlq-attempts"], headers["dlq-reason"]) == ("2", "does not fit")
+        assert headers["message-id"].endswith("/0/0")
+        await work.nothing()
+
+
+async def test_a_rejected_message_dies_at_once_and_holds_nothing_up(server: Server) -> None:
+    async with desk(server, "reject", {DEAD_LETTER_TOPIC: "topic-reject-dead"}) as work:
+        await work.publish("bad", "good")
+        bad, good = await work.receive(2)
+        await work.settle([bad], REJECT)
+        await work.settle([good], ACCEPT)
+        (letter,) = await work.letters(1)
+        assert letter.value == b"bad"
+
+
+async def test_a_filter_lets_through_what_matches(server: Server) -> None:
+    async with desk(server, "filtered", {FILTER: "payload.total > 1000 AND headers['region'] = 'eu'"}) as work:
+        await work.publish('{"total": 1}', '{"total": 1500}', "no json", headers=(("region", b"eu"),))
+        await work.publish('{"total": 2000}', headers=(("region", b"us"),))
+        await work.publish('{"total": 3000}', headers=(("region", b"eu"),))
+        found = await work.receive(2)
+        assert values(found) == ['{"total": 1500}', '{"total": 3000}']
+        await work.settle(found, ACCEPT)
+        await work.nothing()
+
+
+async def test_a_filter_that_cannot_be_read_is_refused_with_its_place(server: Server) -> None:
+    async with Client.connect(server.kafka) as client:
+        with pytest.raises(InvalidRequest, match=r"\^"):
+            await SubscriptionClient(client).create("broken", ["x"], {FILTER: "payload.total >> 3 AND"})
+
+
+async def test_messages_of_a_key_come_one_after_the_other(server: Server) -> None:
+    async with desk(server, "ordered", {ORDERED: "true", LEASE: "600000"}) as work:
+        await work.publish("a1", "a2", key=b"a")
+        await work.publish("b1", key=b"b")
+        await work.publish("a3", key=b"a")
+        first = await work.receive(2)
+        assert values(first) == ["a1", "b1"]
+        await work.nothing("two")
+        await work.settle(first[:1], RELEASE, delay_ms=0)
+        again = await work.receive(1, "two")
+        assert values(again) == ["a1"]
+        await work.settle(again, ACCEPT, "two")
+        for expected in ("a2", "a3"):
+            after = await work.receive(1, "two")
+            assert values(after) == [expected]
+            await work.settle(after, ACCEPT, "two")
+
+
+async def test_a_delayed_message_lets_others_pass(server: Server) -> None:
+    async with desk(server, "delayed", {}) as work:
+        at_ms = int(time.time() * 1000) + 700
+        await work.publish("later", headers=(("deliver-at", str(at_ms).encode()),))
+        await work.publish("now")
+        assert values(await work.receive(1)) == ["now"]
+        assert values(await work.receive(1)) == ["later"]
+        assert time.time() * 1000 >= at_ms
+
+
+async def test_a_worker_waits_and_is_woken_by_a_message(server: Server) -> None:
+    async with desk(server, "woken", {}) as work, Client.connect(server.kafka) as other:
+        waiting = asyncio.ensure_future(SubscriptionClient(other).receive("woken", "w", max_records=1, wait_ms=60_000))
+        await asyncio.sleep(0.2)
+        await work.publish("a")
+        assert values(await waiting) == ["a"]
+
+
+async def test_a_subscription_is_paused_sought_changed_and_deleted(server: Server) -> None:
+    async with desk(server, "moved", {START: "earliest"}, "old") as work:
+        admin = work.subscriptions
+        with pytest.raises(SubscriptionExists):
+            await admin.create("moved", [work.topic], {})
+        await admin.alter("moved", {PAUSED: "true"})
+        await work.nothing()
+        await admin.alter("moved", {PAUSED: None})
+        held = await work.receive(1)
+        assert values(held) == ["old"]
+        (place,) = await admin.seek("moved", "latest")
+        assert place == {"topic": work.topic, "partition": 0, "offset": 1}
+        (voided,) = await admin.settle("moved", "one", held, ACCEPT)
+        assert voided is not None
+        await work.publish("new")
+        assert values(await work.receive(1)) == ["new"]
+        await admin.seek("moved", "offset:0")
+        assert values(await work.receive(2)) == ["old", "new"]
+        await admin.delete("moved")
+        with pytest.raises(UnknownGroup):
+            await work.receive(1)
+
+
+async def test_nothing_is_lost_or_doubled_by_a_kill(tmp_path: Path) -> None:
+    settings = {DELIVERY: EXACTLY_ONCE, LEASE: "600000", DEAD_LETTER_TOPIC: "topic-killed-dead", ATTEMPTS: "5"}
+    with Server(tmp_path / "data") as server:
+        async with desk(server, "killed", settings) as work:
+            await work.publish(*(f"v{number}" for number in range(20)))
+            messages = sorted(await work.receive(20), key=lambda message: message.record.offset)
+            await work.settle(messages[:8], ACCEPT)
+            await work.settle(messages[8:10], RELEASE, delay_ms=0)
+            await work.settle(messages[10:13], REJECT)
+        server.kill()
+        server.start()
+        async with Client.connect(server.kafka) as client:
+            work = Desk(client, "topic-killed", "killed")
+            back = await work.receive(2, "other")
+            assert sorted(values(back)) == ["v8", "v9"]
+            assert [message.attempt for message in back] == [2, 2]
+            # The leases of the others have held.
+            await work.nothing("other")
+            await work.settle(messages[13:], ACCEPT, "one")
+            await work.settle(back, ACCEPT, "other")
+            assert sorted(letter.value or b"" for letter in await work.letters(3)) == [b"v10", b"v11", b"v12"]
+            await work.nothing("other")
+            (told,) = await work.subscriptions.describe(["killed"])
+            (queue,) = told["queues"]
+            assert (queue["accepted"], queue["dead_lettered"], queue["backlog"]) == (17, 3, 0)
