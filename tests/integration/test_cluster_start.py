@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from millstream.cli.local_process import free_port
-from millstream.testing.command import Outcome, run_command
+from millstream.testing.command import CommandLine, Outcome, run_command
 from millstream.testing.etcd_server import EtcdServer
 from millstream.testing.postgres_server import PostgresServer
 from millstream.testing.server import Server
@@ -138,6 +138,10 @@ def test_a_later_start_does_without_the_catalog_and_health_says_so(cluster: Serv
         node.start()
         code, said = await_answer(node.http, "/readyz", "the catalog is away since")
         assert code == 200, said
+        command = CommandLine(node.kafka)
+        for arguments in (("topic", "create", "new"), ("publish", "missing", "hello")):
+            told = command(*arguments)
+            assert (told.code, len(told.err.splitlines()), "catalog" in told.err) == (6, 1, True), told.err
         assert node.stop() == 0
     finally:
         node.settings["catalog"] = right

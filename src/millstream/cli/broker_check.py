@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from millstream import __version__
@@ -13,14 +13,17 @@ from millstream.cli.damage import lost_of, node_status
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.finding import Finding, ok, problem, warning
 from millstream.cli.output import counted
+from millstream.cli.topic_admin import min_in_sync
 from millstream.model.errors import BrokerUnreachable, MillstreamError, RequestTimedOut
 from millstream.wire.client import Client
-from millstream.wire.cluster_metadata import ClusterMetadata
+from millstream.wire.cluster_metadata import ClusterMetadata, PartitionMetadata
 
 CLOCK_SKEW_MS_MAX = 5_000
 SLOW_ANSWER_S = 1.0
 _HTTP_S = 5.0
 _SHOWN_MAX = 5
+_TOPICS_MAX = 1000
+"""Topics that lack replicas and are asked about; many more have one and the same reason."""
 
 
 async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
@@ -30,7 +33,8 @@ async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
         async with Client.connect(brokers, client_id=CLIENT_ID, timeout_s=timeout_s) as client:
             metadata = await client.metadata()
             took_s = time.monotonic() - started
-            findings = [_answered(brokers, took_s), *_led(metadata)]
+            minimums = await min_in_sync(client, sorted({name for name, _ in _lacking(metadata)})[:_TOPICS_MAX])
+            findings = [_answered(brokers, took_s), *_led(metadata, minimums)]
             findings += await _status_findings(client, brokers)
     except (BrokerUnreachable, RequestTimedOut):
         advice = "start it with: millstream serve; or say where it runs with --brokers HOST:PORT"
@@ -47,21 +51,44 @@ def _answered(brokers: str, took_s: float) -> Finding:
     return ok("broker", detail)
 
 
-def _led(metadata: ClusterMetadata) -> Iterator[Finding]:
-    partitions = [(topic.name, one) for topic in metadata.topics.values() for one in topic.partitions.values()]
-    orphans = [f"{name}-{one.partition}" for name, one in partitions if one.leader_id < 0]
+def _partitions(metadata: ClusterMetadata) -> list[tuple[str, PartitionMetadata]]:
+    return [(topic.name, one) for topic in metadata.topics.values() for one in topic.partitions.values()]
+
+
+def _lacking(metadata: ClusterMetadata) -> list[tuple[str, PartitionMetadata]]:
+    """The partitions of which not every replica is in sync."""
+    return [(name, one) for name, one in _partitions(metadata) if len(one.in_sync) < len(one.replicas)]
+
+
+def _led(metadata: ClusterMetadata, minimums: Mapping[str, int]) -> Iterator[Finding]:
+    """Whether partitions have what they need; `minimums` tells how many replicas of a topic must be in sync."""
+    partitions, lacking = _partitions(metadata), _lacking(metadata)
+    orphans = [each for each in partitions if each[1].leader_id < 0]
     if orphans:
-        detail = f"{counted(len(orphans), 'partition')} without a leader: {', '.join(orphans[:5])}"
-        yield problem("partitions", detail, "start the nodes that hold them")
+        yield problem("partitions", f"{_named(orphans)} without a leader", "start the nodes that hold them")
+    refusing = [
+        (name, one)
+        for name, one in lacking
+        if one.leader_id >= 0 and len(one.in_sync) < min(minimums.get(name, 1), len(one.replicas))
+    ]
+    if refusing:
+        detail = f"{_named(refusing)} with fewer replicas in sync than min.insync.replicas, so acks=all is refused"
+        yield problem("partitions", detail, "start the nodes that are away; millstream cluster status shows them")
+    if orphans or refusing:
         return
-    lacking = [f"{name}-{one.partition}" for name, one in partitions if len(one.in_sync) < len(one.replicas)]
     if lacking:
-        detail = f"{counted(len(lacking), 'partition')} with replicas that are not in sync: {', '.join(lacking[:5])}"
+        detail = f"{_named(lacking)} with replicas that are not in sync"
         yield warning("partitions", detail, "millstream cluster status shows which nodes are away")
     else:
         yield ok(
             "partitions", f"{counted(len(metadata.topics), 'topic')}, {counted(len(partitions), 'partition')}, all led"
         )
+
+
+def _named(partitions: list[tuple[str, PartitionMetadata]]) -> str:
+    """How many there are, and the first few by name."""
+    names = ", ".join(f"{name}-{one.partition}" for name, one in partitions[:_SHOWN_MAX])
+    return f"{counted(len(partitions), 'partition')} ({names}{', …' if len(partitions) > _SHOWN_MAX else ''})"
 
 
 async def _status_findings(client: Client, brokers: str) -> list[Finding]:

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from millstream.model.errors import BatchTooLarge, UnknownTopic
+from millstream.cli.explanation import explain
+from millstream.model.errors import BatchTooLarge, CoordinatorUnavailable, NotLeader, RequestTimedOut, UnknownTopic
 from millstream.model.partitioner import partition_for_key
 from millstream.records.record import NewRecord, encode_batch
 from millstream.wire.client import Client
@@ -56,6 +57,8 @@ class Publisher:
             if isinstance(error, UnknownTopic):
                 hint = f"create it with: millstream topic create {self._topic}"
                 raise UnknownTopic(f"topic {self._topic!r} does not exist and the broker does not create it; {hint}")
+            if isinstance(error, NotLeader):
+                raise await explain(self._client, f"topic {self._topic!r} cannot be created now")
             raise error
         topic = found.topics[self._topic]
         self.topic_id = topic.topic_id
@@ -87,7 +90,10 @@ class Publisher:
         asked = messages.InitProducerIdRequest(transactional_id=None, transaction_timeout=timedelta(minutes=1))
         answer = await self._client.send(None, asked)
         if answer.error_code:
-            raise refusal(answer.error_code, None, about="a producer id")
+            error = refusal(answer.error_code, None, about="a producer id")
+            if isinstance(error, RequestTimedOut | CoordinatorUnavailable):
+                raise await explain(self._client, "no producer id can be had now")
+            raise error
         self._producer_id, self._producer_epoch = answer.producer_id, answer.producer_epoch
 
     def _assign(self, records: Sequence[NewRecord]) -> dict[int, list[int]]:

@@ -18,6 +18,7 @@ from millstream.wire.refusal import refusal
 _TOPIC_RESOURCE = 2
 _SET, _DELETE = 0, 1
 _SOURCE_TOPIC = 1
+_MIN_IN_SYNC = "min.insync.replicas"
 _TIMEOUT = timedelta(seconds=30)
 
 
@@ -112,6 +113,29 @@ async def topic_configs(client: Client, name: str) -> dict[str, TopicConfig]:
     answer = await client.send(None, messages.DescribeConfigsRequest(resources=(resource,)))
     described = _checked(answer.results[0], f"settings of topic {name!r}")
     return {one.name: TopicConfig(one.value, one.config_source == _SOURCE_TOPIC) for one in described.configs}
+
+
+async def min_in_sync(client: Client, names: Sequence[str]) -> dict[str, int]:
+    """How many replicas of some topics must be in sync, as far as the broker tells."""
+    from kio.schema.describe_configs.v4 import request
+
+    messages: Any = request
+    resources = tuple(
+        messages.DescribeConfigsResource(
+            resource_type=_TOPIC_RESOURCE, resource_name=name, configuration_keys=(_MIN_IN_SYNC,)
+        )
+        for name in names
+    )
+    if not resources:
+        return {}
+    answer = await client.send(None, messages.DescribeConfigsRequest(resources=resources))
+    told = {result.resource_name: result.configs for result in answer.results if not result.error_code}
+    return {
+        name: int(one.value)
+        for name, configs in told.items()
+        for one in configs
+        if one.name == _MIN_IN_SYNC and one.value
+    }
 
 
 async def offset_bounds(

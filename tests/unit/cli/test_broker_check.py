@@ -69,11 +69,15 @@ def test_partitions_without_a_leader_are_a_problem() -> None:
         topic = SimpleNamespace(name="orders", partitions={0: one})
         return cast("ClusterMetadata", SimpleNamespace(topics={"orders": topic}))
 
-    assert [finding.severity for finding in broker_check._led(metadata(1))] == [Severity.OK]
-    (found,) = broker_check._led(metadata(-1))
+    assert [finding.severity for finding in broker_check._led(metadata(1), {})] == [Severity.OK]
+    (found,) = broker_check._led(metadata(-1), {})
     assert (found.severity, "orders-0" in found.detail) == (Severity.PROBLEM, True)
-    (found,) = broker_check._led(metadata(1, in_sync=(1,)))
+    (found,) = broker_check._led(metadata(1, in_sync=(1,)), {"orders": 1})
     assert (found.severity, "orders-0" in found.detail) == (Severity.WARNING, True)
+    (found,) = broker_check._led(metadata(1, in_sync=(1,)), {"orders": 2})
+    assert (found.severity, found.exit_code) == (Severity.PROBLEM, ExitCode.FAILED)
+    assert "orders-0" in found.detail
+    assert "acks=all is refused" in found.detail
 
 
 def test_a_slow_answer_is_a_warning() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from millstream.cli import publisher as publisher_module
 from millstream.cli.publisher import Placed, Publisher
-from millstream.model.errors import BatchTooLarge, StorageFailure, UnknownTopic
+from millstream.model.errors import BatchTooLarge, RequestTimedOut, StorageFailure, UnknownTopic
 from millstream.model.ids import Offset
 from millstream.model.partitioner import partition_for_key
 from millstream.records.batch import read_header
@@ -30,14 +30,22 @@ class Broker:
         self.stored: dict[int, list[bytes | None]] = defaultdict(list)
         self.batches = 0
         self.broken: set[int] = set()
+        self.producer_error = 0
 
     async def metadata(self, topics: list[str], *, create: bool) -> Any:
         if topics == ["missing"]:
             return SimpleNamespace(topics={}, errors={"missing": 3})
+        if topics == ["waiting"]:
+            return SimpleNamespace(topics={}, errors={"waiting": 5})
         topic = SimpleNamespace(topic_id=UUID(int=1), partitions=dict.fromkeys(range(self.partitions)))
         return SimpleNamespace(topics={topics[0]: topic}, errors={})
 
+    async def private(self, node: None, key: int, body: bytes) -> bytes:
+        return b'{"reasons": [], "warnings": ["the catalog is away since noon"]}'
+
     async def send(self, node: None, request: Any) -> Any:
+        if self.producer_error:
+            return SimpleNamespace(error_code=self.producer_error, producer_id=-1, producer_epoch=-1)
         assert type(request).__name__ == "InitProducerIdRequest"
         return SimpleNamespace(error_code=0, producer_id=77, producer_epoch=0)
 
@@ -141,3 +149,12 @@ async def test_a_failure_in_one_partition_lets_the_others_finish() -> None:
     with pytest.raises(StorageFailure):
         await publisher.publish([NewRecord(keys[0], b"a", (), 0), NewRecord(keys[1], b"b", (), 0)])
     assert broker.stored[1] == [b"b"]
+
+
+async def test_what_the_cluster_cannot_do_now_is_told_with_the_reason() -> None:
+    broker = Broker()
+    with pytest.raises(RequestTimedOut, match="topic 'waiting' cannot be created now: the catalog is away since noon"):
+        await started(broker, "waiting")
+    broker.producer_error = 7
+    with pytest.raises(RequestTimedOut, match="no producer id can be had now: the catalog is away since noon"):
+        await started(broker)
