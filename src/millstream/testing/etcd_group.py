@@ -1,0 +1,94 @@
+"""An etcd of several members for tests, each a process of its own that can be stopped and started again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+from millstream.cli.local_etcd import LocalEtcd
+from millstream.cli.local_process import LocalProcess, free_port
+
+
+class EtcdGroupMember(LocalEtcd):
+    """One of several members. It is well only when most of them are, so starting it does not wait for that."""
+
+    def __init__(self, group: EtcdGroup, folder: Path, peer_port: int) -> None:
+        super().__init__(folder, port=free_port(), durable=False)
+        self._group = group
+        self.name = folder.name
+        self.peer = f"http://127.0.0.1:{peer_port}"
+
+    def flags(self) -> dict[str, object]:
+        """How it is to run."""
+        return super().flags() | {
+            "name": self.name,
+            "listen-peer-urls": self.peer,
+            "initial-advertise-peer-urls": self.peer,
+            "initial-cluster": ",".join(f"{one.name}={one.peer}" for one in self._group),
+        }
+
+    def wait_until_well(self) -> None:
+        """Wait until it has a leader, which may be itself."""
+        if self.process is not None:
+            super()._wait_until_ready(self.process)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it leads the others."""
+        request = urllib.request.Request(f"{self.url}/v3/maintenance/status", data=b"{}")
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            status = json.loads(answer.read())
+        return bool(status["leader"] == status["header"]["member_id"])
+
+    def _wait_until_ready(self, process: LocalProcess) -> None:
+        """Nothing: see `wait_until_well`."""
+
+
+class EtcdGroup:
+    """The members. Use it as a context manager."""
+
+    def __init__(self, members: int = 3) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="millstream-etcd-"))
+        self.members: list[EtcdGroupMember] = []
+        for number in range(members):
+            self.members.append(EtcdGroupMember(self, self._folder / f"member-{number}", free_port()))
+
+    @property
+    def url(self) -> str:
+        """Where clients find all of them."""
+        return ",".join(member.url for member in self.members)
+
+    def __iter__(self) -> Iterator[EtcdGroupMember]:
+        return iter(self.members)
+
+    def leader(self) -> EtcdGroupMember:
+        """The member that leads, when there is one."""
+        deadline = time.monotonic() + LocalEtcd.ready_s_max
+        while True:
+            for member in self.members:
+                if member.leads:
+                    return member
+            if time.monotonic() > deadline:
+                raise TimeoutError("no member of etcd leads")
+
+    def __enter__(self) -> Self:
+        try:
+            for member in self.members:
+                member.start()
+            for member in self.members:
+                member.wait_until_well()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for member in self.members:
+            member.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
