@@ -96,6 +96,12 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "rd_kafka_consume_callback_queue": (number, [pointer, number, pointer, pointer]),
         "rd_kafka_err2str": (text, [number]),
         "rd_kafka_destroy": (None, [pointer]),
+        "rd_kafka_init_transactions": (pointer, [pointer, number]),
+        "rd_kafka_begin_transaction": (pointer, [pointer]),
+        "rd_kafka_commit_transaction": (pointer, [pointer, number]),
+        "rd_kafka_abort_transaction": (pointer, [pointer, number]),
+        "rd_kafka_error_string": (text, [pointer]),
+        "rd_kafka_error_destroy": (None, [pointer]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
@@ -193,6 +199,32 @@ class Producer(Client):
         if code:
             raise ClientFailed(f"the end of partition {partition}: {error_text(code)}")
         return high.value
+
+
+class TransactionalProducer(Producer):
+    """Sends prepared messages in transactions; the settings have to name a transactional id."""
+
+    def initialize(self) -> None:
+        """Become the producer of the transactional id."""
+        self._check(self._library.rd_kafka_init_transactions(self._handle, _ANSWER_MS_MAX))
+
+    def begin(self) -> None:
+        """What is sent from here on belongs to the next transaction."""
+        self._check(self._library.rd_kafka_begin_transaction(self._handle))
+
+    def end(self, *, commit: bool) -> None:
+        """Wait until everything is answered and the transaction is decided."""
+        end = self._library.rd_kafka_commit_transaction if commit else self._library.rd_kafka_abort_transaction
+        if not commit:
+            # An abort throws away what is not sent yet, and what is aborted here is to be read.
+            self.flush(_ANSWER_MS_MAX)
+        self._check(end(self._handle, _ANSWER_MS_MAX))
+
+    def _check(self, error: int | None) -> None:
+        if error:
+            said: bytes = self._library.rd_kafka_error_string(error)
+            self._library.rd_kafka_error_destroy(error)
+            raise ClientFailed(said.decode())
 
 
 class Consumer(Client):

@@ -22,6 +22,9 @@ from benchmarks.processes import Meter
 from benchmarks.target import Numbers, Target
 from benchmarks.throughput import flow
 
+COMMITTED, UNCOMMITTED = "read_committed", "read_uncommitted"
+"""Which messages a consumer gets; the first is what librdkafka asks for by itself."""
+
 KEPT_BYTES = 768 * 1024 * 1024
 _BLOCK_BYTES = 16 * 1024 * 1024
 _ARENA_MAX = -8
@@ -58,20 +61,22 @@ def _touch(size_bytes: int) -> None:
         library.free(block)
 
 
-def consume(target: Target, case: Case, wanted: int) -> Numbers:
+def consume(target: Target, case: Case, wanted: int, isolation: str = COMMITTED) -> Numbers:
     """Read from the start of every partition what was produced; it is still in the page cache."""
     try:
-        return _process().submit(_consume, target.address, target.topic, target.pid, case, wanted).result()
+        asked = (target.address, target.topic, target.pid, case, wanted, isolation)
+        return _process().submit(_consume, *asked).result()
     except TimeoutError:
         target.check()
         raise
 
 
-def _consume(address: str, topic: str, pid: int, case: Case, wanted: int) -> Numbers:
+def _consume(address: str, topic: str, pid: int, case: Case, wanted: int, isolation: str) -> Numbers:
     settings = {
         "bootstrap.servers": address,
         "log_level": "0",
         "group.id": topic,
+        "isolation.level": isolation,
         "fetch.queue.backoff.ms": "0",
         # A fetch of a partition that is read to its end must not hold up the others for long.
         "fetch.wait.max.ms": "10",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -321,6 +321,14 @@ class TopicPartition:
 
     def __str__(self) -> str:
         return f"{self.topic}-{self.partition}"
+
+
+def by_topic(partitions: Iterable[TopicPartition]) -> dict[str, list[PartitionIndex]]:
+    """The numbers of partitions by their topics, as Kafka's messages list them; in order, whatever the order was."""
+    found: dict[str, list[PartitionIndex]] = {}
+    for one in sorted(partitions, key=lambda partition: (partition.topic, partition.partition)):
+        found.setdefault(one.topic, []).append(one.partition)
+    return found
 
 
 def check_topic_name(name: str) -> None:

@@ -29,7 +29,7 @@ from millstream.model.errors import (
     RequestTimedOut,
 )
 from millstream.model.ids import NodeId, PartitionIndex, ProducerId
-from millstream.model.topic import TopicPartition
+from millstream.model.topic import TopicPartition, by_topic
 from millstream.transactions.coordinator import TransactionCoordinator
 from millstream.transactions.peers import Peers
 from millstream.transactions.requests import ProducerRef
@@ -88,17 +88,14 @@ def _as_told(error: MillstreamError | None, *, add: bool) -> MillstreamError | N
 
 
 def _request(who: ProducerRef, partitions: Sequence[TopicPartition], *, add: bool) -> AddPartitionsToTxnRequest:
-    by_topic: dict[str, list[i32]] = {}
-    for partition in partitions:
-        by_topic.setdefault(partition.topic, []).append(i32(partition.partition))
     transaction = AddPartitionsToTxnTransaction(
         transactional_id=TransactionalId(who.transactional_id),
         producer_id=WireProducerId(who.producer_id),
         producer_epoch=i16(who.epoch),
         verify_only=not add,
         topics=tuple(
-            AddPartitionsToTxnTopic(name=TopicName(name), partitions=tuple(indexes))
-            for name, indexes in by_topic.items()
+            AddPartitionsToTxnTopic(name=TopicName(name), partitions=tuple(map(i32, indexes)))
+            for name, indexes in by_topic(partitions).items()
         ),
     )
     return AddPartitionsToTxnRequest(transactions=(transaction,))

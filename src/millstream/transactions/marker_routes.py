@@ -22,7 +22,7 @@ from millstream.model.errors import MillstreamError, NotLeader, UnknownTopic, Un
 from millstream.model.ids import NodeId, PartitionIndex
 from millstream.model.marker import Marker
 from millstream.model.partition_state import PartitionState
-from millstream.model.topic import Topic, TopicPartition
+from millstream.model.topic import Topic, TopicPartition, by_topic
 from millstream.transactions.peers import Peers
 from millstream.transactions.transaction import EPOCH_PER_TRANSACTION
 from millstream.wire.refusal import refusal
@@ -140,16 +140,13 @@ class MarkerRoutes:
 
 def _as_written(parcel: _Parcel) -> WritableTxnMarker:
     marker = parcel.marker
-    by_topic: dict[str, list[i32]] = {}
-    for partition in parcel.partitions:
-        by_topic.setdefault(partition.topic, []).append(i32(partition.partition))
     return WritableTxnMarker(
         producer_id=WireProducerId(marker.producer_id),
         producer_epoch=i16(marker.producer_epoch),
         transaction_result=marker.commit,
         topics=tuple(
-            WritableTxnMarkerTopic(name=TopicName(name), partition_indexes=tuple(indexes))
-            for name, indexes in by_topic.items()
+            WritableTxnMarkerTopic(name=TopicName(name), partition_indexes=tuple(map(i32, indexes)))
+            for name, indexes in by_topic(parcel.partitions).items()
         ),
         coordinator_epoch=i32(marker.coordinator_epoch),
         transaction_version=i8(EPOCH_PER_TRANSACTION if marker.bumps_epoch else 0),

@@ -19,7 +19,7 @@ from typing import Final
 from millstream.coordination.state import StateRecord
 from millstream.model.errors import ProtocolViolation
 from millstream.model.ids import NO_PRODUCER_ID, PartitionIndex, ProducerId
-from millstream.model.topic import TopicPartition
+from millstream.model.topic import TopicPartition, by_topic
 from millstream.transactions.batch import LastBatch
 from millstream.transactions.transaction import FIRST_VERSION, NO_EPOCH, NO_TIME_MS, Transaction, TransactionState
 from millstream.wire.primitives import Reader, Writer
@@ -155,17 +155,15 @@ def read_transaction(transactional_id: str, value: bytes) -> Transaction:
 
 
 def _write_partitions(writer: Writer, transaction: Transaction) -> None:
-    by_topic: dict[str, list[int]] = {}
-    for partition in sorted(transaction.partitions, key=lambda one: (one.topic, one.partition)):
-        by_topic.setdefault(partition.topic, []).append(partition.partition)
     # Kafka writes null instead of an empty list, as long as nothing has begun.
     if transaction.state is TransactionState.EMPTY:
         writer.array_length(-1)
         return
-    writer.array_length(len(by_topic))
-    for topic, indexes in by_topic.items():
+    named = by_topic(transaction.partitions)
+    writer.array_length(len(named))
+    for topic, indexes in named.items():
         writer.string(topic)
-        writer.int32_array(indexes)
+        writer.int32_array(tuple(indexes))
         writer.no_tags()
 
 

@@ -316,6 +316,9 @@ class Peer:
             raise answer
         return answer(request)
 
+    async def ask_privately(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
+        raise NotImplementedError
+
 
 class Local:
     def __init__(self) -> None:

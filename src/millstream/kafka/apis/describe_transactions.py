@@ -24,6 +24,7 @@ from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.model.errors import MillstreamError
+from millstream.model.topic import by_topic
 from millstream.transactions.coordinator import TransactionCoordinator
 from millstream.transactions.requests import TransactionDescription
 
@@ -59,9 +60,6 @@ class DescribeTransactions(Api[DescribeTransactionsRequest, DescribeTransactions
 
 
 def _described(found: TransactionDescription) -> TransactionState:
-    by_topic: dict[str, list[i32]] = {}
-    for partition in found.partitions:
-        by_topic.setdefault(partition.topic, []).append(i32(partition.partition))
     return TransactionState(
         error_code=ErrorCode.none,
         transactional_id=TransactionalId(found.transactional_id),
@@ -70,7 +68,10 @@ def _described(found: TransactionDescription) -> TransactionState:
         transaction_start_time=_time(found.started_ms),
         producer_id=ProducerId(found.producer_id),
         producer_epoch=i16(found.epoch),
-        topics=tuple(TopicData(topic=TopicName(name), partitions=tuple(indexes)) for name, indexes in by_topic.items()),
+        topics=tuple(
+            TopicData(topic=TopicName(name), partitions=tuple(map(i32, indexes)))
+            for name, indexes in by_topic(found.partitions).items()
+        ),
     )
 
 

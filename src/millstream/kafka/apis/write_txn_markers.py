@@ -18,7 +18,11 @@ from __future__ import annotations
 import asyncio
 
 from kio.schema.errors import ErrorCode
-from kio.schema.write_txn_markers.v2.request import WritableTxnMarker, WriteTxnMarkersRequest
+from kio.schema.write_txn_markers.v2.request import (
+    WritableTxnMarker,
+    WritableTxnMarkerTopic,
+    WriteTxnMarkersRequest,
+)
 from kio.schema.write_txn_markers.v2.response import (
     WritableTxnMarkerPartitionResult,
     WritableTxnMarkerResult,
@@ -58,28 +62,18 @@ class WriteTxnMarkers(Api[WriteTxnMarkersRequest, WriteTxnMarkersResponse]):
             coordinator_epoch=one.coordinator_epoch,
             bumps_epoch=one.transaction_version >= EPOCH_PER_TRANSACTION,
         )
-        partitions = [
-            TopicPartition(topic.name, PartitionIndex(index))
-            for topic in one.topics
-            for index in topic.partition_indexes
-        ]
-        codes = dict(
-            zip(partitions, await asyncio.gather(*(self._write(marker, each) for each in partitions)), strict=True)
-        )
-        return WritableTxnMarkerResult(
-            producer_id=one.producer_id,
-            topics=tuple(
-                WritableTxnMarkerTopicResult(
-                    name=topic.name,
-                    partitions=tuple(
-                        WritableTxnMarkerPartitionResult(
-                            partition_index=index,
-                            error_code=codes[TopicPartition(topic.name, PartitionIndex(index))],
-                        )
-                        for index in topic.partition_indexes
-                    ),
-                )
-                for topic in one.topics
+        topics = await asyncio.gather(*(self._write_topic(marker, topic) for topic in one.topics))
+        return WritableTxnMarkerResult(producer_id=one.producer_id, topics=tuple(topics))
+
+    async def _write_topic(self, marker: Marker, topic: WritableTxnMarkerTopic) -> WritableTxnMarkerTopicResult:
+        indexes = topic.partition_indexes
+        partitions = (TopicPartition(topic.name, PartitionIndex(index)) for index in indexes)
+        codes = await asyncio.gather(*(self._write(marker, partition) for partition in partitions))
+        return WritableTxnMarkerTopicResult(
+            name=topic.name,
+            partitions=tuple(
+                WritableTxnMarkerPartitionResult(partition_index=index, error_code=code)
+                for index, code in zip(indexes, codes, strict=True)
             ),
         )
 

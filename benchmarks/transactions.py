@@ -1,0 +1,206 @@
+"""`make bench-transactions`: what transactions cost those who write in them, and those who read what is committed.
+
+    python -m benchmarks.transactions [--quick] [--rounds N] [--seconds S] [--no-kafka] [--json FILE]
+
+Each round measures every line of every server once, those that are compared right after each other and in another order
+each time. A ratio is taken within a round; told is the median over the rounds. All servers leave it to the system when
+pages are written to the disk, as Kafka does by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from benchmarks import machine, reader, transaction_load
+from benchmarks.names import KAFKA, MILLSTREAM
+from benchmarks.peers.unavailable import PeerUnavailable
+from benchmarks.reader import COMMITTED, UNCOMMITTED
+from benchmarks.report import Table
+from benchmarks.subjects import ApacheKafka, Broker, Millstream
+from benchmarks.target import Numbers, Target
+from benchmarks.transaction_load import ABORTED_EACH, CASE, MESSAGES_MIXED, OF_ONE_TRANSACTION
+from benchmarks.verdict import LEVEL_MIN
+from benchmarks.verdict import Target as Goal
+from rich.console import Console
+
+from millstream.testing.server import Server
+
+PLAIN, EACH_100_MS, EACH_SECOND = "idempotent", "transactions of 100 ms", "transactions of 1 s"
+COMMITS_S: Final[dict[str, float | None]] = {PLAIN: None, EACH_100_MS: 0.1, EACH_SECOND: 1.0}
+PRODUCE: Final = tuple(COMMITS_S)
+CONSUME: Final = (UNCOMMITTED, COMMITTED)
+PRODUCE_SHARE_MIN, CONSUME_SHARE_MIN = 0.80, 0.95
+
+Rounds = dict[str, list[Numbers]]
+"""By line, what each round has found."""
+
+
+class Alike(Millstream):
+    """Millstream with the durability that Kafka has by itself, also for what it keeps for coordinators."""
+
+    def server(self, data: Path) -> Server:
+        """Pages are written when the system does so."""
+        return Server(data, settings={"default-flush": "os"})
+
+
+def main() -> int:
+    """Measure, tell, and write it down; 1 when a target was not reached."""
+    arguments = _arguments()
+    facts = machine.facts()
+    tell(", ".join(f"{name}: {value}" for name, value in facts.items()))
+    machine.touch_memory()
+    reader.touch_memory()
+    found: dict[str, Rounds] = {}
+    with ExitStack() as stack:
+        brokers: list[Broker] = [stack.enter_context(Alike())]
+        if not arguments.no_kafka:
+            try:
+                brokers.append(stack.enter_context(ApacheKafka()))
+            except PeerUnavailable as reason:
+                tell(f"without Apache Kafka: {reason}")
+        found = run(brokers, arguments.rounds, arguments.seconds)
+    goals = targets(found)
+    console = Console()
+    for table in (*_tables(found), _verdict(goals)):
+        console.print(table.rich())
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(_as_json(facts, found, goals), indent=1) + "\n")
+    arguments.json.with_suffix(".md").write_text(
+        "\n".join(table.markdown() for table in (*_tables(found), _verdict(goals)))
+    )
+    return 1 if any(goal.reached is False for goal in goals) else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.transactions", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two short rounds")
+    parser.add_argument("--rounds", type=int, default=10, help="how often each line is measured")
+    parser.add_argument("--seconds", type=float, default=4.0, help="how long a line of producing is measured")
+    parser.add_argument("--no-kafka", action="store_true", help="measure Millstream only")
+    parser.add_argument(
+        "--json", type=Path, default=Path("build/bench/transactions.json"), help="where everything is written"
+    )
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.seconds = 2, 2.0
+    return arguments
+
+
+def run(brokers: Sequence[Broker], rounds: int, seconds: float) -> dict[str, Rounds]:
+    """Measure every line of every server so many times."""
+    found: dict[str, Rounds] = {broker.name: {line: [] for line in (*PRODUCE, *CONSUME)} for broker in brokers}
+    for turn in range(rounds):
+        for line, broker in _order(PRODUCE, brokers, turn):
+            with broker.topic(CASE) as target:
+                numbers = transaction_load.produce(target, seconds, COMMITS_S[line])
+            found[broker.name][line].append(numbers)
+        tell(f"producing, round {turn + 1} of {rounds}")
+    with ExitStack() as stack:
+        filled = {broker.name: _filled(stack.enter_context(broker.topic(CASE))) for broker in brokers}
+        for turn in range(rounds):
+            for line, broker in _order(CONSUME, brokers, turn):
+                target, committed = filled[broker.name]
+                found[broker.name][line].append(transaction_load.consume(target, line, committed))
+            tell(f"consuming, round {turn + 1} of {rounds}")
+    return found
+
+
+def _filled(target: Target) -> tuple[Target, int]:
+    return target, transaction_load.fill(target)
+
+
+def _order(lines: Sequence[str], brokers: Sequence[Broker], turn: int) -> Iterator[tuple[str, Broker]]:
+    """Everything once; who comes first changes from round to round."""
+    for broker in brokers if turn % 2 == 0 else reversed(brokers):
+        yield from ((line, broker) for line in (lines if turn // 2 % 2 == 0 else reversed(lines)))
+
+
+# -- what it means --------------------------------------------------------------------------------------------------
+
+
+def rate(numbers: Numbers) -> float:
+    """How much goes through."""
+    return numbers["MB/s"]
+
+
+def cpu(numbers: Numbers) -> float:
+    """What a gigabyte costs the server."""
+    return numbers["user CPU s/GB"] + numbers["system CPU s/GB"]
+
+
+def ratio(of: Sequence[Numbers], to: Sequence[Numbers], pick: Callable[[Numbers], float]) -> float | None:
+    """The median of the ratios of rounds; None when one of them has not been measured."""
+    pairs = [pick(one) / pick(other) for one, other in zip(of, to, strict=False) if pick(other)]
+    return median(pairs) if pairs else None
+
+
+def targets(found: dict[str, Rounds]) -> list[Goal]:
+    """What was to be reached, and whether it was."""
+    ours = found[MILLSTREAM]
+    goals = [
+        _share("producing in transactions of 1 s", ours[EACH_SECOND], ours[PLAIN], PRODUCE_SHARE_MIN),
+        _share("reading what is committed", ours[COMMITTED], ours[UNCOMMITTED], CONSUME_SHARE_MIN),
+    ]
+    theirs = found.get(KAFKA, {})
+    for line in (EACH_100_MS, EACH_SECOND, COMMITTED):
+        share = ratio(ours[line], theirs.get(line, ()), rate)
+        reached = None if share is None else share >= LEVEL_MIN
+        goals.append(Goal(f"{line} against Apache Kafka", "level or better", reached, _times(share)))
+    return goals
+
+
+def _share(what: str, of: Sequence[Numbers], to: Sequence[Numbers], least: float) -> Goal:
+    share, cost = ratio(of, to, rate), ratio(of, to, cpu)
+    reached = None if share is None else share >= least
+    return Goal(what, f"at least {least:.0%} of the rate without", reached, f"{_times(share)}, CPU {_times(cost)}")
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} times"
+
+
+def _tables(found: dict[str, Rounds]) -> Iterator[Table]:
+    aborted = f"{MESSAGES_MIXED // OF_ONE_TRANSACTION} transactions, every {ABORTED_EACH}th aborted"
+    for title, lines in (("Produce", PRODUCE), (f"Consume {aborted}", CONSUME)):
+        table = Table(f"{title}, 1 KiB, 4 partitions", ["line", *_columns(found)])
+        for line in lines:
+            row = [line]
+            for rounds in found.values():
+                row += [f"{median(map(rate, rounds[line])):.0f}", f"{ratio(rounds[line], rounds[lines[0]], rate):.2f}"]
+                row += [f"{median(map(cpu, rounds[line])):.2f}", f"{ratio(rounds[line], rounds[lines[0]], cpu):.2f}"]
+            table.rows.append(row)
+        yield table
+
+
+def _columns(found: dict[str, Rounds]) -> list[str]:
+    return [f"{name}: {what}" for name in found for what in ("MB/s", "ratio", "CPU s/GB", "ratio")]
+
+
+def _verdict(goals: Sequence[Goal]) -> Table:
+    table = Table("Targets", ["target", "wanted", "verdict", "found"], words=4)
+    table.rows.extend([goal.what, goal.wanted, goal.mark, goal.found] for goal in goals)
+    return table
+
+
+def _as_json(facts: dict[str, Any], found: dict[str, Rounds], goals: Sequence[Goal]) -> dict[str, Any]:
+    told = [
+        {"target": goal.what, "wanted": goal.wanted, "reached": goal.reached, "found": goal.found} for goal in goals
+    ]
+    return {"machine": facts, "rounds": found, "targets": told}
+
+
+def tell(line: str) -> None:
+    """Say something with the time."""
+    print(time.strftime("%H:%M:%S ") + line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
