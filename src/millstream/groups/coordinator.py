@@ -178,7 +178,8 @@ class GroupCoordinator:
             return await shard.run(lambda state: state.commit_in_transaction(request, producer), pure=True)
         finally:
             with suppress(MillstreamError):
-                shard.submit(lambda state: state.transactional.release(guard), pure=True)
+                released = shard.submit(lambda state: state.transactional.release(guard), pure=True)
+                released.add_done_callback(_heard)
 
     async def end_transaction(self, index: int, marker: Marker) -> None:
         """A transaction that may have committed offsets in one partition of the offsets topic has ended."""
@@ -239,7 +240,7 @@ class GroupCoordinator:
         """Take away the offsets of topics that are gone; they have not counted since the topic went."""
         for shard in self._runtime.shards:
             if shard.state is not None:
-                shard.submit(_sweep_soon, pure=True)
+                shard.submit(_sweep_soon, pure=True).add_done_callback(_heard)
 
     def status(self) -> GroupsStatus:
         """The groups of this node in numbers."""
@@ -281,6 +282,12 @@ class GroupCoordinator:
 def _sweep_soon(shard: GroupShard) -> tuple[tuple[()], None]:
     shard.sweep_soon()
     return (), None
+
+
+def _heard(answer: asyncio.Future[None]) -> None:
+    """Nobody waits for this answer: that it was refused is no defect to be logged."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 def _check_length(group_id: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 
 import pytest
@@ -223,3 +224,28 @@ async def test_closing_sends_members_away(topics: MemoryTopics) -> None:
         await joining
     with pytest.raises(NotCoordinator):
         await groups.commit(commit_request("g", 1))
+
+
+async def test_an_answer_that_nobody_waits_for_is_no_defect_when_it_is_refused(
+    topics: MemoryTopics, groups: GroupCoordinator
+) -> None:
+    await groups.ensure()
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: complaints.append(context))
+    partitions = topics.partitions_of(next(topic for topic in topics.all() if topic.name == CONSUMER_OFFSETS))
+    for partition in partitions:
+        partition.acknowledges = False
+    request = CommitRequest(
+        member=MemberRef(group_id="g", member_id="", instance_id=None, generation=-1),
+        topics={"orders": (PartitionCommit(partition=0, offset=1),)},
+    )
+    committing = asyncio.ensure_future(groups.commit(request))
+    await asyncio.sleep(0)
+    groups.topic_deleted()
+    for partition in partitions:
+        partition.acknowledges = True
+        partition.fail(StorageFailure("the disk is gone"))
+    with pytest.raises(NotCoordinator):
+        await committing
+    gc.collect()
+    assert not complaints
