@@ -65,7 +65,7 @@ class TransactionPlan(Plan):
                 _topic(chance, CONSUMER_OFFSETS, 1, flush),
             ),
             producer_acks=(),
-            produce_pause_s=chance.choice((0.2, 0.6, 1.5)),
+            produce_pause_s=chance.choice((0.3, 1.0, 2.0)),
             fetch_pause_s=0.5,
             faults=tuple(kind for kind in kinds if kind != DUPLICATES) or ("kill",),
             producers=tuple(chance.choice((1, 2, 2)) for _ in range(chance.choice((1, 2, 3)))),
