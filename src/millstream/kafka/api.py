@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 from millstream.model.errors import MillstreamError
+from millstream.net.presence import Presence
 from millstream.wire.codec import load_request_class, load_response_class
 from millstream.wire.shape import reshape
 
@@ -35,6 +36,8 @@ class ClientInfo:
     software_version: str = "unknown"
     mute: Callable[[float], None] = _cannot_mute
     """Takes no more requests from the client for some seconds."""
+    presence: Presence = field(default_factory=Presence)
+    """Whether the client is there to wait for an answer."""
     produce_requests: int = 0
     produced_bytes: int = 0
     fetch_requests: int = 0
@@ -47,6 +50,8 @@ class Api(ABC, Generic[RequestT, ResponseT]):
     key: ClassVar[int]
     versions: ClassVar[tuple[int, int]]
     """The oldest and the newest version served."""
+    waits_for_others: ClassVar[bool] = False
+    """Whether the answer waits for what other clients do, so that it is given up when the client leaves."""
 
     @abstractmethod
     async def handle(self, request: RequestT, client: ClientInfo) -> ResponseT:

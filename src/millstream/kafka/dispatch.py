@@ -18,6 +18,7 @@ from millstream.kafka.api import Api, ClientInfo
 from millstream.model.errors import ProtocolViolation
 from millstream.model.metric import Histogram, Metric, Sample
 from millstream.net.connection import Answer, Connection
+from millstream.net.presence import Presence
 from millstream.net.promise import Buffers, Promise, Reply
 from millstream.net.stream import Stream
 from millstream.wire.codec import (
@@ -103,6 +104,7 @@ class Dispatch:
                 host=connection.host,
                 address=connection.peer,
                 mute=connection.mute,
+                presence=connection.presence,
             )
             connection.state = client
         if header.client_id is not None:
@@ -135,6 +137,8 @@ class Dispatch:
         self, api: Api[Any, Any], header: RequestHeader, request: Any, client: ClientInfo, started: float
     ) -> Buffers:
         version = header.version
+        if api.waits_for_others:
+            _give_up_when_left(client.presence)
         response = await api.answer(version, request, client)
         encoded = write_response(api.key, version, header.correlation_id, response)
         self._latencies[api.key].observe(time.perf_counter() - started)
@@ -148,6 +152,15 @@ class Dispatch:
             answer.observe(latency, started)
             return answer
         return _observed(latency, answer, started)
+
+
+def _give_up_when_left(presence: Presence) -> None:
+    """End the task that is running when its client leaves, or after its first step if it has left already."""
+    task = asyncio.current_task()
+    if task is not None and presence.has_left:
+        asyncio.get_running_loop().call_soon(task.cancel)
+    elif task is not None:
+        presence.when_left = task.cancel
 
 
 async def _observed(latency: Histogram, answer: Awaitable[Reply | None], started: float) -> Reply | None:

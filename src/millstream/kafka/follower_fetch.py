@@ -27,6 +27,7 @@ from millstream.model.errors import MillstreamError, OffsetOutOfRange, ProtocolV
 from millstream.model.ids import NO_OFFSET, NodeId, Offset
 from millstream.net.budget import Budget
 from millstream.net.connection import Answer, Buffers
+from millstream.net.presence import Presence
 from millstream.replication.partition import Partition
 from millstream.wire.codec import RequestHeader
 from millstream.wire.replica_fetching import (
@@ -54,7 +55,7 @@ LOOK_MAX = 2000
 """So many partitions are looked at for one answer; the others come with the next, so that nobody waits for long."""
 
 ROOM_SHARE = 4
-MAX_WAIT_S_MAX = 5.0
+MAX_WAIT_S_MAX = 300.0
 
 
 class Partitions(Protocol):
@@ -85,7 +86,7 @@ class FollowerFetch:
         for session in self._sessions.values():
             session.wake()
 
-    def handle_frame(self, frame: memoryview, header: RequestHeader) -> Answer:
+    def handle_frame(self, frame: memoryview, header: RequestHeader, presence: Presence | None = None) -> Answer:
         """Answer at once when there is something to tell, else have the connection wait."""
         if header.version < OLDEST:
             raise ProtocolViolation(f"a follower's fetch in version {header.version}; {OLDEST} and later are served")
@@ -96,7 +97,7 @@ class FollowerFetch:
         found = self._look(session, fetch)
         if session.unread or any(map(_is_urgent, found.values())) or fetch.max_wait_ms <= 0 or self._stopping:
             return self._answer(header, session, found)
-        return self._wait(header, fetch, session, found)
+        return self._wait(header, fetch, session, found, presence or Presence())
 
     # -- sessions -------------------------------------------------------------------------------------------
 
@@ -185,6 +186,7 @@ class FollowerFetch:
         fetch: ReplicaFetch,
         session: FollowerSession,
         found: dict[PartitionKey, ReplicaAnswer],
+        presence: Presence,
     ) -> Buffers:
         """Answer when there is something to tell or the time is over; what is not urgent waits a little."""
         loop = asyncio.get_running_loop()
@@ -192,12 +194,14 @@ class FollowerFetch:
         while True:
             if found:
                 deadline = min(deadline, loop.time() + WATERMARK_DELAY_S)
-            woken = await session.something(deadline)
+            presence.when_left = session.wake
+            woken = not presence.has_left and await session.something(deadline)
             if self._sessions.get(session.node) is not session:
                 # The follower has begun another session meanwhile, on another connection.
                 return _written(header, ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION))
             found.update(self._look(session, fetch))
-            if not woken or self._stopping or session.unread or any(map(_is_urgent, found.values())):
+            is_over = not woken or presence.has_left or self._stopping
+            if is_over or session.unread or any(map(_is_urgent, found.values())):
                 return self._answer(header, session, found)
 
     def _answer(

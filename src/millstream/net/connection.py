@@ -19,13 +19,15 @@ import logging
 import struct
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from millstream.model.errors import MillstreamError, ProtocolViolation
 from millstream.net.budget import Budget
 from millstream.net.half_frame import FRAME_COST_BYTES, HalfFrame, give_back
+from millstream.net.hangups import Hangups
+from millstream.net.limits import ConnectionLimits as ConnectionLimits
 from millstream.net.outgoing import PIECE_BYTES, Outgoing
+from millstream.net.presence import Presence
 from millstream.net.promise import Buffers as Buffers
 from millstream.net.promise import Promise, Reply
 from millstream.net.stream import Piece, Stored, Stream
@@ -70,19 +72,6 @@ class Service(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    """What one connection may do."""
-
-    frame_bytes_max: int
-    stall_s: float = 60.0
-    """A half-sent frame or an unread reply that makes no progress for this long ends the connection."""
-    pressed_stall_s: float = 5.0
-    """The same while others wait for memory."""
-    pressed_frame_s: float = 60.0
-    """While others wait for memory, a frame has to be complete after this long, however steadily it drips in."""
-
-
 class Connection(asyncio.BufferedProtocol):
     """The server's side of one TCP connection."""
 
@@ -93,12 +82,15 @@ class Connection(asyncio.BufferedProtocol):
         budget: Budget,
         traffic: Traffic,
         closed: Callable[[Connection], None],
+        hangups: Hangups | None = None,
     ) -> None:
         self._service = service
         self._limits = limits
         self._budget = budget
         self._traffic = traffic
         self._closed = closed
+        self._hangups = hangups
+        self._watched = -1
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._half: HalfFrame | None = None
@@ -117,6 +109,7 @@ class Connection(asyncio.BufferedProtocol):
         self._read_paused = False
         self._muted: asyncio.TimerHandle | None = None
         self._held_out_bytes = 0
+        self.presence = Presence()
         self.peer = ""
         self.host = ""
         self.state: Any = None
@@ -138,6 +131,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Give back whatever the connection held."""
         self._closed(self)
+        self._watch_for_end(wanted=False)
         self._budget.stop_waiting(self)
         self._budget.hand_on_pass(self)
         if self._muted is not None:
@@ -183,8 +177,9 @@ class Connection(asyncio.BufferedProtocol):
             self._gathering = False
 
     def eof_received(self) -> bool:
-        """Let replies that are under way leave before the connection closes."""
+        """Let replies that are under way leave before the connection closes, and wait for nothing else."""
         self._draining = True
+        self.presence.leave()
         self._close_when_drained()
         return self._transport is not None
 
@@ -398,6 +393,11 @@ class Connection(asyncio.BufferedProtocol):
     async def _wait_for(self, reply: Promise, answer: Coroutine[Any, Any, Reply | None]) -> None:
         try:
             buffers = await answer
+        except asyncio.CancelledError:
+            # Nobody is there any more who waits for it, but perhaps for what comes behind it.
+            reply.keep(None)
+            self._promise_kept()
+            raise
         except ProtocolViolation as error:
             self.fail(error)
         except Exception as error:
@@ -411,6 +411,7 @@ class Connection(asyncio.BufferedProtocol):
         # A task that was cancelled before its first step has not touched the answer; close it, so that it never is.
         answer.close()
         self._task = None
+        self.presence.when_left = None
         if buffer is None:
             self._budget.give_back(size + FRAME_COST_BYTES)
         else:
@@ -577,6 +578,18 @@ class Connection(asyncio.BufferedProtocol):
             self._read_paused = False
             self.last_activity = self._loop.time()
             transport.resume_reading()
+        self._watch_for_end(wanted=self._read_paused and self._task is not None and not self.presence.has_left)
+
+    def _watch_for_end(self, *, wanted: bool) -> None:
+        """Have the end of the stream noticed while an answer is waited for and nothing is read."""
+        if wanted == (self._watched >= 0) or self._hangups is None:
+            return
+        if not wanted:
+            self._hangups.forget(self._watched, self.presence.leave)
+            self._watched = -1
+        elif self._transport is not None:
+            self._watched = self._transport.get_extra_info("socket").fileno()
+            self._hangups.watch(self._watched, self.presence.leave)
 
     def _close_when_drained(self) -> None:
         if not self._draining or self._transport is None:

@@ -11,6 +11,7 @@ from millstream.model.errors import AddressTaken
 from millstream.model.metric import Metric, counter, gauge
 from millstream.net.budget import Budget
 from millstream.net.connection import Connection, ConnectionLimits, Service
+from millstream.net.hangups import Hangups
 from millstream.net.traffic import Traffic
 
 _logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Listener:
         self._idle_s = idle_s
         self._server: asyncio.Server | None = None
         self._sweep: asyncio.TimerHandle | None = None
+        self._hangups = Hangups()
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self.connections: set[Connection] = set()
@@ -78,6 +80,7 @@ class Listener:
             for connection in tuple(self.connections):
                 connection.abort()
             await self._all_closed.wait()
+        self._hangups.close()
 
     def metrics(self) -> Iterable[Metric]:
         """Connections and traffic."""
@@ -96,7 +99,7 @@ class Listener:
         if len(self.connections) >= self._connections_max:
             self.traffic.connections_refused += 1
             return _Refused()
-        connection = Connection(self._service, self._limits, self._budget, self.traffic, self._closed)
+        connection = Connection(self._service, self._limits, self._budget, self.traffic, self._closed, self._hangups)
         self.connections.add(connection)
         self._all_closed.clear()
         return connection

@@ -19,6 +19,7 @@ from millstream.model.ids import NO_EPOCH, Epoch, NodeId, Offset, PartitionIndex
 from millstream.model.partition_state import PartitionState, Versioned
 from millstream.model.topic import Topic, TopicPartition, TopicSettings
 from millstream.net.budget import Budget
+from millstream.net.presence import Presence
 from millstream.records.batch import iterate_headers
 from millstream.records.record import NewRecord, encode_batch
 from millstream.replication.partition import ACKS_LEADER, Partition
@@ -88,6 +89,7 @@ class Fetcher:
         self.node = node
         self.session_id = 0
         self.epoch = 0
+        self.presence = Presence()
 
     async def ask(
         self,
@@ -108,7 +110,7 @@ class Fetcher:
             forgotten=[key(index) for index in forgotten],
         )
         header = RequestHeader(FETCH_KEY, VERSION, 1, None, 0, True)
-        answer = self.leader.fetch.handle_frame(memoryview(write_replica_fetch(fetch)), header)
+        answer = self.leader.fetch.handle_frame(memoryview(write_replica_fetch(fetch)), header, self.presence)
         pieces = await answer if inspect.isawaitable(answer) else answer
         assert isinstance(pieces, list)
         answers = read_replica_answers(memoryview(b"".join(map(bytes, pieces)))[4:])
@@ -318,3 +320,15 @@ class TestWaiting:
         await Fetcher(leader).ask({0: at(0)})
         async with asyncio.timeout(20):
             assert (await waiting).code == ErrorCode.fetch_session_id_not_found
+
+
+async def test_a_follower_that_leaves_is_waited_for_no_longer(leader: Leader) -> None:
+    fetcher = Fetcher(leader)
+    await fetcher.ask({0: at(0)})
+    waiting = asyncio.create_task(fetcher.ask(wait_ms=300_000))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    fetcher.presence.leave()
+    assert not (await asyncio.wait_for(waiting, 30)).partitions
+    # What it has sent before it left is answered without a wait as well.
+    assert not (await asyncio.wait_for(fetcher.ask(wait_ms=300_000), 30)).partitions

@@ -76,10 +76,10 @@ async def settled(answer: Answer) -> bytes | None:
     return None if buffers is None else b"".join(bytes(buffer) for buffer in buffers)
 
 
-async def ask(api: Api, request: Any) -> Any:
+async def ask(api: Api, request: Any, client: ClientInfo = CLIENT) -> Any:
     """Send a kio request through the hand-laid API and read the answer with kio."""
     frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
-    reply = await settled(api.handle_frame(frame, read_request_header(frame), CLIENT))
+    reply = await settled(api.handle_frame(frame, read_request_header(frame), client))
     if reply is None:
         return None
     assert int.from_bytes(reply[:4], "big") == len(reply) - 4
@@ -327,6 +327,23 @@ async def test_a_long_poll_ends_after_its_time_with_nothing(tmp_path: Path) -> N
         topic = await topics.create("t")
         response = await ask(fetch_api(topics), fetch_request(12, "t", topic.topic_id, 0, max_wait_ms=20))
         assert response.responses[0].partitions[0].records == b""
+
+
+async def test_a_client_that_leaves_ends_its_long_poll(tmp_path: Path) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t")
+        await topics.partition("t", 0).append(bytearray(batch(b"little")))
+        client = ClientInfo(connection_id=2, host="127.0.0.1")
+        request = fetch_request(12, "t", topic.topic_id, 0, max_wait_ms=300_000, min_bytes=1000)
+        fetch = fetch_api(topics)
+        waiting = asyncio.create_task(ask(fetch, request, client))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        client.presence.leave()
+        response = await asyncio.wait_for(waiting, 30)
+        assert values(response.responses[0].partitions[0]) == [b"little"]
+        assert not fetch._waits
+        assert len((await asyncio.wait_for(ask(fetch, request, client), 30)).responses) == 1
 
 
 async def test_a_deleted_topic_ends_a_long_poll(tmp_path: Path) -> None:

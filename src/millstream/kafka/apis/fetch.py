@@ -174,7 +174,7 @@ class Fetch:
         """Answer at once when there is enough to send, else have the connection wait."""
         request = _read(frame, header)
         if request.is_follower:
-            return self._followers.handle_frame(frame, header)
+            return self._followers.handle_frame(frame, header, client.presence)
         client.fetch_requests += 1
         context = self._context(request, header, client)
         if isinstance(context, ErrorCode):
@@ -255,6 +255,7 @@ class Fetch:
             or context.request.max_wait_ms <= 0
             or not context.positions
             or self._stopping
+            or context.client.presence.has_left
             or any(one.code is not ErrorCode.none for one in found)
         )
 
@@ -265,6 +266,7 @@ class Fetch:
         deadline = loop.time() + min(context.request.max_wait_ms / 1000, MAX_WAIT_S_MAX)
         while True:
             wait = _Wait(committed=context.request.read_committed)
+            context.client.presence.when_left = wait.finish
             listening = self._listen(context, wait)
             try:
                 # The look comes after the listening, so that no advance falls between the two.

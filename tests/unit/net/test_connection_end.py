@@ -1,0 +1,230 @@
+"""What becomes of requests whose client has ended its side, or is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from millstream.net.budget import Budget
+from millstream.net.connection import FRAMES_WAITING_MAX, Answer, Connection, ConnectionLimits
+from millstream.net.hangups import Hangups
+from millstream.net.listener import Listener, bind
+from millstream.net.presence import Presence
+from millstream.net.promise import Buffers, Promise
+
+LIMITS = ConnectionLimits(frame_bytes_max=1000)
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack(">i", len(body)) + body
+
+
+class Polls:
+    """Long polls that end when the client leaves ("poll"), or are given up ("join"); promises; and echoes."""
+
+    def __init__(self) -> None:
+        self.polls = 0
+        self.given_up = 0
+        self.promises: list[Promise] = []
+
+    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+        name = bytes(frame)
+        if name == b"poll":
+            return self._poll(connection.presence)
+        if name == b"join":
+            return self._join(connection.presence)
+        if name == b"promise":
+            self.promises.append(Promise())
+            return self.promises[-1]
+        return [framed(name)]
+
+    def _poll(self, presence: Presence) -> Coroutine[Any, Any, Buffers | None]:
+        async def poll() -> Buffers:
+            ended = asyncio.get_running_loop().create_future()
+            self.polls += 1
+            if not presence.has_left:
+                presence.when_left = lambda: ended.set_result(None)
+                await ended
+            return [framed(b"what there is")]
+
+        return poll()
+
+    def _join(self, presence: Presence) -> Coroutine[Any, Any, Buffers | None]:
+        async def join() -> Buffers:
+            task = asyncio.current_task()
+            assert task is not None
+            presence.when_left = task.cancel
+            self.polls += 1
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self.given_up += 1
+            return []
+
+        return join()
+
+
+@asynccontextmanager
+async def listening(service: Polls, budget: Budget | None = None) -> AsyncIterator[tuple[Listener, int]]:
+    budget = budget or Budget(1 << 30)
+    listener = Listener(service, limits=LIMITS, budget=budget, connections_max=100, idle_s=600)
+    sock = bind("127.0.0.1", 0, flag="kafka")
+    port = sock.getsockname()[1]
+    await listener.start(sock)
+    try:
+        yield listener, port
+    finally:
+        await listener.drain(0)
+        assert budget.used_bytes == 0
+        assert budget.waiting == 0
+
+
+async def until_closed(listener: Listener) -> None:
+    while listener.connections:
+        await asyncio.sleep(0.001)
+
+
+async def until_polling(service: Polls, count: int = 1) -> None:
+    while service.polls < count:
+        await asyncio.sleep(0.001)
+
+
+async def test_a_long_poll_ends_with_what_there_is_when_the_client_ends_its_side() -> None:
+    service = Polls()
+    async with listening(service) as (listener, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(b"first") + framed(b"poll") + framed(b"poll") + framed(b"last"))
+        await until_polling(service)
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(), 30) == (
+            framed(b"first") + framed(b"what there is") * 2 + framed(b"last")
+        )
+        await until_closed(listener)
+        writer.close()
+
+
+@pytest.mark.parametrize("kind", [b"poll", b"join"])
+async def test_a_client_that_closes_leaves_nothing_that_waits(kind: bytes) -> None:
+    service = Polls()
+    async with listening(service) as (listener, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(kind))
+        await until_polling(service)
+        writer.close()
+        await asyncio.wait_for(until_closed(listener), 30)
+        assert service.given_up == (kind == b"join")
+
+
+async def test_what_is_given_up_has_no_answer_and_what_comes_behind_it_has() -> None:
+    service = Polls()
+    async with listening(service) as (listener, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(b"join") + framed(b"last"))
+        await until_polling(service)
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(), 30) == framed(b"last")
+        await until_closed(listener)
+        writer.close()
+
+
+@pytest.mark.parametrize("kind", [b"poll", b"join"])
+async def test_the_end_is_noticed_while_nothing_is_read(kind: bytes) -> None:
+    service = Polls()
+    async with listening(service) as (listener, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        # So many wait behind the poll that no more is read, and the end is behind even more.
+        count = 3 * FRAMES_WAITING_MAX
+        writer.write(framed(kind))
+        await until_polling(service)
+        for number in range(count):
+            writer.write(framed(b"%d" % number))
+            await asyncio.sleep(0)
+        writer.write_eof()
+        expected = b"".join(framed(b"%d" % number) for number in range(count))
+        received = await asyncio.wait_for(reader.read(), 30)
+        assert received == (framed(b"what there is") if kind == b"poll" else b"") + expected
+        await until_closed(listener)
+        writer.close()
+
+
+async def test_the_end_is_noticed_while_there_is_no_memory_to_read() -> None:
+    service = Polls()
+    budget = Budget(10_000)
+    async with listening(service, budget) as (listener, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        budget.take(10_000)
+        writer.write(framed(b"poll"))
+        await until_polling(service)
+        writer.close()
+        await asyncio.wait_for(until_polling_ends(listener), 30)
+        budget.give_back(10_000)
+        await asyncio.wait_for(until_closed(listener), 30)
+
+
+async def until_polling_ends(listener: Listener) -> None:
+    while any(connection._task is not None for connection in listener.connections):
+        await asyncio.sleep(0.001)
+
+
+async def test_what_is_promised_is_kept_after_the_client_ended_its_side() -> None:
+    service = Polls()
+    async with listening(service) as (listener, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(b"promise") + framed(b"last"))
+        writer.write_eof()
+        while not service.promises:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        assert listener.connections
+        service.promises[0].keep([framed(b"kept")])
+        assert await asyncio.wait_for(reader.read(), 30) == framed(b"kept") + framed(b"last")
+        writer.close()
+
+
+async def test_a_connection_that_is_read_from_again_is_not_watched() -> None:
+    service = Polls()
+    async with listening(service) as (listener, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(b"poll"))
+        await until_polling(service)
+        for _ in range(2 * FRAMES_WAITING_MAX):
+            writer.write(framed(b"x"))
+            await asyncio.sleep(0)
+        while not len(listener._hangups):
+            await asyncio.sleep(0.001)
+        (connection,) = listener.connections
+        connection.presence.leave()
+        while len(listener._hangups):
+            await asyncio.sleep(0.001)
+        writer.close()
+
+
+async def test_a_descriptor_that_is_used_again_is_another_connections() -> None:
+    hangups = Hangups()
+    told: list[str] = []
+    ours, theirs = socket.socketpair()
+
+    def first() -> None:
+        told.append("first")
+
+    def second() -> None:
+        told.append("second")
+
+    hangups.watch(ours.fileno(), first)
+    hangups.forget(ours.fileno(), first)
+    hangups.watch(ours.fileno(), second)
+    hangups.forget(ours.fileno(), first)
+    theirs.shutdown(socket.SHUT_WR)
+    while not told:
+        await asyncio.sleep(0.001)
+    assert told == ["second"]
+    hangups.forget(ours.fileno(), second)
+    hangups.close()
+    ours.close()
+    theirs.close()
