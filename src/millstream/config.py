@@ -211,7 +211,7 @@ class Config:
     transactional_id_expiry_ms: int = setting(
         "transactional-id-expiry-ms",
         604_800_000,
-        "How long a transactional id is remembered after its last use.",
+        "How long a transactional id is remembered after its last use, and the last batch of a query.",
         minimum=1,
     )
     group_session_min_ms: int = setting(
