@@ -255,8 +255,8 @@ class ClusterNode:
         return registered is not None and registered.revision == registration and self.view.is_live(node)
 
     def _registration_revision(self) -> int:
-        registered = self.view.nodes.get(self._id)
-        return NOT_REGISTERED if registered is None else registered.revision
+        """Under which this process follows; also while its lease is lost, since leaders know it by that."""
+        return self.view.registrations.get(self._id, NOT_REGISTERED)
 
     def _backoff(self) -> Backoff:
         return Backoff(self._around.random)

@@ -49,6 +49,13 @@ _OPENED_AT_ONCE = 100
 """Logs that are opened before others get their turn on the loop: a node that stalls loses its place."""
 
 
+OPEN_AGAIN_S = 1.0
+OPEN_AGAIN_S_MAX = 60.0
+"""How long after it failed a log is opened again, at first and at most."""
+
+_OPEN_FAILURES_COUNTED = 10
+
+
 class ClusterTopics(Topics):
     """Every topic of the cluster, and the partitions that this node carries."""
 
@@ -74,6 +81,7 @@ class ClusterTopics(Topics):
         self._removed_some = asyncio.Event()
         self._unopened: dict[PartitionKey, None] = {}
         self._unopened_some = asyncio.Event()
+        self._open_failures: dict[PartitionKey, int] = {}
         self._role_listeners: list[Callable[[Sequence[Partition]], None]] = []
         self._drop_listeners: list[Callable[[Sequence[Partition]], None]] = []
 
@@ -238,6 +246,13 @@ class ClusterTopics(Topics):
         versioned = self._view.states.get(partition)
         return versioned is None or versioned.revision >= revision
 
+    def may_follow(self, node: NodeId, registration: int) -> bool:
+        """Whether a fetch may be that of a follower: from the process that was the last to register as this node.
+
+        Whether it is alive is not asked: one that has just lost its lease goes on, and nobody has to wait for it.
+        """
+        return self._view.registrations.get(node) == registration
+
     def led(self) -> Iterable[Partition]:
         """The partitions that this node leads."""
         return (partition for partition in self.carried() if partition.is_leader)
@@ -347,12 +362,34 @@ class ClusterTopics(Topics):
             try:
                 self._open(topic, index)
             except MillstreamError as error:
-                _logger.error("a partition cannot be opened", extra={"topic": topic.name, "error": str(error)})
+                self._open_later(topic, index, error)
                 continue
+            self._open_failures.pop((topic_id, index), None)
             told.append(self._take_state(topic, index))
         self._tell_roles(told)
         if self._unopened:
             self._unopened_some.set()
+
+    def _open_later(self, topic: Topic, index: PartitionIndex, error: MillstreamError) -> None:
+        """A log cannot be opened, for example since the disk is full: try again after a while, longer each time."""
+        key = topic.topic_id, index
+        failures = self._open_failures.get(key, 0)
+        self._open_failures[key] = min(failures + 1, _OPEN_FAILURES_COUNTED)
+        _logger.log(
+            logging.DEBUG if failures else logging.ERROR,
+            "a partition cannot be opened; it is tried again",
+            extra={"topic": topic.name, "partition": index, "error": str(error)},
+        )
+        pause_s = min(OPEN_AGAIN_S * 2**failures, OPEN_AGAIN_S_MAX)
+        asyncio.get_running_loop().call_later(pause_s, self._open_again, key)
+
+    def _open_again(self, key: PartitionKey) -> None:
+        topic, versioned = self._by_id.get(key[0]), self._view.states.get(key)
+        if topic is None or versioned is None or self._me not in versioned.state.replicas:
+            self._open_failures.pop(key, None)
+            return
+        self._unopened[key] = None
+        self._unopened_some.set()
 
     def _tell_roles(self, partitions: Iterable[Partition | None]) -> None:
         changed = [partition for partition in partitions if partition is not None]

@@ -15,7 +15,7 @@ from random import Random
 
 from millstream.cluster.backoff import Backoff
 from millstream.cluster.replica_link import ReplicaLink
-from millstream.model.errors import LogUnavailable, MillstreamError, NotLeader
+from millstream.model.errors import LogUnavailable, MillstreamError, NotLeader, UnknownTopic, UnknownTopicId
 from millstream.model.ids import NO_EPOCH, Epoch, NodeId
 from millstream.replication.in_sync import NOT_REGISTERED
 from millstream.replication.partition import Partition
@@ -35,6 +35,9 @@ _logger = logging.getLogger(__name__)
 
 HOLD_FIRST_S = 0.05
 HOLD_MAX_S = 5.0
+GRACE_S = 5.0
+"""For so long a leader may not know of a partition, or of leading it, before that is worth a warning."""
+
 BYTES_BETWEEN_YIELDS = 512 * 1024
 PARTITIONS_BETWEEN_YIELDS = 200
 
@@ -51,7 +54,7 @@ class FetchLimits:
 class _Followed:
     """One partition that is fetched here."""
 
-    __slots__ = ("asked_epoch", "failures", "held", "is_damaged", "partition")
+    __slots__ = ("asked_epoch", "failing_since", "failures", "held", "is_damaged", "is_told", "partition")
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
@@ -60,6 +63,9 @@ class _Followed:
         self.is_damaged = False
         """Whether its disk lost something that the leader was told of and that it does not fetch anew yet."""
         self.failures = 0
+        self.failing_since = 0.0
+        self.is_told = False
+        """Whether it was told in the node's log what is wrong with it."""
         self.held: asyncio.TimerHandle | None = None
         """While it is not asked for, because something went wrong with it."""
 
@@ -144,15 +150,24 @@ class ReplicaFetcher:
         """Leave a partition alone for a while."""
         if self._followed.get(key) is not followed or followed.held is not None:
             return
-        level = logging.DEBUG if followed.failures or isinstance(error, NotLeader) else logging.WARNING
-        where = str(followed.partition.log.partition)
-        extra = {"partition": where, "leader": self.leader, "error": str(error)}
-        _logger.log(level, "a replica could not go on; it is tried again", extra=extra)
+        self._tell(followed, error)
         pause_s = min(HOLD_FIRST_S * 2**followed.failures, HOLD_MAX_S) * self._random.uniform(0.5, 1.0)
         followed.failures = min(followed.failures + 1, 16)
         followed.held = asyncio.get_running_loop().call_later(pause_s, self._release, key, followed)
         self._changed.pop(key, None)
         self._forgotten[key] = None
+
+    def _tell(self, followed: _Followed, error: MillstreamError) -> None:
+        """Say what is wrong, once; if it passes when every node has heard of a change, only when it does not."""
+        now = asyncio.get_running_loop().time()
+        if not followed.failures:
+            followed.failing_since, followed.is_told = now, False
+        passes = isinstance(error, NotLeader | UnknownTopic | UnknownTopicId)
+        is_news = not followed.is_told and (not passes or now - followed.failing_since > GRACE_S)
+        followed.is_told = followed.is_told or is_news
+        extra = {"partition": str(followed.partition.log.partition), "leader": self.leader, "error": str(error)}
+        level = logging.WARNING if is_news else logging.DEBUG
+        _logger.log(level, "a replica could not go on; it is tried again", extra=extra)
 
     # -- the task -------------------------------------------------------------------------------------------
 
@@ -160,7 +175,7 @@ class ReplicaFetcher:
         """Fetch for ever."""
         try:
             while True:
-                if all(followed.held is not None for followed in self._followed.values()):
+                if not self._changed and all(followed.held is not None for followed in self._followed.values()):
                     self._wake.clear()
                     await self._wake.wait()
                 await self._fetch_once()
@@ -172,7 +187,7 @@ class ReplicaFetcher:
     async def _fetch_once(self) -> None:
         try:
             self._note_registration()
-            self._cut_damage()
+            await self._cut_damage()
             await self._stored()
             answers = await self._link.fetch(self._next_fetch())
             await self._take(answers)
@@ -198,24 +213,26 @@ class ReplicaFetcher:
             self._session_registration = registration
             self._begin_session()
 
-    def _cut_damage(self) -> None:
-        for key in tuple(self._changed):
-            followed = self._followed[key]
+    async def _cut_damage(self) -> None:
+        damaged = [(key, self._followed[key]) for key in self._changed if self._followed[key].partition.log.lost]
+        for key, followed in damaged:
             try:
-                followed.partition.cut_damage()
+                cut = followed.partition.cut_damage()
             except MillstreamError as error:
                 self._hold(key, followed, error)
+            else:
+                await self._until_done(key, followed, cut)
 
     async def _stored(self) -> None:
         """Wait until all is stored that will be named as such: a fetcher before this one may not have waited for it."""
         while unstored := [(key, self._followed[key]) for key in self._changed if not self._followed[key].is_stored]:
             for key, followed in unstored:
-                await self._until_stored(key, followed, followed.partition.stored())
+                await self._until_done(key, followed, followed.partition.stored())
 
-    async def _until_stored(self, key: PartitionKey, followed: _Followed, stored: asyncio.Future[None] | None) -> None:
+    async def _until_done(self, key: PartitionKey, followed: _Followed, done: asyncio.Future[None] | None) -> None:
         try:
-            if stored is not None:
-                await stored
+            if done is not None:
+                await done
         except MillstreamError as error:
             self._hold(key, followed, error)
 
@@ -229,14 +246,14 @@ class ReplicaFetcher:
             followed.asked_epoch = position.leader_epoch
             followed.is_damaged = position.offset < followed.partition.log.end_offset
         return ReplicaFetch(
-            node=self._me,
-            registration=self._session_registration,
+            self._me,
+            self._session_registration,
+            self._limits.wait_ms,
+            self._limits.bytes_max,
+            wanted,
+            forgotten=tuple(forgotten) if self._session_id != NO_SESSION else (),
             session_id=self._session_id,
             session_epoch=self._session_epoch,
-            max_wait_ms=self._limits.wait_ms,
-            max_bytes=self._limits.bytes_max,
-            wanted=wanted,
-            forgotten=tuple(forgotten) if self._session_id != NO_SESSION else (),
         )
 
     def _position(self, partition: Partition) -> ReplicaPosition:
@@ -273,7 +290,7 @@ class ReplicaFetcher:
                 size = 0
                 await asyncio.sleep(0)
         for key, followed, stored in syncing:
-            await self._until_stored(key, followed, stored)
+            await self._until_done(key, followed, stored)
 
     def _take_one(self, key: PartitionKey, followed: _Followed, answer: ReplicaAnswer) -> asyncio.Future[None] | None:
         try:
@@ -291,15 +308,15 @@ class ReplicaFetcher:
     def _carry_out(self, key: PartitionKey, followed: _Followed, answer: ReplicaAnswer) -> asyncio.Future[None] | None:
         partition, epoch = followed.partition, followed.asked_epoch
         if answer.code == OFFSET_OUT_OF_RANGE and answer.log_start > partition.log.end_offset:
-            partition.restart_at(answer.log_start, leader_epoch=epoch)
+            cut = partition.restart_at(answer.log_start, leader_epoch=epoch)
             self._changed[key] = None
-            return None
+            return cut
         if answer.code:
             raise refusal(answer.code, None, about=f"fetch of {partition.log.partition}")
         if answer.diverging is not None:
-            partition.truncate(answer.diverging, leader_epoch=epoch)
+            cut = partition.truncate(answer.diverging, leader_epoch=epoch)
             self._changed[key] = None
-            return None
+            return cut
         if followed.is_damaged:
             raise LogUnavailable(f"{partition.log.partition} waits to fetch anew what its disk lost")
         stored = partition.append_fetched(

@@ -132,6 +132,10 @@ class Topics:
             raise UnknownTopicId(f"no topic has the id {topic_id}")
         return self.partition(topic.name, index)
 
+    def may_follow(self, _node: NodeId, _registration: int) -> bool:
+        """Whether a fetch may be that of a follower: a node on its own has none."""
+        return False
+
     def high_watermark(self, name: str, index: int) -> int | None:
         """Where consumers of a partition will read next; None when this node does not carry it."""
         partitions = self._partitions.get(name, ())

@@ -58,6 +58,8 @@ class ClusterView:
         self._live: dict[NodeId, Node] | None = None
         self.revision = 0
         self.nodes: dict[NodeId, Registered] = {}
+        self.registrations: dict[NodeId, int] = {}
+        """The revision under which each node registered last, also if it is gone."""
         self.admitted: dict[NodeId, str] = {}
         self.leaving: set[NodeId] = set()
         self.controller: NodeId | None = None
@@ -202,6 +204,7 @@ class ClusterView:
             self.nodes.pop(node, None)
         else:
             self.nodes[node] = Registered.from_json(node, value, revision)
+            self.registrations[node] = revision
         change.nodes.add(node)
 
     def _read_admitted(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:

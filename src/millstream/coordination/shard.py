@@ -301,7 +301,9 @@ class Shard(Generic[S]):
         if incarnation != self._incarnation:
             return
         if error is not None:
-            _logger.error("an append was not acknowledged", extra={"shard": self.name, "error": str(error)})
+            # Another node leads now, as after any failover: whoever waits asks there.
+            level = logging.INFO if isinstance(error, NotLeader) else logging.ERROR
+            _logger.log(level, "an append was not acknowledged", extra={"shard": self.name, "error": str(error)})
             self._begin_anew(str(error))
             return
         self._failures = 0

@@ -1,9 +1,10 @@
 """Fetch by a follower, versions 15 to 18: what replication stands on.
 
 Fetch hands a request over that names a replica. It reads up to the end of the log, not only to the high watermark, and
-what it asks for tells the leader how far the follower has got. Only nodes that carry a replica may; the leader epoch
-has to be the current one; a follower whose history is another one is told where they part (KIP-595). It is no
-consumer, so quotas do not count it.
+what it asks for tells the leader how far the follower has got. So only the process may that was the last to register as
+the node it names, and only for partitions of which that node carries a replica; the leader epoch has to be the current
+one; a follower whose history is another one is told where they part (KIP-595). It is no consumer, so quotas do not
+count it.
 
 A fetch that finds nothing waits for an append. It is also answered when only a high watermark has moved, a little
 later, so that a busy follower hears of it with the records that follow (KIP-1166). Followers get through when the
@@ -28,7 +29,10 @@ from millstream.model.ids import NO_OFFSET, NodeId, Offset
 from millstream.net.budget import Budget
 from millstream.net.connection import Answer, Buffers
 from millstream.net.presence import Presence
+from millstream.net.promise import Promise
+from millstream.replication.in_sync import MayJoin, anybody
 from millstream.replication.partition import Partition
+from millstream.replication.shared_reads import SharedReads
 from millstream.wire.codec import RequestHeader
 from millstream.wire.replica_fetching import (
     CLOSED_SESSION_EPOCH,
@@ -58,6 +62,10 @@ ROOM_SHARE = 4
 MAX_WAIT_S_MAX = 300.0
 
 
+_STRANGER = ReplicaAnswer(ErrorCode.not_leader_or_follower, NO_OFFSET, NO_OFFSET, None, b"")
+"""What a process is told that is not registered as the node it claims to be, as in Kafka (KIP-903)."""
+
+
 class Partitions(Protocol):
     """Where partitions are found."""
 
@@ -68,11 +76,21 @@ class Partitions(Protocol):
 class FollowerFetch:
     """Answers the fetches of followers, each in a session of its own."""
 
-    def __init__(self, partitions: Partitions, budget: Budget, *, bytes_max: int, new_id: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        partitions: Partitions,
+        budget: Budget,
+        *,
+        bytes_max: int,
+        new_id: Callable[[], int],
+        may_follow: MayJoin = anybody,
+    ) -> None:
         self._partitions = partitions
+        self._may_follow = may_follow
         self._budget = budget
         self._bytes_max = bytes_max
         self._new_id = new_id
+        self._reads = SharedReads()
         self._sessions: OrderedDict[NodeId, FollowerSession] = OrderedDict()
         self._stopping = False
 
@@ -91,13 +109,28 @@ class FollowerFetch:
         if header.version < OLDEST:
             raise ProtocolViolation(f"a follower's fetch in version {header.version}; {OLDEST} and later are served")
         fetch = read_replica_fetch(frame, header.body_at)
+        if not self._may_follow(fetch.node, fetch.registration):
+            return _written(header, ReplicaAnswers(ErrorCode.none, NO_SESSION, dict.fromkeys(fetch.wanted, _STRANGER)))
         session = self._session(fetch)
         if isinstance(session, ErrorCode):
             return _written(header, ReplicaAnswers(session, NO_SESSION))
         found = self._look(session, fetch)
-        if session.unread or any(map(_is_urgent, found.values())) or fetch.max_wait_ms <= 0 or self._stopping:
-            return self._answer(header, session, found)
-        return self._wait(header, fetch, session, found, presence or Presence())
+        if fetch.max_wait_ms <= 0 or self.is_enough(session, found):
+            return self.answer(header, session, found)
+        if presence is not None and presence.has_left:
+            return self.answer(header, session, found)
+        wait = _Wait(self, header, fetch, session, found)
+        if presence is not None:
+            presence.when_left = wait.finish
+        return wait
+
+    def look_again(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer] | None:
+        """What there is to say by now; None when the follower has begun another session, on another connection."""
+        return self._look(session, fetch) if self._sessions.get(session.node) is session else None
+
+    def is_enough(self, session: FollowerSession, found: dict[PartitionKey, ReplicaAnswer]) -> bool:
+        """Whether an answer is to be given at once."""
+        return bool(session.unread) or self._stopping or any(map(_is_urgent, found.values()))
 
     # -- sessions -------------------------------------------------------------------------------------------
 
@@ -110,6 +143,9 @@ class FollowerFetch:
         elif session.epoch != fetch.session_epoch:
             return ErrorCode.invalid_fetch_session_epoch
         else:
+            if session.waiting is not None:
+                # Nobody sends the next one before the answer to this one, but if so, an answer is due for each.
+                session.waiting.finish()
             session.epoch = next_session_epoch(session.epoch)
         session.update(fetch.wanted.items(), fetch.forgotten)
         return session
@@ -151,8 +187,11 @@ class FollowerFetch:
     ) -> ReplicaAnswer:
         position = followed.position
         try:
-            partition = self._partitions.partition_by_id(*key)
-            session.listen(followed, partition)
+            partition = followed.partition
+            if partition is None or not partition.is_leader:
+                # It may be another one by now, or gone, which is what the follower is told then.
+                partition = self._partitions.partition_by_id(*key)
+                session.listen(followed, partition)
             read = partition.read_for_follower(
                 session.node,
                 offset=position.offset,
@@ -160,6 +199,7 @@ class FollowerFetch:
                 leader_epoch=position.leader_epoch,
                 max_bytes=min(position.max_bytes, max(left, 0)),
                 registration=registration,
+                reads=self._reads,
             )
         except OffsetOutOfRange as error:
             return ReplicaAnswer(ErrorCode.offset_out_of_range, NO_OFFSET, Offset(error.start), None, b"")
@@ -180,39 +220,93 @@ class FollowerFetch:
 
     # -- answering ------------------------------------------------------------------------------------------
 
-    async def _wait(
-        self,
-        header: RequestHeader,
-        fetch: ReplicaFetch,
-        session: FollowerSession,
-        found: dict[PartitionKey, ReplicaAnswer],
-        presence: Presence,
-    ) -> Buffers:
-        """Answer when there is something to tell or the time is over; what is not urgent waits a little."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + min(fetch.max_wait_ms / 1000, MAX_WAIT_S_MAX)
-        while True:
-            if found:
-                deadline = min(deadline, loop.time() + WATERMARK_DELAY_S)
-            presence.when_left = session.wake
-            woken = not presence.has_left and await session.something(deadline)
-            if self._sessions.get(session.node) is not session:
-                # The follower has begun another session meanwhile, on another connection.
-                return _written(header, ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION))
-            found.update(self._look(session, fetch))
-            is_over = not woken or presence.has_left or self._stopping
-            if is_over or session.unread or any(map(_is_urgent, found.values())):
-                return self._answer(header, session, found)
-
-    def _answer(
+    def answer(
         self, header: RequestHeader, session: FollowerSession, found: dict[PartitionKey, ReplicaAnswer]
     ) -> Buffers:
+        """Lay an answer, and remember what the follower knows then."""
         for key, answer in found.items():
             followed = session.partitions.get(key)
             if followed is not None:
                 followed.watermark_told = answer.high_watermark
                 followed.log_start_told = answer.log_start
         return _written(header, ReplicaAnswers(ErrorCode.none, session.session_id, found))
+
+
+class _Wait(Promise):
+    """A fetch that waits until there is something to tell or its time is over; what is not urgent waits a little.
+
+    It is no task: the fetches of followers are so many that what a task costs would be seen.
+    """
+
+    __slots__ = ("_due", "_fetch", "_followers", "_found", "_header", "_is_woken", "_session", "_timer")
+
+    def __init__(
+        self,
+        followers: FollowerFetch,
+        header: RequestHeader,
+        fetch: ReplicaFetch,
+        session: FollowerSession,
+        found: dict[PartitionKey, ReplicaAnswer],
+    ) -> None:
+        super().__init__()
+        self._followers = followers
+        self._header = header
+        self._fetch = fetch
+        self._session = session
+        self._found = found
+        self._is_woken = False
+        loop = asyncio.get_running_loop()
+        self._due = loop.time() + min(fetch.max_wait_ms / 1000, MAX_WAIT_S_MAX)
+        self._timer = loop.call_at(self._due, self.finish)
+        if found:
+            self._hurry()
+        session.waiting = self
+
+    def wake(self) -> None:
+        """Look again when everything is done that is under way in this turn of the loop."""
+        if not self._is_woken:
+            self._is_woken = True
+            asyncio.get_running_loop().call_soon(self._look_again)
+
+    def _look_again(self) -> None:
+        self._is_woken = False
+        if self.is_kept:
+            return
+        found = self._followers.look_again(self._session, self._fetch)
+        if found is None:
+            self._end(_written(self._header, ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
+            return
+        self._found.update(found)
+        if self._followers.is_enough(self._session, self._found):
+            self._end(self._followers.answer(self._header, self._session, self._found))
+        elif self._found:
+            self._hurry()
+
+    def _hurry(self) -> None:
+        """Wait for a little only, so that records may go with what is known."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + WATERMARK_DELAY_S
+        if due < self._due:
+            self._due = due
+            self._timer.cancel()
+            self._timer = loop.call_at(due, self.finish)
+
+    def finish(self) -> None:
+        """Answer with what is there."""
+        if self.is_kept:
+            return
+        found = self._followers.look_again(self._session, self._fetch)
+        if found is None:
+            self._end(_written(self._header, ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
+        else:
+            self._found.update(found)
+            self._end(self._followers.answer(self._header, self._session, self._found))
+
+    def _end(self, buffers: Buffers) -> None:
+        self._timer.cancel()
+        if self._session.waiting is self:
+            self._session.waiting = None
+        self.keep(buffers)
 
 
 def _is_news(answer: ReplicaAnswer, followed: FollowedPartition) -> bool:

@@ -6,9 +6,8 @@ partitions of which there is something to say, and ten thousand idle ones cost n
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from millstream.model.ids import NodeId, Offset
 from millstream.wire.replica_fetching import PartitionKey, ReplicaPosition
@@ -17,6 +16,16 @@ if TYPE_CHECKING:
     from millstream.replication.partition import Partition
 
 _NEVER_TOLD = Offset(-1)
+
+
+class Waiter(Protocol):
+    """A fetch that waits."""
+
+    def wake(self) -> None:
+        """Look again, soon."""
+
+    def finish(self) -> None:
+        """Answer with what is there."""
 
 
 class FollowedPartition:
@@ -45,7 +54,8 @@ class FollowerSession:
         """Partitions to look at, in the order in which something happened to them."""
         self.moved: dict[PartitionKey, None] = {}
         """Partitions whose high watermark has moved."""
-        self._waiting: asyncio.Future[None] | None = None
+        self.waiting: Waiter | None = None
+        """The fetch that waits for something to happen."""
 
     def __len__(self) -> int:
         return len(self.partitions)
@@ -109,19 +119,7 @@ class FollowerSession:
 
     # -- waiting --------------------------------------------------------------------------------------------
 
-    async def something(self, deadline: float) -> bool:
-        """Wait until something happens or the time is over; False for the latter."""
-        self._waiting = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._waiting
-        except TimeoutError:
-            return False
-        finally:
-            self._waiting = None
-        return True
-
     def wake(self) -> None:
-        """End the wait of the fetch that is under way."""
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+        """Have the fetch that waits look again, once for all that happens in this turn of the loop."""
+        if self.waiting is not None:
+            self.waiting.wake()

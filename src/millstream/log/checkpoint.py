@@ -117,6 +117,12 @@ class Checkpoints:
         """The logs that have to be checkpointed again."""
         return [log for log, _ in self.unopened] + [one.log for one in self.checkpoints if one.error is not None]
 
+    @property
+    def error(self) -> OSError | None:
+        """Why one of them failed, if one did."""
+        errors = [error for _, error in self.unopened] + [one.error for one in self.checkpoints]
+        return next((error for error in errors if error is not None), None)
+
     def execute(self) -> None:
         """Do what takes time; called in a thread."""
         for checkpoint in self.checkpoints:

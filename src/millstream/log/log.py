@@ -25,14 +25,14 @@ from millstream.log.lookup import Found, Lookup
 from millstream.log.plain_append import append_plain
 from millstream.log.producers import Producers
 from millstream.log.reader import Reader
-from millstream.log.replica import append_replica, restart_at
+from millstream.log.replica import append_replica, begin_restart
 from millstream.log.retention import delete_before, delete_expired
 from millstream.log.scan import Bad
 from millstream.log.segment import Segment
 from millstream.log.stretch import BrokenSegment, Stretch
 from millstream.log.swap import Swap, settle_swaps
 from millstream.log.transactions import Guard
-from millstream.log.truncation import truncate_to
+from millstream.log.truncation import Checkpointing, Cut, begin_truncation
 from millstream.model.clock import Clock
 from millstream.model.errors import (
     DamagedRange,
@@ -67,6 +67,12 @@ class Keeper(Protocol):
 
     def checkpoint_now(self, log: Log) -> None:
         """Checkpoint the log before this returns, or raise `OSError`."""
+
+    def checkpoint_job(self, log: Log) -> Checkpointing:
+        """Capture a checkpoint for whoever does it."""
+
+    def cut_now(self, cut: Cut) -> None:
+        """Carry out a cut before this returns."""
 
     def journal_mark(self) -> tuple[int, int]:
         """The journal's id and next sequence: what was journaled before is void for a log that notes this."""
@@ -115,6 +121,8 @@ class Log:
         self.broken = False
         """A sync of a segment failed; writes are refused until its tail is in another file."""
         self.repairing = False
+        self.is_cutting = False
+        """Whether its files still hold what was cut off; writes are refused until they do not."""
         self.closed = False
         self.generation = 0
         """Changes when segments are cut or replaced, so that a job that is under way knows."""
@@ -192,7 +200,7 @@ class Log:
 
         The guard is what a transaction needs to begin here.
         """
-        if self.closed or self.broken:
+        if self.closed or self.broken or self.is_cutting:
             raise self._refusal()
         if not internal:
             appended = append_plain(self, batches, leader_epoch)
@@ -203,6 +211,8 @@ class Log:
     def _refusal(self) -> PartitionClosed | StorageFailure:
         if self.closed:
             return PartitionClosed(f"{self.partition} is closed")
+        if self.is_cutting:
+            return StorageFailure(f"{self.partition}: writes are refused until its end is cut off")
         return StorageFailure(f"{self.partition}: writes are refused until the disk works again: {self.failure}")
 
     def segment_for(self, size: int, next_offset: int, now_ms: int) -> Segment:
@@ -472,19 +482,29 @@ class Log:
 
     def truncate_to(self, offset: int) -> None:
         """Cut off everything from an offset on (and the batch that holds it), for good when this returns."""
-        truncate_to(self, offset, self._files)
+        cut = self.begin_truncation(offset)
+        if cut is not None:
+            self.keeper.cut_now(cut)
+
+    def begin_truncation(self, offset: int) -> Cut | None:
+        """The same, for good when the cut is done, and nothing is taken until then; None when nothing is to be cut."""
+        return begin_truncation(self, offset, self._files)
 
     # -- replication ----------------------------------------------------------------------------------------
 
     def append_replica(self, batches: Buffer, *, leader_epoch: Epoch) -> None:
         """Take over batches as the leader of an epoch wrote them; nothing is synced yet."""
-        if self.closed or self.broken:
+        if self.closed or self.broken or self.is_cutting:
             raise self._refusal()
         append_replica(self, batches, leader_epoch, self._files)
 
     def restart_at(self, offset: int) -> None:
         """Drop everything and begin anew at an offset, for good when this returns."""
-        restart_at(self, offset, self._files)
+        self.keeper.cut_now(self.begin_restart(offset))
+
+    def begin_restart(self, offset: int) -> Cut:
+        """The same, for good when the cut is done. The log takes nothing until then."""
+        return begin_restart(self, offset, self._files)
 
     # -- for the jobs ---------------------------------------------------------------------------------------
 

@@ -8,11 +8,11 @@ empty batch in which the leader has joined several.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from millstream.log.files import Files
-from millstream.model.errors import CorruptBatch, StorageFailure
+from millstream.log.truncation import Cut, check_may_be_cut
+from millstream.model.errors import CorruptBatch
 from millstream.model.ids import Offset
 from millstream.records.batch import (
     TIMESTAMP_TYPE_FLAG,
@@ -27,19 +27,18 @@ from millstream.records.raw_record import empty_batch
 if TYPE_CHECKING:
     from millstream.log.log import Log
 
-_logger = logging.getLogger(__name__)
 _EVERYTHING = 2**63 - 1
 _EMPTY_OFFSETS_MAX = 2**31 - 1
 
 
 def append_replica(log: Log, batches: Buffer, leader_epoch: int, files: Files) -> None:
     """Check batches that a leader gave and write them behind the last; nothing is synced yet."""
-    headers = _checked(log, batches, leader_epoch)
+    headers, in_row = _checked(log, batches, leader_epoch)
     start_offset = log.start_offset
-    if headers and headers[0].base_offset < start_offset == log.end_offset:
-        # The leader's log begins within a batch, and so will this one.
-        restart_at(log, headers[0].base_offset, files)
-    if any(header.base_offset != expected for header, expected in _with_expected(log, headers)):
+    if not in_row:
+        if headers[0].base_offset < start_offset == log.end_offset:
+            # The leader's log begins within a batch, and so will this one.
+            log.keeper.cut_now(begin_restart(log, headers[0].base_offset, files))
         batches = _continued(log, batches, headers)
         headers = list(iterate_headers(batches))
     if not headers:
@@ -65,11 +64,14 @@ def append_replica(log: Log, batches: Buffer, leader_epoch: int, files: Files) -
         log.delete_before(start_offset)
 
 
-def _checked(log: Log, batches: Buffer, leader_epoch: int) -> list[BatchHeader]:
-    """The headers of whole and valid batches, of epochs that may follow those of the log."""
-    headers = list(iterate_headers(batches))
-    latest = int(log.latest_epoch)
-    for header in headers:
+def _checked(log: Log, batches: Buffer, leader_epoch: int) -> tuple[list[BatchHeader], bool]:
+    """The headers of whole and valid batches, of epochs that may follow those of the log.
+
+    Also whether they go on where the log ends, each where the one before it ends.
+    """
+    headers: list[BatchHeader] = []
+    latest, expected, in_row = int(log.latest_epoch), int(log.end_offset), True
+    for header in iterate_headers(batches):
         check_offsets(header)
         check_crc(batches, header)
         if not latest <= header.leader_epoch <= leader_epoch:
@@ -77,13 +79,11 @@ def _checked(log: Log, batches: Buffer, leader_epoch: int) -> list[BatchHeader]:
                 f"{log.partition}: the leader of epoch {leader_epoch} gave a batch of epoch {header.leader_epoch} "
                 f"to follow one of epoch {latest}"
             )
-        latest = header.leader_epoch
-    return headers
-
-
-def _with_expected(log: Log, headers: list[BatchHeader]) -> list[tuple[BatchHeader, int]]:
-    ends = [int(log.end_offset), *(int(header.next_offset) for header in headers)]
-    return list(zip(headers, ends[:-1], strict=True))
+        if header.base_offset != expected:
+            in_row = False
+        latest, expected = header.leader_epoch, int(header.next_offset)
+        headers.append(header)
+    return headers, in_row
 
 
 def _continued(log: Log, batches: Buffer, headers: list[BatchHeader]) -> bytearray:
@@ -111,10 +111,9 @@ def _continued(log: Log, batches: Buffer, headers: list[BatchHeader]) -> bytearr
     return laid
 
 
-def restart_at(log: Log, offset: int, files: Files) -> None:
-    """Drop everything and let the log begin and end at an offset, for good when this returns."""
-    if log.broken:
-        raise StorageFailure(f"{log.partition} cannot start anew while its disk fails: {log.failure}")
+def begin_restart(log: Log, offset: int, files: Files) -> Cut:
+    """Drop everything and let the log begin and end at an offset; it is for good when the cut is done."""
+    check_may_be_cut(log)
     for segment in log.segments:
         segment.cuts += 1
         log.open_files.release(segment)
@@ -125,11 +124,5 @@ def restart_at(log: Log, offset: int, files: Files) -> None:
     log.epochs.cut_after(0)
     log.producers.clear()
     log.lost.cut_before(_EVERYTHING)
-    log.journal_mark = log.keeper.journal_mark()
-    # The state goes first: after a crash in between, the old files are not taken for a part of the log.
-    try:
-        log.keeper.checkpoint_now(log)
-        files.sync_directory(log.directory)
-    except OSError as error:
-        raise log.refuse("starting the log anew", error) from error
-    _logger.info("a log starts anew", extra={"partition": str(log.partition), "start": offset})
+    # The state goes first here, too: after a crash in between, the old files are not taken for a part of the log.
+    return Cut(log, files, "starting the log anew")

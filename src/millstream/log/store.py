@@ -30,6 +30,7 @@ from millstream.log.recovery import Opening, open_contents
 from millstream.log.recovery_told import RecoveryTold
 from millstream.log.replay import Replay
 from millstream.log.state import LogState, decode_state
+from millstream.log.truncation import Cut, told_when_done
 from millstream.model.clock import Clock
 from millstream.model.errors import StorageFailure
 from millstream.model.ids import PartitionIndex
@@ -306,11 +307,26 @@ class LogStore:
 
     def checkpoint_now(self, log: Log) -> None:
         """Checkpoint a log before this returns, or raise `OSError`."""
-        job = Checkpoints([log], self._files, self._ledger)
+        job = self.checkpoint_job(log)
         self._do(job)
-        for error in [error for _, error in job.unopened] + [one.error for one in job.checkpoints]:
-            if error is not None:
-                raise error
+        if job.error is not None:
+            raise job.error
+
+    def cut_now(self, cut: Cut) -> None:
+        """Carry out a cut before this returns, or raise `StorageFailure`."""
+        cut.execute()
+        self._end_cut(cut)
+
+    def cut_soon(self, cut: Cut) -> asyncio.Future[None]:
+        """Carry out a cut in a thread; the future is done when it is for good, or tells why it is not."""
+        # In the thread of all checkpoints, since those of a log are written in the order in which they were taken.
+        executed = asyncio.get_running_loop().run_in_executor(self._upkeep_thread, cut.execute)
+        return told_when_done(executed, lambda: self._end_cut(cut))
+
+    def _end_cut(self, cut: Cut) -> None:
+        if isinstance(cut.checkpoint, Checkpoints):
+            self._end(cut.checkpoint)
+        cut.finish()
 
     def journal_mark(self) -> tuple[int, int]:
         """The journal's id and next sequence."""
@@ -336,12 +352,13 @@ class LogStore:
         compaction = self._compactor.next(self._logs.values())
         if compaction is None:
             return False
-        for job in compaction.jobs(self._checkpoint_job):
+        for job in compaction.jobs(self.checkpoint_job):
             self._do(job)
         self._compactor.ended(compaction)
         return True
 
-    def _checkpoint_job(self, log: Log) -> Checkpoints:
+    def checkpoint_job(self, log: Log) -> Checkpoints:
+        """Capture a checkpoint of a log for whoever does it."""
         self._due.pop(log, None)
         return Checkpoints([log], self._files, self._ledger)
 
@@ -455,7 +472,7 @@ class LogStore:
                 await self._compact(compaction)
 
     async def _compact(self, compaction: Compaction) -> None:
-        for job in compaction.jobs(self._checkpoint_job):
+        for job in compaction.jobs(self.checkpoint_job):
             # Checkpoints of a log are written in the order in which they were taken, so all in one thread.
             await self._in_thread(self._upkeep_thread if isinstance(job, Checkpoints) else self._compact_thread, job)
         self._compactor.ended(compaction)
@@ -495,7 +512,8 @@ class LogStore:
             await self._running
         for job in self._last_jobs():
             await self._in_thread(self._upkeep_thread, job)
-        await asyncio.get_running_loop().run_in_executor(self._commit_thread, int)
+        for thread in (self._commit_thread, self._upkeep_thread):
+            await asyncio.get_running_loop().run_in_executor(thread, int)
         self._let_go()
 
     def _last_jobs(self) -> Iterator[Job]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from millstream.log.files import Files
 from millstream.log.producer_replay import producers_up_to
@@ -17,12 +19,92 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def truncate_to(log: Log, offset: int, files: Files) -> None:
-    """Cut off everything from an offset on (and the batch that holds it), for good when this returns."""
+class Checkpointing(Protocol):
+    """A checkpoint that is captured and not done yet."""
+
+    @property
+    def error(self) -> OSError | None:
+        """Why it failed, if it did."""
+
+    def execute(self) -> None:
+        """Do what takes time; called in a thread."""
+
+    def finish(self) -> None:
+        """Account for what was done; called on the loop."""
+
+
+class Cut:
+    """A log that was cut in memory and is on its way to be cut on disk; nothing is appended to it until it is.
+
+    Captured on the loop, done in a thread, accounted for on the loop again, as everything that syncs.
+    """
+
+    def __init__(self, log: Log, files: Files, doing: str) -> None:
+        self.log = log
+        self._files = files
+        self._doing = doing
+        self._error: OSError | None = None
+        self._last = log.segments[-1] if log.segments else None
+        self._size = 0 if self._last is None else self._last.size
+        log.journal_mark = log.keeper.journal_mark()
+        try:
+            self._descriptor = -1 if self._last is None else log.open_files.pin(self._last)
+        except OSError as error:
+            raise log.refuse(doing, error) from error
+        log.is_cutting = True
+        self.checkpoint = log.keeper.checkpoint_job(log)
+
+    def execute(self) -> None:
+        """Make it durable. The state goes first: a file that is longer than it says is scanned, and what is found in it
+        is no part of the log; one that is shorter would be damage.
+        """
+        self.checkpoint.execute()
+        self._error = self.checkpoint.error
+        try:
+            if self._error is None:
+                if self._last is not None:
+                    self._files.truncate(self._descriptor, self._size)
+                    self._last.sync(self._files, self._descriptor)
+                self._files.sync_directory(self.log.directory)
+        except OSError as error:
+            self._error = error
+
+    def finish(self) -> None:
+        """Let the log go on; raise if the disk did not take it."""
+        log = self.log
+        if self._last is not None:
+            log.open_files.unpin(self._last)
+        log.is_cutting = False
+        if self._error is not None and not log.closed:
+            raise log.refuse(self._doing, self._error) from self._error
+        _logger.info("a log was cut", extra={"partition": str(log.partition), "end": log.end_offset})
+
+
+def told_when_done(executed: asyncio.Future[None], end: Callable[[], None]) -> asyncio.Future[None]:
+    """End a cut when the thread is done with it, whether or not somebody still waits for the future that tells how."""
+    told: asyncio.Future[None] = executed.get_loop().create_future()
+
+    def tell(_: asyncio.Future[None]) -> None:
+        try:
+            end()
+        except StorageFailure as error:
+            if not told.done():
+                told.set_exception(error)
+                # If nobody waits any more, nothing is to be said.
+                told.exception()
+        else:
+            if not told.done():
+                told.set_result(None)
+
+    executed.add_done_callback(tell)
+    return told
+
+
+def begin_truncation(log: Log, offset: int, files: Files) -> Cut | None:
+    """Cut off everything from an offset on (and the batch that holds it); it is for good when the cut is done."""
     if offset >= log.end_offset:
-        return
-    if log.broken:
-        raise StorageFailure(f"{log.partition} cannot be cut while its disk fails: {log.failure}")
+        return None
+    check_may_be_cut(log)
     if offset < log.start_offset:
         raise OffsetOutOfRange(
             f"{log.partition} begins at {log.start_offset} and cannot be cut at {offset}",
@@ -30,18 +112,15 @@ def truncate_to(log: Log, offset: int, files: Files) -> None:
             end=log.end_offset,
         )
     _cut_end(log, offset)
-    log.journal_mark = log.keeper.journal_mark()
-    # The state goes first: a file that is longer than it says is scanned, one that is shorter would be damage.
-    try:
-        log.keeper.checkpoint_now(log)
-        last = log.segments[-1]
-        descriptor = log.open_files.descriptor(last)
-        files.truncate(descriptor, last.size)
-        last.sync(files, descriptor)
-        files.sync_directory(log.directory)
-    except OSError as error:
-        raise log.refuse("cutting off the end of the log", error) from error
-    _logger.info("the end of a log was cut off", extra={"partition": str(log.partition), "end": log.end_offset})
+    return Cut(log, files, "cutting off the end of the log")
+
+
+def check_may_be_cut(log: Log) -> None:
+    """Raise when a log cannot be cut now."""
+    if log.broken:
+        raise StorageFailure(f"{log.partition} cannot be cut while its disk fails: {log.failure}")
+    if log.is_cutting:
+        raise StorageFailure(f"{log.partition} is being cut already")
 
 
 def _cut_end(log: Log, offset: int) -> None:

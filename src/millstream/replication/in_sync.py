@@ -117,6 +117,11 @@ class InSync:
         """Every follower, in sync or not."""
         return self._followers.values()
 
+    @property
+    def follower_count(self) -> int:
+        """How many followers there are, in sync or not."""
+        return len(self._followers)
+
     def follower(self, node: NodeId) -> Follower | None:
         """A follower by its node; None for a node that carries no replica."""
         return self._followers.get(node)

@@ -36,11 +36,12 @@ from millstream.model.partition_state import PartitionState, Versioned
 from millstream.model.topic import FLUSH_ALWAYS, Topic, TopicSettings
 from millstream.records.batch import Buffer
 from millstream.records.control import encode_marker
-from millstream.replication.acknowledgement import AcknowledgementListener, Told, acknowledge
+from millstream.replication.acknowledgement import AcknowledgementListener, Told
 from millstream.replication.epochs import EpochEnd, diverging_end
 from millstream.replication.in_sync import NOT_REGISTERED, InSync, InSyncChange, MayJoin, anybody
 from millstream.replication.listeners import AdvanceListener, AppendListener, InSyncKeeper
 from millstream.replication.replica import Replica
+from millstream.replication.shared_reads import SharedReads
 
 ACKS_ALL = -1
 ACKS_LEADER = 1
@@ -167,7 +168,12 @@ class Partition(Replica):
     def tell(self, appended: AppendedRange, listener: AcknowledgementListener, acks: int = ACKS_ALL) -> None:
         """Tell `listener` when an append that is not acknowledged yet is, in the moment when the watermark moves."""
         waiting = self._waiting if acks == ACKS_ALL or self._in_sync is None else self._waiting_here
-        waiting.append((appended.next_offset, listener))
+        waiting.add(appended.next_offset, listener)
+
+    def drop_over(self) -> None:
+        """Forget those who were to be told and wait no more."""
+        self._waiting.drop_over()
+        self._waiting_here.drop_over()
 
     async def append(
         self, batches: bytearray | memoryview, *, acks: int = ACKS_ALL, internal: bool = False
@@ -371,7 +377,7 @@ class Partition(Replica):
         end = self.log.end_offset
         if end > self.high_watermark:
             told = Told()
-            self._waiting.append((end, told))
+            self._waiting.add(end, told)
             await told.future
 
     # -- the leader's side of replication -------------------------------------------------------------------
@@ -385,6 +391,7 @@ class Partition(Replica):
         leader_epoch: int,
         max_bytes: int,
         registration: int = NOT_REGISTERED,
+        reads: SharedReads | None = None,
     ) -> FollowerRead:
         """What follows an offset, up to the end of the log, for a replica of this partition.
 
@@ -404,9 +411,22 @@ class Partition(Replica):
             return FollowerRead(b"", diverging, self.high_watermark, log.start_offset)
         self._note_position(in_sync, node, offset, registration)
         records: Buffer = b""
-        if max_bytes > 0:
-            records = log.read(offset, max_bytes=max_bytes, up_to=log.end_offset)
+        if max_bytes > 0 and offset < log.end_offset:
+            records = self._read_shared(in_sync, offset, max_bytes, reads)
         return FollowerRead(records, None, self.high_watermark, log.start_offset)
+
+    def _read_shared(self, in_sync: InSync, offset: Offset, max_bytes: int, reads: SharedReads | None) -> Buffer:
+        """Read up to the end of the log, or give again what another follower was given."""
+        log = self.log
+        if reads is None or in_sync.follower_count == 1:
+            return log.read(offset, max_bytes=max_bytes, up_to=log.end_offset)
+        shared = reads.take(log, self.leader_epoch, offset, max_bytes)
+        if shared is not None:
+            return shared
+        records = log.read(offset, max_bytes=max_bytes, up_to=log.end_offset)
+        if records:
+            reads.keep(log, self.leader_epoch, offset, records)
+        return records
 
     def _out_of_range(self, offset: Offset) -> OffsetOutOfRange:
         log = self.log
@@ -518,7 +538,7 @@ class Partition(Replica):
         log = self.log
         readable = log.synced_offset if log.settings.flush == FLUSH_ALWAYS else log.end_offset
         if self._waiting_here:
-            acknowledge(self._waiting_here, readable)
+            self._waiting_here.acknowledge(readable)
         if not self.is_leader:
             return
         if self._in_sync is not None:
@@ -527,7 +547,7 @@ class Partition(Replica):
             return
         self.high_watermark = readable
         if self._waiting:
-            acknowledge(self._waiting, readable)
+            self._waiting.acknowledge(readable)
         self._tell_listeners()
 
     def _tell_listeners(self) -> None:

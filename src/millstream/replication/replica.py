@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 
 from millstream.log.log import Log
 from millstream.log.store import LogStore
+from millstream.log.truncation import Cut
 from millstream.model.errors import FencedLeaderEpoch, MillstreamError, NotLeader, PartitionClosed
 from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.model.partition_state import FIRST_EPOCH, PartitionState
@@ -54,9 +54,9 @@ class Replica:
         self._revision = _NO_REVISION
         self._me: NodeId | None = None
         self._store = store
-        self._waiting: Waiting = deque()
+        self._waiting = Waiting()
         """Those who wait for the high watermark."""
-        self._waiting_here: Waiting = deque()
+        self._waiting_here = Waiting()
         """Those who wait only for this node: `acks=1`, and a follower that has to sync before it fetches on."""
         self._closed = False
 
@@ -96,9 +96,8 @@ class Replica:
         return NotLeader(f"this node does not lead {self.log.partition}; {leader}, in epoch {self.leader_epoch}")
 
     def _fail_waiting(self, error: MillstreamError) -> None:
-        for waiting in (self._waiting, self._waiting_here):
-            while waiting:
-                waiting.popleft()[1].acknowledged(error)
+        self._waiting.fail(error)
+        self._waiting_here.fail(error)
 
     # -- the follower's side --------------------------------------------------------------------------------
 
@@ -124,12 +123,15 @@ class Replica:
         if self.promised_offset >= self.log.end_offset:
             return None
         told = Told()
-        self._waiting_here.append((self.log.end_offset, told))
+        self._waiting_here.add(self.log.end_offset, told)
         self._store.sync_soon(self.log)
         return told.future
 
-    def truncate(self, diverging: EpochEnd, *, leader_epoch: Epoch) -> None:
-        """Cut off what the leader of an epoch does not have; the next fetch shows whether the rest agrees."""
+    def truncate(self, diverging: EpochEnd, *, leader_epoch: Epoch) -> asyncio.Future[None] | None:
+        """Cut off what the leader of an epoch does not have; the next fetch shows whether the rest agrees.
+
+        The log is shorter at once, and takes nothing until the future, if there is one, tells that it is for good.
+        """
         self._check_following(leader_epoch)
         point = truncation_point(self.log, diverging)
         level = logging.ERROR if point < self.high_watermark else logging.INFO
@@ -144,10 +146,12 @@ class Replica:
             },
         )
         if point < self.log.start_offset:
-            self.log.restart_at(point)
-        else:
-            self.log.truncate_to(point)
+            return self._cut(self.log.begin_restart(point))
+        return self._cut(self.log.begin_truncation(point))
+
+    def _cut(self, cut: Cut | None) -> asyncio.Future[None] | None:
         self._cut_waiting()
+        return None if cut is None else self._store.cut_soon(cut)
 
     @property
     def has_until(self) -> Offset:
@@ -155,31 +159,32 @@ class Replica:
         log = self.log
         return Offset(max(log.damage[0][0], log.start_offset)) if log.lost else log.end_offset
 
-    def cut_damage(self) -> None:
+    def cut_damage(self) -> asyncio.Future[None] | None:
         """Cut a log where it has lost something, to fetch that anew; not while anybody counts on what is left.
 
-        The leader hears of it by `has_until`, and then sees to it that nobody does.
+        The leader hears of it by `has_until`, and then sees to it that nobody does. The future is that of `truncate`.
         """
         state, log = self.state, self.log
         if not log.lost or self.follows is None or state is None or self._me in (*state.in_sync, *state.eligible):
-            return
+            return None
         first = self.has_until
         _logger.warning(
             "a log has lost something and is fetched anew from there",
             extra={"partition": str(log.partition), "first": first, "end": log.end_offset},
         )
-        log.truncate_to(first)
-        self._cut_waiting()
+        return self._cut(log.begin_truncation(first))
 
-    def restart_at(self, offset: Offset, *, leader_epoch: Epoch) -> None:
-        """Begin anew where the leader's log begins, since it has nothing any more of what comes next here."""
+    def restart_at(self, offset: Offset, *, leader_epoch: Epoch) -> asyncio.Future[None] | None:
+        """Begin anew where the leader's log begins, since it has nothing any more of what comes next here.
+
+        The future is that of `truncate`.
+        """
         self._check_following(leader_epoch)
         _logger.warning(
             "a log ends before its leader's begins, and starts anew there",
             extra={"partition": str(self.log.partition), "end": self.log.end_offset, "start": offset},
         )
-        self.log.restart_at(offset)
-        self._cut_waiting()
+        return self._cut(self.log.begin_restart(offset))
 
     def _check_following(self, leader_epoch: Epoch) -> None:
         if self._closed:

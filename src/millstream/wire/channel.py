@@ -50,6 +50,8 @@ class Channel(asyncio.BufferedProtocol):
         self._frame: memoryview | None = None
         self._filled = 0
         self._cause = "closed"
+        self.room_for = _new_room
+        """Where an answer of so many bytes is received that is too large for the scratch buffer."""
 
     @classmethod
     async def open(cls, host: str, port: int, *, client_id: str, timeout_s: float) -> Self:
@@ -111,10 +113,16 @@ class Channel(asyncio.BufferedProtocol):
             async with asyncio.timeout(timeout_s), self._in_flight:
                 return await self._exchange(api_key, version, body)
         except TimeoutError:
-            self._abort("a request was not answered in time")
+            self.abort("a request was not answered in time")
             raise RequestTimedOut(
                 f"{self.address} did not answer within {timeout_s:g} s; the request may have been carried out"
             ) from None
+
+    def ask(self, api_key: int, version: int, body: list[Buffer]) -> asyncio.Future[memoryview]:
+        """Send a body at once; the caller minds how many are under way and how long an answer takes."""
+        answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
+        self._pending[self._write(api_key, version, body)] = answer
+        return answer
 
     async def send(self, api_key: int, version: int, body: list[Buffer]) -> None:
         """Send a body to which no answer will come."""
@@ -124,7 +132,7 @@ class Channel(asyncio.BufferedProtocol):
     async def _exchange(self, api_key: int, version: int, body: list[Buffer]) -> memoryview:
         await self._writable.wait()
         if len(self._pending) >= _UNANSWERED_MAX:
-            self._abort("too many requests were given up before their answers came")
+            self.abort("too many requests were given up before their answers came")
         correlation_id = self._write(api_key, version, body)
         answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
         # The entry stays when the caller is cancelled, so that the late answer is known and dropped.
@@ -157,7 +165,8 @@ class Channel(asyncio.BufferedProtocol):
         unknown = Reader(frame, 4).int16() == _UNSUPPORTED_VERSION
         return codec.read_response(codec.API_VERSIONS_KEY, 0 if unknown else version, frame)
 
-    def _abort(self, cause: str) -> None:
+    def abort(self, cause: str) -> None:
+        """Close at once; requests that wait fail, and are told the cause."""
         self._cause = cause
         if self._transport is not None:
             self._transport.abort()
@@ -211,7 +220,7 @@ class Channel(asyncio.BufferedProtocol):
                 frame, self._frame, self._filled = self._frame, None, 0
                 self._deliver(frame)
         except ProtocolViolation as error:
-            self._abort(str(error))
+            self.abort(str(error))
 
     def _split(self) -> None:
         """Cut whole frames out of the scratch buffer; a frame that is larger gets a buffer of its own."""
@@ -234,7 +243,7 @@ class Channel(asyncio.BufferedProtocol):
         self._filled = len(rest)
 
     def _begin_frame(self, size: int, start: int) -> None:
-        frame = memoryview(bytearray(size))
+        frame = self.room_for(size)
         arrived = self._filled - start
         frame[:arrived] = self._scratch[start : self._filled]
         self._frame = frame
@@ -247,6 +256,10 @@ class Channel(asyncio.BufferedProtocol):
             raise ProtocolViolation(f"an answer to request {correlation_id} came, which was not sent")
         if not answer.done():
             answer.set_result(frame)
+
+
+def _new_room(size: int) -> memoryview:
+    return memoryview(bytearray(size))
 
 
 def _reason(error: OSError) -> str:

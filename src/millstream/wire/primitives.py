@@ -92,6 +92,12 @@ class Reader:
 
     def uvarint(self) -> int:
         """Read an unsigned integer of at most 32 bits in base 128."""
+        position = self.position
+        if position < self.end:
+            first = self._view[position]
+            if first < 0x80:
+                self.position = position + 1
+                return first
         value = self._base128(_UVARINT_BYTES_MAX)
         if value > UVARINT_MAX:
             raise ProtocolViolation(f"a varint of {value} is beyond 32 bits")
@@ -164,6 +170,13 @@ class Reader:
             for _ in range(self._tag_count()):
                 self.uvarint()
                 self._advance(self.uvarint())
+
+    def skip_no_tags(self) -> bool:
+        """Step over the mark that no tagged field follows, if it is there."""
+        if self.flexible and self.position < self.end and not self._view[self.position]:
+            self.position += 1
+            return True
+        return False
 
     def rest(self) -> memoryview:
         """Take all that is left, without copying it."""

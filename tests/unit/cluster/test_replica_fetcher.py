@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
@@ -11,18 +13,22 @@ from uuid import UUID
 
 import pytest
 
+from millstream.cluster import replica_fetcher
 from millstream.cluster.replica_fetcher import FetchLimits, ReplicaFetcher
 from millstream.log.store import LogStore
-from millstream.model.ids import Epoch, NodeId, PartitionIndex
+from millstream.model.errors import StorageFailure
+from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.model.partition_state import PartitionState, Versioned
 from millstream.model.topic import Topic, TopicPartition, TopicSettings
 from millstream.records.record import NewRecord, encode_batch
+from millstream.replication.epochs import EpochEnd
 from millstream.replication.partition import Partition
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import MemoryFiles
-from millstream.wire.replica_fetching import ReplicaAnswers, ReplicaFetch
+from millstream.wire.replica_fetching import ReplicaAnswer, ReplicaAnswers, ReplicaFetch
 
 ME, LEADER = NodeId(2), NodeId(1)
+UNKNOWN_TOPIC_ID = 100
 TOPIC = Topic(name="t", topic_id=UUID(int=1), partitions=1, replication=2, overrides={}, created_ms=0)
 STATE = PartitionState(replicas=(LEADER, ME), leader=LEADER, leader_epoch=Epoch(1), in_sync=(LEADER, ME))
 
@@ -104,7 +110,7 @@ async def test_what_an_earlier_fetcher_left_unsynced_is_not_called_stored(store:
 
 
 @pytest.mark.parametrize(("in_sync", "end"), [((LEADER,), 1), ((LEADER, ME), 3)])
-def test_what_the_disk_lost_is_fetched_anew_when_nobody_counts_on_the_rest(
+async def test_what_the_disk_lost_is_fetched_anew_when_nobody_counts_on_the_rest(
     in_sync: tuple[NodeId, ...], end: int
 ) -> None:
     files, where = MemoryFiles(), TopicPartition("t", PartitionIndex(0))
@@ -122,6 +128,100 @@ def test_what_the_disk_lost_is_fetched_anew_when_nobody_counts_on_the_rest(
     partition = Partition(TOPIC, where.partition, log, store, alone=False, clock=ManualClock())
     partition.apply(Versioned(dataclasses.replace(STATE, in_sync=in_sync), 1), me=ME)
     assert log.damage == ((1, 2),)
-    partition.cut_damage()
+    cut = partition.cut_damage()
+    if cut is not None:
+        await cut
     assert log.end_offset == end
     store.close_now()
+
+
+class SlowFiles(MemoryFiles):
+    """Files of which a sync waits until the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_sync = threading.Event()
+        self.may_sync.set()
+        self.threads: set[int] = set()
+
+    def sync(self, descriptor: int) -> None:
+        """Sync when it may be."""
+        self.threads.add(threading.get_ident())
+        assert self.may_sync.wait(30)
+        super().sync(descriptor)
+
+
+@pytest.mark.parametrize("anew", [False, True])
+async def test_a_log_is_cut_while_the_loop_goes_on_and_takes_nothing_until_then(anew: bool) -> None:
+    files = SlowFiles()
+    store = LogStore.open(
+        Path("/data"), files=files, clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
+    )
+    partition = follower(store, "os")
+    batch = encode_batch([NewRecord(None, b"y", (), 1000)])
+    partition.log.append(bytearray(batch), leader_epoch=Epoch(0))
+    files.threads.clear()
+    files.may_sync.clear()
+    if anew:
+        cut = partition.restart_at(Offset(70), leader_epoch=Epoch(1))
+    else:
+        cut = partition.truncate(EpochEnd(Epoch(0), Offset(1)), leader_epoch=Epoch(1))
+    end = 70 if anew else 1
+    assert cut is not None
+    assert partition.log.end_offset == end
+    given = memoryview(encode_batch([NewRecord(None, b"z", (), 1000)]))
+    with pytest.raises(StorageFailure, match="cut off"):
+        partition.append_fetched(given, leader_epoch=Epoch(1), high_watermark=Offset(0), log_start=Offset(0))
+    # Even if it leads meanwhile.
+    partition.apply(Versioned(dataclasses.replace(STATE, leader=ME, leader_epoch=Epoch(2)), 2), me=ME)
+    with pytest.raises(StorageFailure, match="cut off"):
+        partition.write(bytearray(batch), acks=1)
+    files.may_sync.set()
+    await cut
+    assert threading.get_ident() not in files.threads
+    assert partition.write(bytearray(batch), acks=1).base_offset == end
+    files.kill()
+    again = LogStore.open(
+        Path("/data"), files=files, clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
+    )
+    log = again.open_log(TOPIC.topic_id, TopicPartition("t", PartitionIndex(0)), TopicSettings(flush="os"))
+    assert (log.end_offset, log.latest_epoch) == (end + 1, 2)
+    again.close_now()
+
+
+async def test_a_cut_that_the_disk_refuses_is_told_and_the_log_goes_on() -> None:
+    files = MemoryFiles()
+    store = LogStore.open(
+        Path("/data"), files=files, clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
+    )
+    partition = follower(store, "os")
+    files.fail_next_syncs(".log")
+    cut = partition.truncate(EpochEnd(Epoch(0), Offset(0)), leader_epoch=Epoch(1))
+    assert cut is not None
+    with pytest.raises(StorageFailure, match="cutting off"):
+        await cut
+    assert not partition.log.is_cutting
+    files.kill()
+
+
+async def test_a_topic_that_a_leader_does_not_know_yet_is_no_warning_unless_it_stays(
+    store: LogStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = ReplicaAnswer(UNKNOWN_TOPIC_ID, Offset(-1), Offset(-1), None, b"")
+    link, partition = Link(), follower(store, "os")
+    fetching = fetcher(link, [7])
+    fetching.follow(partition)
+    task = asyncio.create_task(fetching.run())
+    answers = ReplicaAnswers(0, 5, {(TOPIC.topic_id, PartitionIndex(0)): unknown})
+    for _ in range(2):
+        await link.fetches.get()
+        link.answers.put_nowait(answers)
+    await link.fetches.get()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    monkeypatch.setattr(replica_fetcher, "GRACE_S", 0.0)
+    for _ in range(2):
+        link.answers.put_nowait(answers)
+        await link.fetches.get()
+    warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warned == ["a replica could not go on; it is tried again"]
+    await end(task)

@@ -7,14 +7,16 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 from uuid import UUID
 
 import pytest
 from kio.schema.errors import ErrorCode
 
 from millstream.kafka.follower_fetch import BYTES_MIN, FollowerFetch
+from millstream.log.log import Log
 from millstream.log.store import LogStore
-from millstream.model.errors import ProtocolViolation, UnknownTopicId
+from millstream.model.errors import NotLeader, ProtocolViolation, UnknownTopicId
 from millstream.model.ids import NO_EPOCH, Epoch, NodeId, Offset, PartitionIndex
 from millstream.model.partition_state import PartitionState, Versioned
 from millstream.model.topic import Topic, TopicPartition, TopicSettings
@@ -54,7 +56,13 @@ def a_batch(size: int = 10) -> bytearray:
 class Leader:
     """A node that leads some partitions, and counts how often one is looked up."""
 
-    def __init__(self, partitions: int = TOPIC.partitions, *, budget_bytes: int = 1 << 26) -> None:
+    def __init__(
+        self,
+        partitions: int = TOPIC.partitions,
+        *,
+        budget_bytes: int = 1 << 26,
+        registrations: dict[NodeId, int] | None = None,
+    ) -> None:
         self.store = LogStore.open(
             Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=1 << 20, producer_expiry_ms=10**9
         )
@@ -62,7 +70,13 @@ class Leader:
         self.lookups = 0
         self.budget = Budget(budget_bytes)
         ids = iter(range(100, 10_000))
-        self.fetch = FollowerFetch(self, self.budget, bytes_max=1 << 22, new_id=lambda: next(ids))
+        self.fetch = FollowerFetch(
+            self,
+            self.budget,
+            bytes_max=1 << 22,
+            new_id=lambda: next(ids),
+            may_follow=lambda node, number: registrations is None or registrations.get(node) == number,
+        )
 
     def _open(self, index: int) -> Partition:
         where = TopicPartition(TOPIC.name, PartitionIndex(index))
@@ -81,11 +95,37 @@ class Leader:
         self.partitions[index].write(a_batch(size), acks=ACKS_LEADER)
 
 
+class TestStrangers:
+    """A fetch says how far a follower has got, so only the process may that is registered as that node."""
+
+    async def test_who_is_not_registered_as_the_node_gets_nothing_and_takes_no_session(self) -> None:
+        leader = Leader(1, registrations={FOLLOWER: 7})
+        leader.write(0)
+        for node, registration in ((FOLLOWER, 6), (FOLLOWER, -1), (STRANGER, 7)):
+            answers = await Fetcher(leader, node, registration=registration).ask({0: at(0)}, wait_ms=60_000)
+            assert (answers.session_id, answers.partitions[key(0)].code) == (0, ErrorCode.not_leader_or_follower)
+            assert not answers.partitions[key(0)].records
+        assert not len(leader.fetch)
+        leader.store.close_now()
+
+    async def test_the_follower_keeps_its_session_when_another_claims_to_be_it(self) -> None:
+        leader = Leader(1, registrations={FOLLOWER: 7})
+        leader.write(0)
+        fetcher = Fetcher(leader, registration=7)
+        await fetcher.ask({0: at(1, last_epoch=4)})
+        await Fetcher(leader, registration=8).ask({0: at(0)})
+        assert leader.partitions[0].high_watermark == 1
+        leader.write(0)
+        assert (await fetcher.ask()).partitions[key(0)].records
+        leader.store.close_now()
+
+
 class Fetcher:
     """A follower's session, as the wire carries it."""
 
-    def __init__(self, leader: Leader, node: NodeId = FOLLOWER) -> None:
+    def __init__(self, leader: Leader, node: NodeId = FOLLOWER, *, registration: int = 1) -> None:
         self.leader = leader
+        self.registration = registration
         self.node = node
         self.session_id = 0
         self.epoch = 0
@@ -101,7 +141,7 @@ class Fetcher:
     ) -> ReplicaAnswers:
         fetch = ReplicaFetch(
             node=self.node,
-            registration=1,
+            registration=self.registration,
             session_id=self.session_id,
             session_epoch=self.epoch,
             max_wait_ms=wait_ms,
@@ -230,10 +270,40 @@ class TestSessions:
         fetcher = Fetcher(leader)
         await fetcher.ask({index: at(0) for index in range(500)})
         leader.lookups = 0
-        for number in range(5):
-            leader.write(7)
-            await fetcher.ask({7: at(number, last_epoch=4 if number else -1)})
-        assert leader.lookups == 5
+        with patch.object(Partition, "read_for_follower", autospec=True, side_effect=NotLeader("looked at")) as read:
+            for number in range(5):
+                leader.write(7)
+                await fetcher.ask({7: at(number, last_epoch=4 if number else -1)})
+        # A partition is found once; then only what happens to it is looked at.
+        assert (leader.lookups, read.call_count) == (0, 5)
+        leader.store.close_now()
+
+    async def test_a_fetch_that_comes_before_the_answer_ends_the_wait_of_the_one_before(self, leader: Leader) -> None:
+        fetcher = Fetcher(leader)
+        await fetcher.ask({0: at(0)})
+        first = asyncio.ensure_future(fetcher.ask(wait_ms=60_000))
+        await asyncio.sleep(0)
+        other = Fetcher(leader)
+        other.session_id, other.epoch = fetcher.session_id, fetcher.epoch + 1
+        leader.write(0)
+        answers = [await other.ask({0: at(0)}), await first]
+        assert sorted(len(answer.partitions) for answer in answers) == [1, 1]
+
+    async def test_two_followers_in_step_are_given_what_was_read_once(self) -> None:
+        leader, third = Leader(1), NodeId(3)
+        state = replace(STATE, replicas=(ME, FOLLOWER, third))
+        leader.partitions[0].apply(Versioned(state, 2), me=ME)
+        for _ in range(3):
+            leader.write(0, 1000)
+        log = leader.partitions[0].log
+        with patch.object(Log, "read", autospec=True, side_effect=Log.read) as read:
+            given = [
+                bytes((await Fetcher(leader, node).ask({0: at(0)})).partitions[key(0)].records)
+                for node in (FOLLOWER, third, FOLLOWER)
+            ]
+        assert given == [bytes(log.read(0, max_bytes=1 << 20, up_to=3))] * 3
+        # The one who asks a third time is given it from the disk again.
+        assert read.call_count == 2
         leader.store.close_now()
 
     async def test_a_forgotten_partition_is_not_told_of(self, leader: Leader) -> None:

@@ -352,7 +352,7 @@ def test_retention_meanwhile_ends_the_pass_and_leaves_no_file(
     settle(store, log)
     compaction = store._compactor.next([log])
     assert compaction is not None
-    for at, job in enumerate(compaction.jobs(store._checkpoint_job)):
+    for at, job in enumerate(compaction.jobs(store.checkpoint_job)):
         store._do(job)
         if at == 0:
             log.delete_before(39)

@@ -47,6 +47,7 @@ from millstream.net.stream import Piece, Stored, Stream
 from millstream.replication.partition import Partition
 from millstream.wire.codec import RequestHeader, response_head
 from millstream.wire.primitives import Reader, Writer
+from millstream.wire.replica_fetching import is_replica_fetch
 
 FIRST_WITH_LOG_START = 5
 FIRST_WITH_SESSIONS = 7
@@ -153,7 +154,9 @@ class Fetch:
         self._budget = budget
         self._bytes_max = bytes_max
         self._sessions = FetchSessions()
-        self._followers = FollowerFetch(topics, budget, bytes_max=bytes_max, new_id=_new_session_id)
+        self._followers = FollowerFetch(
+            topics, budget, bytes_max=bytes_max, new_id=_new_session_id, may_follow=topics.may_follow
+        )
         self._waits: set[_Wait] = set()
         self._stopping = False
 
@@ -172,6 +175,8 @@ class Fetch:
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
         """Answer at once when there is enough to send, else have the connection wait."""
+        if header.version >= FIRST_WITHOUT_REPLICA_ID and is_replica_fetch(frame):
+            return self._followers.handle_frame(frame, header, client.presence)
         request = _read(frame, header)
         if request.is_follower:
             return self._followers.handle_frame(frame, header, client.presence)

@@ -76,11 +76,12 @@ _NO_TRANSACTION = "the record batch belongs to a transaction, but the request na
 class _Waiting:
     """A partition of a request whose reply waits for it to be acknowledged."""
 
-    __slots__ = ("is_over", "pending", "portion")
+    __slots__ = ("is_over", "partition", "pending", "portion")
 
-    def __init__(self, pending: _Pending, portion: Portion) -> None:
+    def __init__(self, pending: _Pending, portion: Portion, partition: Partition) -> None:
         self.pending = pending
         self.portion = portion
+        self.partition = partition
         self.is_over = False
 
     def acknowledged(self, error: MillstreamError | None) -> None:
@@ -114,12 +115,13 @@ class _Pending(Promise):
         if not self.waits_for:
             self._produce.keep(self)
 
-    def time_out(self) -> None:
-        """Tell of every partition that is still waited for that nothing is known."""
-        for waiting in self.waiting:
-            if not waiting.is_over:
-                waiting.is_over = True
-                waiting.portion.fail(ErrorCode.request_timed_out, _TIMED_OUT)
+    def time_out(self) -> list[Partition]:
+        """Tell of every partition that is still waited for that nothing is known; returns these."""
+        left = [waiting for waiting in self.waiting if not waiting.is_over]
+        for waiting in left:
+            waiting.is_over = True
+            waiting.portion.fail(ErrorCode.request_timed_out, _TIMED_OUT)
+        return [waiting.partition for waiting in left]
 
 
 class Produce:
@@ -232,7 +234,7 @@ class Produce:
         self._pending[pending] = None
         pending.waits_for = len(waiting)
         for partition, portion in waiting:
-            one = _Waiting(pending, portion)
+            one = _Waiting(pending, portion, partition)
             pending.waiting.append(one)
             partition.tell(cast("AppendedRange", portion.appended), one, request.acks)
         if self._sweep is None:
@@ -250,10 +252,13 @@ class Produce:
         self._sweep = None
         loop = asyncio.get_running_loop()
         now = loop.time()
+        given_up: dict[Partition, None] = {}
         for pending in tuple(self._pending):
             if pending.deadline <= now:
-                pending.time_out()
+                given_up.update(dict.fromkeys(pending.time_out()))
                 self.keep(pending)
+        for partition in given_up:
+            partition.drop_over()
         if self._pending:
             self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
 

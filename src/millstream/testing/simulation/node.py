@@ -99,7 +99,11 @@ class Run:
             )
         )
         self.follower_fetch = FollowerFetch(
-            self.cluster.topics, Budget(2**20), bytes_max=FETCH_BYTES, new_id=lambda: chance.randrange(1, 2**31)
+            self.cluster.topics,
+            Budget(2**20),
+            bytes_max=FETCH_BYTES,
+            new_id=lambda: chance.randrange(1, 2**31),
+            may_follow=self.cluster.topics.may_follow,
         )
 
     async def start(self) -> None:

@@ -1,0 +1,56 @@
+"""A partition whose log cannot be opened: tried again, until it can or is carried here no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from millstream.cluster import cluster_topics
+from millstream.log.log import Log
+from millstream.log.store import LogStore
+from millstream.model.errors import StorageFailure
+from millstream.model.ids import NodeId
+from millstream.testing.node_group import NodeGroup
+
+
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often opening a log fails from now on; the pauses are short."""
+    left = [0]
+    opened = LogStore.open_log
+
+    def open_log(store: LogStore, *arguments: object) -> Log:
+        if left[0]:
+            left[0] -= 1
+            raise StorageFailure("opening failed: no space left on device")
+        return opened(store, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LogStore, "open_log", open_log)
+    monkeypatch.setattr(cluster_topics, "OPEN_AGAIN_S", 0.01)
+    return left
+
+
+async def test_it_is_opened_when_the_disk_works_again(
+    tmp_path: Path, failures: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with NodeGroup(tmp_path, nodes=1) as group:
+        failures[0] = 4
+        topic = await group[1].topics.create("orders", replication=1, placement={0: (NodeId(1),)})
+        await group.until(lambda: len(group[1].topics.partitions_of(topic)) == 1)
+        assert failures[0] == 0
+        await group.until(lambda: group[1].topics.partition("orders", 0).is_leader)
+        said = [record.levelname for record in caplog.records if "cannot be opened" in record.getMessage()]
+        assert said.count("ERROR") == 1
+
+
+async def test_nobody_tries_for_a_topic_that_is_gone(tmp_path: Path, failures: list[int]) -> None:
+    async with NodeGroup(tmp_path, nodes=1) as group:
+        failures[0] = 10**6
+        await group[1].topics.create("orders", replication=1, placement={0: (NodeId(1),)})
+        await group[1].topics.delete("orders")
+        left = failures[0]
+        other = await group[1].topics.create("other", replication=1, placement={0: (NodeId(1),)})
+        await group.until(lambda: failures[0] < left - 3)
+        failures[0] = 0
+        await group.until(lambda: len(group[1].topics.partitions_of(other)) == 1)

@@ -1,0 +1,59 @@
+"""What was read for one follower and is given to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from millstream.log.log import Log
+from millstream.log.store import LogStore
+from millstream.model.ids import PartitionIndex
+from millstream.model.topic import TopicPartition, TopicSettings
+from millstream.replication.shared_reads import SharedReads
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import MemoryFiles
+
+
+@pytest.fixture
+def logs() -> Iterator[list[Log]]:
+    store = LogStore.open(
+        Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
+    )
+    yield [
+        store.open_log(UUID(int=1), TopicPartition("t", PartitionIndex(index)), TopicSettings(flush="os"))
+        for index in range(2)
+    ]
+    store.close_now()
+
+
+def test_it_is_given_once_for_the_same_log_epoch_and_offset(logs: list[Log]) -> None:
+    reads = SharedReads()
+    reads.keep(logs[0], 1, 5, b"abc")
+    assert reads.take(logs[1], 1, 5, 100) is None
+    assert reads.take(logs[0], 2, 5, 100) is None
+    assert reads.take(logs[0], 1, 6, 100) is None
+    assert reads.take(logs[0], 1, 5, 100) == b"abc"
+    assert reads.take(logs[0], 1, 5, 100) is None
+    assert not len(reads)
+
+
+def test_what_is_too_much_is_not_given(logs: list[Log]) -> None:
+    reads = SharedReads()
+    reads.keep(logs[0], 1, 5, b"abc")
+    assert reads.take(logs[0], 1, 5, 2) is None
+    assert not len(reads)
+
+
+def test_the_oldest_go_when_it_is_too_much_together(logs: list[Log]) -> None:
+    reads = SharedReads(10)
+    for offset in range(5):
+        reads.keep(logs[0], 1, offset, b"abc")
+        reads.keep(logs[0], 1, offset, b"abcd")
+        assert len(reads) <= 10
+    assert reads.take(logs[0], 1, 2, 100) is None
+    assert reads.take(logs[0], 1, 4, 100) == b"abcd"
+    reads.keep(logs[0], 1, 9, b"x" * 11)
+    assert not len(reads)

@@ -1,0 +1,91 @@
+"""Those who wait for an acknowledgement: told in order, and not kept when they wait no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from uuid import UUID
+
+from millstream.log.store import LogStore
+from millstream.model.errors import MillstreamError, NotLeader
+from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.model.partition_state import PartitionState, Versioned
+from millstream.model.topic import Topic, TopicPartition, TopicSettings
+from millstream.records.record import NewRecord, encode_batch
+from millstream.replication.acknowledgement import DROP_MIN, Waiting
+from millstream.replication.partition import ACKS_ALL, Partition
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import MemoryFiles
+
+ME, OTHER = NodeId(1), NodeId(2)
+TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=1, replication=2, overrides={}, created_ms=0)
+STATE = PartitionState(replicas=(ME, OTHER), leader=ME, leader_epoch=Epoch(1), in_sync=(ME, OTHER))
+
+
+class Listener:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.told: list[MillstreamError | None] = []
+
+    def acknowledged(self, error: MillstreamError | None) -> None:
+        self.told.append(error)
+
+
+def test_everyone_is_told_once_in_the_order_of_the_log() -> None:
+    waiting, listeners = Waiting(), [Listener() for _ in range(4)]
+    for number, listener in enumerate(listeners):
+        waiting.add(Offset(number + 1), listener)
+    waiting.acknowledge(Offset(2))
+    assert [len(listener.told) for listener in listeners] == [1, 1, 0, 0]
+    listeners[2].is_over = True
+    waiting.drop_over()
+    gone = NotLeader("gone")
+    waiting.fail(gone)
+    assert [listener.told for listener in listeners] == [[None], [None], [], [gone]]
+    assert not waiting
+
+
+def test_those_who_wait_no_more_are_dropped_as_others_come() -> None:
+    waiting = Waiting()
+    still = [Listener() for _ in range(10)]
+    for number in range(20_000):
+        listener = still[number // 2000] if number % 2000 == 0 else Listener()
+        waiting.add(Offset(number), listener)
+        listener.is_over = number % 2000 != 0
+        assert len(waiting) <= 2 * (len(still) + DROP_MIN)
+    waiting.acknowledge(Offset(20_000))
+    assert all(listener.told == [None] for listener in still)
+
+
+async def test_one_who_is_told_may_wait_anew() -> None:
+    class Again(Listener):
+        def acknowledged(self, error: MillstreamError | None) -> None:
+            super().acknowledged(error)
+            for _ in range(2 * DROP_MIN):
+                waiting.add(Offset(9), over)
+
+    waiting, over, last = Waiting(), Listener(), Listener()
+    over.is_over = True
+    waiting.add(Offset(1), Again())
+    waiting.add(Offset(1), last)
+    waiting.acknowledge(Offset(1))
+    assert last.told == [None]
+
+
+async def test_a_watermark_that_stands_still_keeps_nobody_who_has_given_up() -> None:
+    store = LogStore.open(
+        Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
+    )
+    log = store.open_log(TOPIC.topic_id, TopicPartition("orders", PartitionIndex(0)), TopicSettings(flush="os"))
+    partition = Partition(TOPIC, PartitionIndex(0), log, store, alone=False, clock=ManualClock())
+    partition.apply(Versioned(STATE, 1), me=ME)
+    listeners = [Listener() for _ in range(50)]
+    for listener in listeners:
+        appended = partition.write(encode_batch([NewRecord(None, b"v", (), 1000)]), acks=ACKS_ALL)
+        partition.tell(appended, listener)
+        listener.is_over = True
+    partition.drop_over()
+    partition.close()
+    assert not any(listener.told for listener in listeners)
+    store.close_now()
