@@ -54,9 +54,11 @@ class LocalEtcd(LocalServer):
             "unsafe-no-fsync": str(not self._durable).lower(),
         }
 
+    def _command(self) -> list[str]:
+        return [str(find_etcd()), *(f"--{name}={value}" for name, value in self.flags().items())]
+
     def _process(self) -> LocalProcess:
-        command = [str(find_etcd()), *(f"--{name}={value}" for name, value in self.flags().items())]
-        return LocalProcess("etcd", command, log=self.folder / "etcd.log", keep=self._keep)
+        return LocalProcess("etcd", self._command(), log=self.folder / "etcd.log", keep=self._keep)
 
     def _is_ready(self) -> bool:
         try:
