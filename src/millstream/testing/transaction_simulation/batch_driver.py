@@ -164,12 +164,16 @@ class BatchDriver(Caller):
         self.stage.tell(self.name, f"batch {batch[1]} is committed{'' if by_this else ', before'}")
 
     async def _abort_batch(self, batch: Batch) -> None:
-        self.stage.model.abort_sent(batch)
+        model = self.stage.model
+        model.abort_sent(batch)
+        begun_before = model.begun_so_far()
         self.stage.tell(self.name, f"aborts batch {batch[1]}")
         try:
             await self.ask(self._where, lambda node: node.abort_batch(self.query, batch[1]))
         except (GaveUp, InvalidTransactionState) as error:
             self.stage.tell(self.name, f"batch {batch[1]} was not aborted: {error}")
+        else:
+            model.abort_told(batch, begun_before)
 
 
 def _first(attempts: list[Attempt], part: int, *, hasty: bool) -> Attempt | None:

@@ -127,6 +127,12 @@ class Model:
         """A driver asks for all attempts at a batch to be aborted."""
         self._of(batch).abort_sent = True
 
+    def abort_told(self, batch: Batch, begun_before: int) -> None:
+        """A driver was told that all attempts are aborted: those that had begun when it asked."""
+        for told in self._of(batch).attempts:
+            if told.number < begun_before and not told.commit_sent:
+                self.doom(told, f"batch {batch} was aborted")
+
     def complete_refused(self, batch: Batch, *, all_prepared: bool, reason: str) -> None:
         """A batch was not committed. Nobody but its driver may have ended what was prepared."""
         of_batch = self._of(batch)
