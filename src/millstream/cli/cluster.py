@@ -1,7 +1,8 @@
-"""`millstream cluster`: start a whole cluster on this machine, and see how a cluster is."""
+"""`millstream cluster`: start a whole cluster on this machine, see how a cluster is, and rebuild what etcd lost."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,7 +74,7 @@ Settings = Annotated[
     ),
 ]
 
-app = typer.Typer(help="Start a cluster on this machine, and see how a cluster is.", no_args_is_help=True)
+app = typer.Typer(help="Start a cluster on this machine, see how one is, rebuild what etcd lost.", no_args_is_help=True)
 
 
 @app.command("up")
@@ -180,3 +181,79 @@ def _print_status(found: ClusterStatus) -> None:
 
 def _numbers(nodes: tuple[int, ...]) -> str:
     return ",".join(map(str, nodes)) or "-"
+
+
+@app.command("inventory")
+def inventory(
+    data: Annotated[Path, typer.Option("--data", metavar="DIR", help="The data folder of a node that is stopped.")],
+    as_json: AsJson = False,
+) -> None:
+    """Look at the logs of a stopped node. With --json, what `cluster rebuild --from` needs goes to stdout."""
+    from millstream.cli.cluster_rebuild import inventory_of
+
+    found = asyncio.run(inventory_of(data.absolute()))
+    if as_json:
+        print_line(found.to_json())
+        return
+    whole = "" if found.whole else ", and a log may have a hole, since the machine went down"
+    print_line(
+        f"Node {found.node_id} of the cluster {found.cluster}: {counted(len(found.replicas), 'partition')}{whole}."
+    )
+
+
+@app.command("rebuild")
+def rebuild(
+    data: Annotated[
+        list[Path] | None,
+        typer.Option("--data", metavar="DIR", help="The data folder of a stopped node; repeat it for each."),
+    ] = None,
+    told: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from", metavar="FILE", help="What `cluster inventory --json` told on another machine; may be repeated."
+        ),
+    ] = None,
+    etcd: Annotated[str, typer.Option("--etcd", metavar="URL[,...]", help="The new etcd.", show_default=False)] = "",
+    catalog: Annotated[
+        str, typer.Option("--catalog", metavar="URL", help="The catalog of the cluster.", show_default=False)
+    ] = "",
+    cluster: Annotated[
+        str, typer.Option("--cluster", metavar="NAME", help="The name of the cluster.", show_default=False)
+    ] = "",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", help="The settings of a node, which name all that.", show_default=False
+        ),
+    ] = None,
+    accept_loss: Annotated[
+        bool, typer.Option("--accept-loss", help="Go on without nodes that may be the only ones with some messages.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write into an empty etcd what the nodes had agreed on, worked out from their logs and the catalog.
+
+    For the day when etcd has lost all its data and there is no snapshot of it. Every node has to be stopped. Of each
+    partition, the best log decides, and the other replicas fetch what they lack once the nodes are started again.
+    """
+    from millstream.cli.cluster_rebuild import rebuild as rebuild_etcd
+    from millstream.config import Config
+
+    given = {"etcd": etcd, "catalog": catalog, "cluster": cluster}
+    settings = Config.load(flags={name: text for name, text in given.items() if text}, file=config)
+    folders = [one.absolute() for one in data or ()]
+    outcome = asyncio.run(rebuild_etcd(settings, folders, told or (), accept_loss=accept_loss, dry_run=dry_run))
+    if as_json:
+        print_json(outcome.described())
+        return
+    rebuilt = outcome.rebuilt
+    what = f"{counted(len(rebuilt.states), 'partition')} of {counted(len(outcome.nodes), 'node')}"
+    print_line(f"{'Would write' if dry_run else 'Wrote'} {what}.")
+    for names, what in ((rebuilt.missing, "without any log, which begin empty"), (rebuilt.short, "with logs missing")):
+        if names:
+            print_line(f"{counted(len(names), 'partition')} {what}: {', '.join(names[:ROWS_MAX])}")
+    if rebuilt.strangers:
+        print_line(f"{counted(len(rebuilt.strangers), 'topic')} on disk that the catalog does not know: left alone.")
+    if not dry_run:
+        print_line("Start the nodes now.")

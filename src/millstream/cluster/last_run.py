@@ -91,6 +91,11 @@ class LastRun:
         """
         return admitted is not None and admitted not in self._whole
 
+    @property
+    def whole_incarnation(self) -> str:
+        """The last incarnation of which everything is here; empty when the log may have a hole."""
+        return self._whole[-1] if self._whole else ""
+
     def belong_to(self, owner: FolderOwner) -> None:
         """Say whose folder it is; that is written with the next note."""
         self._owner = owner

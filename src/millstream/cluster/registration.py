@@ -204,7 +204,7 @@ def forgotten(node: NodeId) -> ClusterForgotten:
     """Only the store knew who has everything; deciding that anew, full logs would follow empty ones."""
     return ClusterForgotten(
         f"node {node} was part of a cluster, and etcd knows nothing of it: check --etcd and --cluster; if etcd lost "
-        "its data, restore it, or records would be cut off. A node that shall begin anew needs an empty --data folder"
+        "its data, restore it, or see `millstream cluster rebuild`. A node that shall begin anew needs an empty --data"
     )
 
 

@@ -1,0 +1,110 @@
+"""How the commands look at the folders of stopped nodes, and write down anew what the nodes had agreed on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millstream.catalog.catalog import Catalog
+from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.cluster.etcd_address import EtcdAddress
+from millstream.cluster.etcd_store import EtcdStore
+from millstream.cluster.inventory import Inventory, take_inventory
+from millstream.cluster.last_run import boot_id_of_machine
+from millstream.cluster.rebuild import Rebuilt, check_unknown, work_out, write
+from millstream.config import Config
+from millstream.log.files import DiskFiles
+from millstream.model.clock import SystemClock
+from millstream.model.errors import ClusterMismatch, InvalidSetting
+
+_NAMED_MAX = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What was worked out, and whether it was written."""
+
+    nodes: list[int]
+    rebuilt: Rebuilt
+    written: bool
+
+    def described(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "nodes": self.nodes,
+            "partitions": len(self.rebuilt.states),
+            "missing": self.rebuilt.missing,
+            "short": self.rebuilt.short,
+            "strangers": sorted(map(str, self.rebuilt.strangers)),
+            "written": self.written,
+        }
+
+
+async def inventory_of(data: Path) -> Inventory:
+    """Look at the folder of a node, which has to be stopped."""
+    return await take_inventory(str(data), DiskFiles(), SystemClock(), boot_id=boot_id_of_machine())
+
+
+async def rebuild(
+    config: Config, folders: Sequence[Path], files: Sequence[Path], *, accept_loss: bool, dry_run: bool
+) -> Outcome:
+    """Work out what the nodes had agreed on, and put it into an etcd that knows nothing of it."""
+    if not config.etcd or not config.catalog:
+        raise InvalidSetting("say which etcd and catalog the cluster uses, with --etcd and --catalog, or --config FILE")
+    inventories = [Inventory.from_json(_content(file)) for file in files]
+    store = _store_of(config)
+    catalog = Catalog(config.catalog, cluster=config.cluster)
+    try:
+        await check_unknown(store)
+        # Only then: looking at a folder takes a while.
+        inventories += [await inventory_of(folder) for folder in folders]
+        _check_cluster(inventories, config)
+        catalog.prepare()
+        rebuilt = work_out(inventories, catalog.topics(), catalog.deleted_topic_ids())
+        if not dry_run:
+            _check_safe(rebuilt, accept_loss=accept_loss)
+            await write(store, rebuilt, inventories[0].cluster_id or catalog.cluster_id)
+    finally:
+        catalog.close()
+        await store.close()
+    return Outcome(nodes=sorted(one.node_id for one in inventories), rebuilt=rebuilt, written=not dry_run)
+
+
+def _store_of(config: Config) -> EtcdStore:
+    try:
+        address = EtcdAddress.parse(
+            config.etcd, ca=config.etcd_ca, certificate=config.etcd_certificate, key=config.etcd_key
+        )
+        return EtcdStore(address, config.cluster, SystemClock())
+    except (ValueError, OSError) as error:
+        raise InvalidSetting(f"etcd cannot be asked: {error}") from error
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise CommandFailed(f"cannot read {file}: {error.strerror}", ExitCode.NOT_FOUND) from error
+
+
+def _check_cluster(inventories: Sequence[Inventory], config: Config) -> None:
+    if not inventories:
+        raise InvalidSetting("give the data folder of every node with --data, or what `cluster inventory` told of it")
+    other = next((one for one in inventories if one.cluster not in ("", config.cluster)), None)
+    if other is not None:
+        raise ClusterMismatch(
+            f"node {other.node_id} is of the cluster {other.cluster!r}; give --cluster {other.cluster}"
+        )
+
+
+def _check_safe(rebuilt: Rebuilt, *, accept_loss: bool) -> None:
+    if rebuilt.is_safe or accept_loss:
+        return
+    lacking = [*rebuilt.missing, *rebuilt.short]
+    named = ", ".join(lacking[:_NAMED_MAX]) + (", …" if len(lacking) > _NAMED_MAX else "")
+    raise CommandFailed(
+        f"{len(lacking)} partitions lack logs of some of their replicas, which may be the only ones with everything "
+        f"that was acknowledged: {named}; give the folders of all nodes, or --accept-loss if these are gone for good"
+    )

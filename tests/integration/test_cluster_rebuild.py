@@ -1,0 +1,100 @@
+"""etcd loses everything, and there is no snapshot: what the nodes had agreed on is rebuilt from their folders."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.testing.command import call_command
+from millstream.testing.etcd_server import EtcdServer
+from millstream.testing.postgres_server import PostgresServer
+from millstream.testing.server import ServerFailed
+from millstream.testing.server_group import ServerGroup
+
+WAIT_S = 60.0
+TOPIC = "orders"
+
+
+def produce(cluster: ServerGroup, values: list[bytes]) -> None:
+    failed: list[KafkaError] = []
+
+    def delivered(error: KafkaError | None, _message: Message) -> None:
+        if error is not None:
+            failed.append(error)
+
+    producer = Producer({"bootstrap.servers": cluster.kafka, "log_level": 0, "enable.idempotence": True})
+    for value in values:
+        producer.produce(TOPIC, value, key=value, on_delivery=delivered)
+    assert producer.flush(WAIT_S) == 0
+    assert failed == []
+
+
+def read(cluster: ServerGroup, number: int) -> list[bytes]:
+    consumer = Consumer({"bootstrap.servers": cluster.kafka, "log_level": 0, "group.id": "unused"})
+    consumer.assign([TopicPartition(TOPIC, partition, 0) for partition in range(3)])
+    found: list[bytes] = []
+
+    def enough() -> bool:
+        found.extend(one.value() or b"" for one in consumer.consume(1000, 0.2) if one.error() is None)
+        return len(found) >= number
+
+    until(enough)
+    consumer.close()
+    return found
+
+
+def in_sync(admin: AdminClient) -> list[int]:
+    described = admin.list_topics(TOPIC, timeout=WAIT_S).topics[TOPIC].partitions.values()
+    return [len(partition.isrs) for partition in described]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.05)
+
+
+def test_everything_acknowledged_is_there_after_etcd_was_rebuilt(tmp_path: Path, postgres: PostgresServer) -> None:
+    values = [b"%d" % number for number in range(600)]
+    catalog = postgres.new_database()
+    with EtcdServer() as lost:
+        cluster = ServerGroup(tmp_path, lost.url, catalog, settings={"lease-ms": 1000})
+        with cluster:
+            admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
+            admin.create_topics([NewTopic(TOPIC, 3, 3)], operation_timeout=WAIT_S)[TOPIC].result()
+            produce(cluster, values[:300])
+            # Its log ends in an earlier epoch than those of the others.
+            cluster[1].kill()
+            produce(cluster, values[300:])
+            cluster[2].stop()
+    with EtcdServer() as empty:
+        for node in cluster:
+            node.settings["etcd"] = empty.url
+        with pytest.raises(ServerFailed, match="was part of a cluster"):
+            cluster[2].start()
+        told = tmp_path / "node-3.json"
+        inventory = call_command(["cluster", "inventory", "--data", str(cluster[3].data), "--json"])
+        told.write_text(inventory.out)
+        shared = ["--etcd", empty.url, "--catalog", catalog, "--cluster", str(cluster[1].settings["cluster"])]
+        rebuild = ["cluster", "rebuild", "--json", *shared, "--from", str(told)]
+        some = call_command([*rebuild, "--data", str(cluster[1].data)])
+        assert (some.code, "--accept-loss" in some.err) == (1, True)
+        whole = [*rebuild, "--data", str(cluster[1].data), "--data", str(cluster[2].data)]
+        assert call_command([*whole, "--dry-run"]).document["written"] is False
+        done = call_command(whole)
+        assert (done.code, done.err) == (0, "")
+        assert (done.document["nodes"], done.document["short"], done.document["missing"]) == ([1, 2, 3], [], [])
+        again = call_command(whole)
+        assert (again.code, "nothing to rebuild" in again.err) == (5, True)
+        with cluster:
+            admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
+            until(lambda: in_sync(admin) == [3, 3, 3])
+            assert sorted(read(cluster, len(values))) == sorted(values)
+            produce(cluster, [b"more"])

@@ -1,0 +1,154 @@
+"""Working out from the logs of nodes what they had agreed on, when etcd has lost it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from millstream.cluster import keys, rebuild
+from millstream.cluster.election import elect
+from millstream.cluster.embedded_service import EmbeddedService
+from millstream.cluster.embedded_store import EmbeddedStore
+from millstream.cluster.inventory import Inventory, ReplicaFound, take_inventory
+from millstream.cluster.last_run import FolderOwner, LastRun
+from millstream.cluster.rebuild import EPOCHS_SKIPPED, NOT_WHOLE, state_of, work_out
+from millstream.cluster.store import Put
+from millstream.log.store import LogStore
+from millstream.model.clock import SystemClock
+from millstream.model.errors import ClusterMismatch, CorruptState, DataFolderInvalid
+from millstream.model.ids import Epoch, NodeId, PartitionIndex
+from millstream.model.partition_state import PartitionState
+from millstream.model.topic import Topic, TopicPartition, TopicSettings
+from millstream.records.record import NewRecord, encode_batch
+from millstream.testing.files import MemoryFiles
+
+ORDERS = UUID(int=1)
+
+
+def log(epoch: int, end: int, *, partition: int = 0, topic: UUID = ORDERS, damaged: bool = False) -> ReplicaFound:
+    return ReplicaFound(topic_id=str(topic), partition=partition, end=end, epoch=epoch, damaged=damaged)
+
+
+def node(number: int, *replicas: ReplicaFound, whole: str = "whole", cluster_id: str = "id") -> Inventory:
+    return Inventory(node_id=number, cluster="c", cluster_id=cluster_id, whole=whole, replicas=list(replicas))
+
+
+def topic(partitions: int = 1, replication: int = 3, topic_id: UUID = ORDERS) -> Topic:
+    return Topic(
+        name="orders", topic_id=topic_id, partitions=partitions, replication=replication, overrides={}, created_ms=0
+    )
+
+
+def found(*logs: ReplicaFound) -> dict[NodeId, ReplicaFound]:
+    return {NodeId(number): one for number, one in enumerate(logs, 1)}
+
+
+@pytest.mark.parametrize(
+    ("logs", "in_sync"),
+    [
+        ((log(3, 10), log(3, 10), log(3, 10)), {1, 2, 3}),
+        ((log(3, 10), log(3, 12), log(3, 12)), {2, 3}),
+        # What the last leader never had was not acknowledged, however long it is.
+        ((log(2, 99), log(3, 12), log(2, 12)), {2}),
+        ((log(-1, 0), log(-1, 0)), {1, 2}),
+        # A hole could be repaired from the other one, not the other way round.
+        ((log(3, 10, damaged=True), log(3, 10)), {2}),
+        ((log(3, 10, damaged=True), log(3, 9)), {1}),
+    ],
+)
+def test_the_best_log_decides_and_only_its_equals_begin_in_sync(
+    logs: tuple[ReplicaFound, ...], in_sync: set[int]
+) -> None:
+    state = state_of(found(*logs), 0, len(logs))
+    assert set(state.in_sync) == in_sync
+    assert sorted(state.replicas) == list(range(1, len(logs) + 1))
+    assert not state.has_leader
+    assert state.leader_epoch >= max(one.epoch for one in logs) + EPOCHS_SKIPPED
+    elected = elect(state, state.replicas)
+    assert elected is not None
+    assert elected.leader in in_sync
+    # The others alone may not lead.
+    others = [one for one in state.replicas if one not in in_sync]
+    assert elect(state, others) is None
+
+
+def test_files_of_replicas_that_were_moved_away_do_not_count() -> None:
+    state = state_of(found(log(1, 5), log(3, 12), log(3, 11), log(3, 12)), 0, 3)
+    assert set(state.replicas) == {2, 3, 4}
+
+
+def test_preferred_leaders_are_spread_over_the_nodes() -> None:
+    logs = found(log(0, 1), log(0, 1), log(0, 1))
+    assert [state_of(logs, index, 3).preferred for index in range(4)] == [1, 2, 3, 1]
+
+
+def test_all_that_the_catalog_knows_is_worked_out() -> None:
+    gone, strange = UUID(int=2), UUID(int=3)
+    logs = [log(0, 5), log(0, 5, topic=gone), log(0, 5, topic=strange)]
+    rebuilt = work_out([node(1, *logs), node(2, *logs, whole="")], [topic(replication=2)], {gone})
+    assert rebuilt.is_safe
+    assert set(rebuilt.states) == {(ORDERS, 0), (gone, 0)}
+    assert rebuilt.strangers == {strange}
+    assert rebuilt.admitted == {1: "whole", 2: NOT_WHOLE}
+    assert rebuilt.topics == [topic(replication=2)]
+
+
+def test_logs_that_are_missing_are_told() -> None:
+    rebuilt = work_out([node(1, log(0, 5)), node(2, log(0, 5))], [topic(partitions=2)], set())
+    assert (rebuilt.short, rebuilt.missing, rebuilt.is_safe) == (["orders-0"], ["orders-1"], False)
+    # The controller makes the partition that is not there; the topic is told when it has.
+    assert rebuilt.topics == []
+
+
+def test_folders_have_to_be_of_one_cluster_each_once() -> None:
+    with pytest.raises(ClusterMismatch, match="node 1 is given twice"):
+        work_out([node(1), node(1)], [], set())
+    with pytest.raises(ClusterMismatch, match="several clusters"):
+        work_out([node(1), node(2, cluster_id="other")], [], set())
+
+
+async def test_it_is_written_once_and_only_where_nothing_is_known() -> None:
+    clock = SystemClock()
+    store = EmbeddedStore(EmbeddedService(clock), clock)
+    # Left by an attempt that was cut short.
+    await store.change([Put(keys.partition_key((UUID(int=9), PartitionIndex(0))), "{}")])
+    logs = [log(4, 5, partition=index) for index in range(200)]
+    rebuilt = work_out([node(1, *logs)], [topic(partitions=200, replication=1)], set())
+    await rebuild.write(store, rebuilt, "id")
+    entries = (await store.read("")).entries
+    assert entries[keys.CLUSTER_ID].value == "id"
+    assert entries[keys.admitted_key(NodeId(1))].value == "whole"
+    states = [entry for key, entry in entries.items() if key.startswith(keys.PARTITIONS)]
+    assert {PartitionState.from_json(entry.value).in_sync for entry in states} == {(1,)}
+    assert (len(states), keys.topic_key(ORDERS) in entries) == (200, True)
+    # Whoever is let in finds everything there.
+    assert entries[keys.admitted_key(NodeId(1))].revision == max(entry.revision for entry in entries.values())
+    with pytest.raises(ClusterMismatch, match="nothing to rebuild"):
+        await rebuild.write(store, rebuilt, "id")
+
+
+@pytest.mark.parametrize(("boot_id", "whole"), [("a", "mine"), ("b", "")])
+async def test_an_inventory_tells_the_ends_of_all_logs_and_whether_they_can_be_trusted(
+    boot_id: str, whole: str
+) -> None:
+    files, clock = MemoryFiles(1), SystemClock()
+    with pytest.raises(DataFolderInvalid, match="part of a cluster"):
+        await take_inventory("/data", files, clock, boot_id="a")
+    store = LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=1 << 20, producer_expiry_ms=1 << 40)
+    run = LastRun(files, "/data", boot_id="a", stopped_clean=True)
+    run.belong_to(FolderOwner(node_id=7, cluster="c", cluster_id="id"))
+    run.begin("mine")
+    written = store.open_log(ORDERS, TopicPartition("orders", PartitionIndex(0)), TopicSettings())
+    for number in range(3):
+        written.append(encode_batch([NewRecord(None, b"x", (), 1000)]), leader_epoch=Epoch(number))
+    store.sync_soon(written)
+    assert store.commit_once()
+    files.kill()
+    for _ in range(2):
+        told = await take_inventory("/data", files, clock, boot_id=boot_id)
+        assert told == Inventory(node_id=7, cluster="c", cluster_id="id", whole=whole, replicas=[log(2, 3)])
+    assert Inventory.from_json(told.to_json().encode()) == told
+    with pytest.raises(CorruptState):
+        Inventory.from_json(b"{}")
