@@ -13,7 +13,7 @@ SOAK_ARGS ?=
 CHAOS_ARGS ?=
 SIMULATE_ARGS ?=
 
-.PHONY: help demo test check bench bench-cluster bench-transactions serve kill-trial chaos-cluster chaos-transactions conformance compare fuzz simulate docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-filters bench-transactions serve kill-trial chaos-cluster chaos-transactions conformance compare fuzz simulate docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -58,6 +58,9 @@ bench-cluster: $(DEV_STAMP) ## Measure three nodes against one, failover over 50
 
 bench-transactions: $(DEV_STAMP) ## Measure producing in transactions and reading what is committed, also against Apache Kafka (10 minutes; BENCH_ARGS=--quick: 2)
 	@$(BIN)/python -m benchmarks.transactions $(BENCH_ARGS)
+
+bench-filters: $(DEV_STAMP) ## Measure what the filters of subscriptions cost per message (seconds)
+	@$(BIN)/python -m benchmarks.filters $(BENCH_ARGS)
 
 kill-trial: $(DEV_STAMP) ## Kill a loaded broker 20 times and check every acknowledged message
 	@$(BIN)/python -m benchmarks.kill_trial

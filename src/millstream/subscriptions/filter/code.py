@@ -305,12 +305,13 @@ class _Coder:
     def _like(self, node: Like, wanted: bool) -> ast.expr:
         first, again = self._bound(self.value(node.operand))
         matches = self._constant(compile_like(node.pattern, node.escape))
-        if kind_of(node.operand) is not Kind.TEXT:
-            return _is(_call(self._constant(operation.like), first, matches), wanted)
         matched: ast.expr = _call(matches, again)
         if not wanted:
             matched = ast.UnaryOp(ast.Not(), matched)
-        return ast.BoolOp(ast.And(), [_is_none(first, False), matched])
+        if kind_of(node.operand) is Kind.TEXT:
+            return ast.BoolOp(ast.And(), [_is_none(first, False), matched])
+        other = _is(_call(self._constant(operation.like), again, matches), wanted)
+        return ast.IfExp(self._has_kind(first, Kind.TEXT), matched, other)
 
     def _has_kind(self, operand: ast.expr, kind: Kind) -> ast.expr:
         """Whether a value is of the kind, as far as literals can be of it."""

@@ -37,17 +37,12 @@ def header_texts(headers: HeaderColumn, name: str) -> list[str | None]:
         found = found[headers.keys.data[starts[found] + at] == byte]
     texts: list[str | None] = [None] * len(headers)
     rows = np.searchsorted(headers.offsets, found, side="right") - 1
-    values, valid = headers.values, headers.values.is_valid()
-    data = values.data
-    bounds = zip(
-        rows.tolist(),
-        values.offsets[found].tolist(),
-        values.offsets[found + 1].tolist(),
-        valid[found].tolist(),
-        strict=True,
-    )
+    values = headers.values
+    data = values.data.tobytes()
+    starts, ends, valid = values.offsets[found], values.offsets[found + 1], values.is_valid()[found]
+    bounds = zip(rows.tolist(), starts.tolist(), ends.tolist(), valid.tolist(), strict=True)
     for row, start, end, is_valid in bounds:
-        texts[row] = data[start:end].tobytes().decode("utf-8", "replace") if is_valid else None
+        texts[row] = data[start:end].decode("utf-8", "replace") if is_valid else None
     return texts
 
 

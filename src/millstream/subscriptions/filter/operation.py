@@ -148,10 +148,10 @@ def contains(operand: Any, part: Any) -> Truth:
 def _numbers(left: Any, right: Any) -> tuple[Any, Any] | None:
     """Both as numbers, or None."""
     left_class, right_class = left.__class__, right.__class__
-    if left_class is str:
-        left = whole(left) if right_class is int else double(left)
-    if right_class is str:
-        right = whole(right) if left_class is int else double(right)
+    if left_class is str and right_class in NUMBERS:
+        left = FROM_TEXT[right_class](left)
+    elif right_class is str and left_class in NUMBERS:
+        right = FROM_TEXT[left_class](right)
     return (left, right) if left.__class__ in NUMBERS and right.__class__ in NUMBERS else None
 
 

@@ -30,6 +30,9 @@ _ALLOWED = _OPENING | _CLOSING | {
 _BEFORE_ANY_NAME = frozenset({TokenType.DOT, TokenType.ALIAS, TokenType.DCOLON})
 """Behind these stands the name of a field or of a type, whatever it means elsewhere."""
 
+FIELD_MARK = "."
+"""Begins every name behind a dot in the tree."""
+
 _QUOTES = "'\"`"
 
 
@@ -39,7 +42,7 @@ def parse(text: str) -> exp.Expression:
     found = _tokens(text)
     _check_tokens(text, found)
     try:
-        (tree,) = Spark().parser().parse_into(exp.Condition, found, text)
+        (tree,) = Spark().parser().parse_into(exp.Condition, _with_field_names(found), text)
     except ParseError as error:
         raise _syntax_error(text, found, error) from None
     except RecursionError:
@@ -104,6 +107,20 @@ def _check_tokens(text: str, found: list[Token]) -> None:
         if depth > DEPTH_MAX:
             raise refusal(text, token.start, token.end + 1, f"at most {DEPTH_MAX} parentheses stand within each other")
         before = kind
+
+
+def _with_field_names(found: list[Token]) -> list[Token]:
+    """Have the parser take what stands behind a dot for a name, even if it is a word of SQL such as `list`.
+
+    The mark is needed beside the type of a name: `a.list[0]` is the making of a list to the parser, quoted or not.
+    """
+    named: list[Token] = []
+    for token in found:
+        kind, text = token.token_type, token.text
+        if named and named[-1].token_type is TokenType.DOT and (text.isidentifier() or kind is TokenType.IDENTIFIER):
+            kind, text = TokenType.IDENTIFIER, FIELD_MARK + text
+        named.append(Token(kind, text, line=token.line, col=token.col, start=token.start, end=token.end))
+    return named
 
 
 def _syntax_error(text: str, found: list[Token], error: ParseError) -> FilterError:

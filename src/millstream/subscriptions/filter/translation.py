@@ -6,7 +6,6 @@ declared and not found out message by message.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from sqlglot import exp
@@ -45,11 +44,14 @@ from millstream.subscriptions.filter.node import (
     common_kind,
     kind_of,
 )
-from millstream.subscriptions.filter.parser import DEPTH_MAX, parse
+from millstream.subscriptions.filter.parser import DEPTH_MAX, FIELD_MARK, parse
 from millstream.subscriptions.filter.place import refusal
 
 NODES_MAX = 256
 """Operators, functions and operands of a filter; the literals of IN are not counted."""
+
+DIGITS_MAX = 38
+"""Digits of a whole number, as in Spark."""
 
 STEPS_MAX = 16
 """Fields and positions on the way to a field of the payload."""
@@ -153,7 +155,7 @@ class _Translator:
             return translate_kind(self, tree, depth)
         if isinstance(tree, exp.Func):
             return self._call(tree, depth)
-        raise self.refusal(tree, f"{tree.key.upper()} is not part of the filter language")
+        raise self.refusal(tree, "this operation is not part of the filter language")
 
     def _check_arguments(self, tree: exp.Expression) -> None:
         if isinstance(tree, exp.Column | exp.Func) and not isinstance(tree, exp.Cast):
@@ -272,6 +274,8 @@ class _Translator:
         left, right = self._operand(tree.this, depth), self._operand(tree.expression, depth)
         for node, place in ((left, tree.this), (right, tree.expression)):
             self._check_number(node, place, operator)
+        if kind_of(left) is Kind.TEXT is kind_of(right):
+            raise self.refusal(tree, f"{operator} calculates with numbers, both of these are text")
         return Arithmetic(operator, left, right)
 
     def _check_number(self, node: Node, place: exp.Expression, operator: str) -> None:
@@ -291,10 +295,10 @@ class _Translator:
         text = str(tree.this)
         if tree.is_string:
             return Literal(text, Kind.TEXT)
-        if text.isascii() and text.isdigit():
+        if text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX:
             return Literal(int(text), Kind.NUMBER)
-        number = value.double(text)
-        if number is None or not math.isfinite(number):
+        number = None if text.isdigit() else value.double(text)
+        if number is None:
             raise self.refusal(tree, f"{text!r} is not a number that a filter can have")
         return Literal(number, Kind.NUMBER)
 
@@ -318,7 +322,8 @@ class _Translator:
             self._check_text(tree, operand.value, Kind.TIMESTAMP)
             return Literal(value.moment(operand.value), Kind.TIMESTAMP)
         if isinstance(operand, Literal) and operand.kind is Kind.NUMBER and target in _NUMBER_CASTS:
-            return Literal(_NUMBER_CASTS[target](operand.value), Kind.NUMBER)
+            number = _NUMBER_CASTS[target](operand.value)
+            return Literal(number, Kind.NULL if number is None else Kind.NUMBER)
         return Cast(operand, target)
 
     def _call(self, tree: exp.Expression, depth: int) -> Node:
@@ -392,13 +397,14 @@ class _Translator:
         names = [part for part in (tree.args.get(name) for name in ("this", "table", "db", "catalog")) if part]
         if any(name not in ("this", "table", "db", "catalog") for name, set_to in tree.args.items() if set_to):
             raise self.refusal(tree, "this form is not part of the filter language")
-        steps += [(self._name(part), part) for part in names]
+        steps += [(self._name(part), part) for part in names[:-1]]
+        steps.append((str(names[-1].this), names[-1]))
         return steps[::-1]
 
     def _name(self, tree: exp.Expression) -> str:
         if not isinstance(tree, exp.Identifier):
             raise self.refusal(tree, "the name of a field is needed here")
-        return str(tree.this)
+        return str(tree.this).removeprefix(FIELD_MARK)
 
     def _subscript(self, tree: exp.Expression) -> Step:
         if isinstance(tree, exp.Literal) and tree.is_string:

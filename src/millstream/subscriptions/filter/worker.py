@@ -43,7 +43,6 @@ ANSWER_S_MAX = 60.0
 """A child that takes longer, its start included, is taken for dead."""
 
 IDLE_S = 300.0
-STOP_S = 5.0
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 10.0
 
 
@@ -59,6 +58,7 @@ class FilterWorker:
         self._turn = asyncio.Lock()
         self._child: Process | None = None
         self._idle: asyncio.TimerHandle | None = None
+        self._hung_up = False
         self._stopping = asyncio.Event()
         self._failures = 0
         self.evaluated_inline = 0
@@ -69,7 +69,7 @@ class FilterWorker:
     def pid(self) -> int | None:
         """The process id of the child, if one runs."""
         child = self._child
-        return child.pid if child is not None and child.returncode is None else None
+        return child.pid if child is not None and child.returncode is None and not self._hung_up else None
 
     async def evaluate(self, messages: Messages, filters: Sequence[Filter]) -> Evaluation:
         """Tell which messages match which filter.
@@ -146,10 +146,12 @@ class FilterWorker:
         if self._idle is not None:
             self._idle.cancel()
         child = self._child
-        if child is not None and child.returncode is None:
+        if child is not None and self.pid is not None:
             return child
+        await self._end()
         if self._failures:
             self.restarts += 1
+        self._hung_up = False
         # In a session of its own, so that a Ctrl-C in the terminal reaches the broker alone, which stops in order.
         self._child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", MODULE, stdin=PIPE, stdout=PIPE, start_new_session=True
@@ -161,9 +163,9 @@ class FilterWorker:
         self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._hang_up)
 
     def _hang_up(self) -> None:
-        child, self._child = self._child, None
-        if child is not None and child.stdin is not None:
-            child.stdin.close()
+        self._hung_up = True
+        if self._child is not None and self._child.stdin is not None:
+            self._child.stdin.close()
 
     async def _end(self) -> None:
         if self._idle is not None:

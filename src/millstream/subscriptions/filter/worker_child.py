@@ -13,6 +13,7 @@ from typing import IO
 import msgspec
 
 from millstream.model.errors import BatchRejected
+from millstream.net.heap import leave_what_stays_alone
 from millstream.subscriptions.filter.evaluation import evaluate
 from millstream.subscriptions.filter.filter import compile_filter
 from millstream.subscriptions.filter.worker_message import (
@@ -57,6 +58,7 @@ def main() -> None:
     """Serve the broker."""
     # A Ctrl-C in the terminal reaches the whole group; it is the broker that decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_what_stays_alone()
     try:
         serve(sys.stdin.buffer, sys.stdout.buffer)
     except BrokenPipeError:

@@ -1,0 +1,170 @@
+"""`make bench-filters`: what filters cost in CPU time per message, beside the least that Python can do it with.
+
+python -m benchmarks.filters [--messages N] [--rounds N] [--json]
+
+The limit of a step is a bare loop for it written by hand, in the same run and turn about with what it limits: parsing
+the JSON and nothing else, or one list comprehension over values that are there already, with no NULL and no other kind
+of value looked after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import msgspec
+from benchmarks.machine import facts
+
+from millstream.records.columns import Columns
+from millstream.records.decoder import decode_columns
+from millstream.records.record import NewRecord, encode_batch
+from millstream.subscriptions.filter.batch import ColumnBatch
+from millstream.subscriptions.filter.code import Source
+from millstream.subscriptions.filter.evaluation import used_by
+from millstream.subscriptions.filter.filter import Filter, compile_filter
+from millstream.subscriptions.filter.node import Column, Header, Kind, Payload
+from millstream.subscriptions.filter.uses import Uses
+
+MESSAGES, ROUNDS = 8000, 15
+TOTAL, TIER, SKU = Payload(("total",)), Payload(("customer", "tier")), Payload(("items", 0, "sku"))
+REGION, KEY = Header("region"), Column("key", Kind.TEXT)
+
+Limit = tuple[tuple[Source, ...], Callable[..., list[bool]]]
+
+FILTERS: dict[str, Limit | None] = {
+    "topic = 'orders'": None,
+    "headers['region'] = 'eu'": ((REGION,), lambda column: [v == "eu" for v in column]),
+    "payload.total > 1000": ((TOTAL,), lambda column: [v > 1000 for v in column]),
+    "payload.total > 1000 AND headers['region'] = 'eu'": (
+        (TOTAL, REGION),
+        lambda first, second: [v > 1000 and w == "eu" for v, w in zip(first, second, strict=True)],
+    ),
+    "payload.customer.tier IN ('gold', 'silver') AND payload.total BETWEEN 100 AND 2000": (
+        (TIER, TOTAL),
+        lambda first, second: [
+            v in {"gold", "silver"} and 100 <= w <= 2000 for v, w in zip(first, second, strict=True)
+        ],
+    ),
+    "payload.items[0].sku LIKE 'A-1%'": ((SKU,), lambda column: [v.startswith("A-1") for v in column]),
+    "payload.items[0].sku LIKE '%9_1%'": None,
+    "lower(payload.customer.tier) = 'gold' OR length(key) > 11": (
+        (TIER, KEY),
+        lambda first, second: [v.lower() == "gold" or len(w) > 11 for v, w in zip(first, second, strict=True)],
+    ),
+    "payload.total * 1.19 > 1500": ((TOTAL,), lambda column: [v * 1.19 > 1500 for v in column]),
+}
+
+
+def orders(count: int) -> bytes:
+    """A batch of orders."""
+    records = []
+    for at in range(count):
+        order = {
+            "order_id": at,
+            "total": at % 3000,
+            "currency": "EUR",
+            "customer": {"id": at % 500, "tier": "gold" if at % 7 else "free"},
+            "items": [{"sku": f"A-{at}", "quantity": 2}],
+        }
+        headers = (("region", b"eu" if at % 2 else b"us"), ("trace", b"%016x" % at))
+        records.append(NewRecord(b"customer-%d" % (at % 500), json.dumps(order).encode(), headers, 1767312000000 + at))
+    return bytes(encode_batch(records))
+
+
+def cpu_us(work: Callable[[], Any], messages: int) -> float:
+    """CPU time of one call, per message."""
+    began = time.process_time_ns()
+    work()
+    return (time.process_time_ns() - began) / 1000 / messages
+
+
+def turn_about(works: list[Callable[[], Any]], messages: int, rounds: int) -> list[float]:
+    """The median of each, measured in turns."""
+    taken: list[list[float]] = [[] for _ in works]
+    for _ in range(rounds):
+        for work, times in zip(works, taken, strict=True):
+            times.append(cpu_us(work, messages))
+    return [median(times) for times in taken]
+
+
+class Bench:
+    """Measures step by step, and keeps what it found: the step, its time, and that of its limit."""
+
+    def __init__(self, messages: int, rounds: int) -> None:
+        self.rows: list[tuple[str, float, float | None]] = []
+        self._messages, self._rounds = messages, rounds
+        self._raw = orders(messages)
+        self._columns = list(decode_columns(self._raw))
+        self._filters = [compile_filter(text) for text in FILTERS]
+        self._uses = used_by(self._filters)
+
+    def run(self) -> None:
+        """Measure everything."""
+        self._measure("decode the batch: keys, values, headers", lambda: list(decode_columns(self._raw)))
+        self._measure("read one header of each", lambda: self._read(REGION))
+        decode = msgspec.json.Decoder().decode
+        payloads = [[value or b"" for value in each.values.to_list()] for each in self._columns if each.values]
+        self._measure(
+            f"parse payloads and take out {len(self._uses.paths)} fields",
+            lambda: self._read(TOTAL),
+            lambda: [[decode(value) for value in values] for values in payloads],
+        )
+        for compiled, limit in zip(self._filters, FILTERS.values(), strict=True):
+            self._measure_filter(compiled, limit)
+        compiling = cpu_us(lambda: [compile_filter(each.text) for each in self._filters], len(self._filters))
+        self.rows.append(("compile a filter (per filter)", compiling, None))
+
+    def _batch(self, columns: Columns, uses: Uses) -> ColumnBatch:
+        return ColumnBatch(columns, topic="orders", partition=0, uses=uses)
+
+    def _read(self, source: Source) -> None:
+        for columns in self._columns:
+            self._batch(columns, self._uses).column(source)
+
+    def _measure(self, name: str, work: Callable[[], Any], limit: Callable[[], Any] | None = None) -> None:
+        work()
+        times = turn_about([work, limit or (lambda: None)], self._messages, self._rounds)
+        self.rows.append((name, times[0], times[1] if limit else None))
+
+    def _measure_filter(self, compiled: Filter, limit: Limit | None) -> None:
+        batches = [self._batch(columns, self._uses) for columns in self._columns]
+        for batch in batches:
+            compiled.matches(batch)
+        bare = None
+        if limit is not None:
+            sources, run = limit
+            columns = [[batch.column(source) for source in sources] for batch in batches]
+            bare = lambda: [run(*each) for each in columns]  # noqa: E731
+            if [match for each in bare() for match in each] != [bool(m) for b in batches for m in compiled.matches(b)]:
+                raise SystemExit(f"the limit of {compiled.text} finds other messages")
+        self._measure(compiled.text, lambda: [compiled.matches(batch) for batch in batches], bare)
+
+
+def main() -> None:
+    """Run and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.filters", description="What filters cost.")
+    parser.add_argument("--messages", type=int, default=MESSAGES)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--json", action="store_true", help="the numbers as JSON")
+    arguments = parser.parse_args()
+    gc.freeze()
+    bench = Bench(arguments.messages, arguments.rounds)
+    bench.run()
+    if arguments.json:
+        named = [{"step": step, "us": took, "limit_us": limit} for step, took, limit in bench.rows]
+        print(json.dumps({"machine": facts(), "steps": named}))
+        return
+    print(", ".join(f"{name}: {fact}" for name, fact in facts().items()))
+    print(f"\n| {'step':82} | µs per message | limit | ratio |\n|{'-' * 84}|---|---|---|")
+    for step, took, limit in bench.rows:
+        beside = f"{limit:5.3f} | {took / limit:4.1f}" if limit else "      |     "
+        print(f"| {step:82} | {took:14.3f} | {beside} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Filters over batches, here and in a child process: same answers, once decoded, and a child that may die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+
+from millstream.model.errors import CorruptBatch, FilterUnavailable
+from millstream.records.batch import COMPRESSION_ZSTD
+from millstream.records.record import NewRecord, encode_batch
+from millstream.subscriptions.filter import worker as worker_module
+from millstream.subscriptions.filter.evaluation import OFFSET_MAX, Messages, evaluate
+from millstream.subscriptions.filter.filter import compile_filter
+from millstream.subscriptions.filter.worker import INLINE_BYTES_MAX, INLINE_MESSAGES_MAX, FilterWorker
+
+FILTERS = [
+    compile_filter("payload.total > 2"),
+    compile_filter("headers['region'] = 'eu' AND topic = 'orders'"),
+    compile_filter("partition = 1 AND offset < 13"),
+]
+
+
+def batch(count: int, *, base_offset: int = 10, compression: int = 0) -> bytes:
+    records = [
+        NewRecord(b"k", b'{"total": %d}' % (at % 5), (("region", b"eu" if at % 2 else b"us"),), at)
+        for at in range(count)
+    ]
+    return bytes(encode_batch(records, base_offset=base_offset, compression=compression))
+
+
+def messages(batches: bytes, start_offset: int = 0, end_offset: int = OFFSET_MAX) -> Messages:
+    return Messages(topic="orders", partition=1, batches=batches, start_offset=start_offset, end_offset=end_offset)
+
+
+def expected(offsets: range) -> list[list[bool]]:
+    return [
+        [(offset - 10) % 5 > 2 for offset in offsets],
+        [(offset - 10) % 2 == 1 for offset in offsets],
+        [offset < 13 for offset in offsets],
+    ]
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[FilterWorker]:
+    worker = FilterWorker(backoff_min_s=0.01)
+    yield worker
+    await worker.stop()
+    assert worker.pid is None
+
+
+async def check(worker: FilterWorker, asked: Messages, offsets: range) -> None:
+    found = await worker.evaluate(asked, FILTERS)
+    assert found.offsets.tolist() == list(offsets)
+    assert [column.tolist() for column in found.matches] == expected(offsets)
+
+
+async def test_a_few_messages_are_evaluated_here(worker: FilterWorker) -> None:
+    await check(worker, messages(batch(8) + batch(4, base_offset=20)[:-3]), range(10, 18))
+    await check(worker, messages(batch(8), start_offset=12, end_offset=15), range(12, 15))
+    assert (worker.evaluated_inline, worker.evaluated_in_child, worker.pid) == (2, 0, None)
+
+
+async def test_many_messages_are_evaluated_by_the_child(worker: FilterWorker) -> None:
+    count = INLINE_MESSAGES_MAX + 1
+    await check(worker, messages(batch(count)), range(10, 10 + count))
+    await check(worker, messages(batch(10_000), start_offset=12, end_offset=9_000), range(12, 9_000))
+    assert (worker.evaluated_inline, worker.evaluated_in_child) == (0, 2)
+
+
+async def test_what_decompresses_to_much_is_for_the_child(worker: FilterWorker) -> None:
+    record = NewRecord(None, b'{"total": 3, "x": "' + b"x" * INLINE_BYTES_MAX + b'"}')
+    found = await worker.evaluate(messages(bytes(encode_batch([record], compression=COMPRESSION_ZSTD))), FILTERS)
+    assert [column.tolist() for column in found.matches] == [[True], [False], [True]]
+    assert (worker.evaluated_inline, worker.evaluated_in_child) == (0, 1)
+
+
+async def test_no_messages_and_no_filters(worker: FilterWorker) -> None:
+    found = await worker.evaluate(messages(b""), FILTERS)
+    assert [column.size for column in found.matches] == [0, 0, 0]
+    found = await worker.evaluate(messages(batch(3)), [])
+    assert found.offsets.tolist() == [10, 11, 12]
+    assert found.matches == ()
+
+
+async def test_aborted_transactions_are_left_out(worker: FilterWorker) -> None:
+    records = [NewRecord(None, b'{"total": 3}')] * 3
+    written = bytes(encode_batch(records, producer_id=5, producer_epoch=0, base_sequence=0, transactional=True))
+    for padding in (b"", batch(INLINE_MESSAGES_MAX, base_offset=10)):
+        asked = Messages(topic="orders", partition=1, batches=written + padding, aborted=[(5, 0)])
+        found = await worker.evaluate(asked, FILTERS)
+        assert 0 not in found.offsets
+
+
+async def test_corrupt_batches_are_told_by_both(worker: FilterWorker) -> None:
+    for count in (3, INLINE_MESSAGES_MAX + 1):
+        broken = bytearray(batch(count))
+        broken[61:66] = b"\xff" * 5
+        with pytest.raises(CorruptBatch):
+            await worker.evaluate(messages(bytes(broken)), FILTERS)
+    await check(worker, messages(batch(100)), range(10, 110))
+
+
+async def test_a_child_that_dies_is_started_again(worker: FilterWorker) -> None:
+    await check(worker, messages(batch(100)), range(10, 110))
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    await check(worker, messages(batch(100)), range(10, 110))
+    assert worker.evaluated_in_child == 2
+
+
+async def test_a_child_that_dies_over_a_request_gets_it_once_more(worker: FilterWorker) -> None:
+    await check(worker, messages(batch(100)), range(10, 110))
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    asked = asyncio.create_task(check(worker, messages(batch(100)), range(10, 110)))
+    await asyncio.sleep(0)
+    os.kill(worker.pid, signal.SIGKILL)
+    await asked
+    assert worker.restarts == 1
+
+
+async def test_a_child_that_cannot_run_makes_filters_unavailable(
+    worker: FilterWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "MODULE", "this")
+    with pytest.raises(FilterUnavailable):
+        await worker.evaluate(messages(batch(100)), FILTERS)
+    monkeypatch.undo()
+    await check(worker, messages(batch(100)), range(10, 110))
+
+
+async def test_an_answer_that_does_not_come_is_not_waited_for() -> None:
+    worker = FilterWorker(answer_s_max=0.001, backoff_min_s=0.001)
+    with pytest.raises(FilterUnavailable):
+        await worker.evaluate(messages(batch(100)), FILTERS)
+    assert worker.pid is None
+
+
+async def test_giving_up_on_a_request_does_not_mix_up_answers(worker: FilterWorker) -> None:
+    await check(worker, messages(batch(100)), range(10, 110))
+    pid = worker.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    given_up = asyncio.create_task(worker.evaluate(messages(batch(200)), FILTERS))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    await check(worker, messages(batch(100)), range(10, 110))
+    assert not psutil.pid_exists(pid)
+
+
+async def test_requests_wait_for_each_other(worker: FilterWorker) -> None:
+    counts = (100, 300, 200)
+    await asyncio.gather(*(check(worker, messages(batch(count)), range(10, 10 + count)) for count in counts))
+    assert worker.evaluated_in_child == len(counts)
+
+
+async def test_an_idle_child_ends_and_comes_back() -> None:
+    worker = FilterWorker(idle_s=0)
+    await check(worker, messages(batch(100)), range(10, 110))
+    await asyncio.sleep(0.01)
+    assert worker.pid is None
+    await check(worker, messages(batch(100)), range(10, 110))
+    await worker.stop()
+
+
+async def test_a_stopped_worker_says_so(worker: FilterWorker) -> None:
+    await worker.stop()
+    with pytest.raises(FilterUnavailable, match="stopping"):
+        await worker.evaluate(messages(batch(100)), FILTERS)
+
+
+def test_large_payloads_are_parsed_in_parts_with_the_same_answer() -> None:
+    values = [b'{"total": %d, "x": "%s", "o": {"a": 1}}' % (at, b"y" * 300_000) for at in range(9)]
+    raw = bytes(encode_batch([NewRecord(None, value) for value in values]))
+    found = evaluate(messages(raw), [compile_filter("payload.total > 4 AND payload.o IS NOT NULL")])
+    assert found.matches[0].tolist() == [at > 4 for at in range(9)]
