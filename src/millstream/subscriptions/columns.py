@@ -22,6 +22,8 @@ _LEASED_BYTE: Final = bytes([LEASED])
 
 def run_end(column: bytearray, start: int, end: int) -> int:
     """Where the run of equal bytes that begins at `start` ends, `end` at the latest."""
+    if start + 1 >= end or column[start + 1] != column[start]:
+        return start + 1
     value = column[start : start + 1]
     step = _RUN_STEP
     while start < end:
@@ -155,11 +157,10 @@ class Columns:
         start = self.states.find(state, start, end)
         if start < 0:
             return None
-        end = min(end, start + count_max)
-        if end - start > 1:
-            end = run_end(self.states, start, end)
-            end = run_end(self.attempts, start, end)
-        return start, end
+        if count_max == 1:
+            return start, start + 1
+        end = run_end(self.states, start, min(end, start + count_max))
+        return start, run_end(self.attempts, start, end)
 
     def attempt_runs(self, start: int, end: int) -> list[tuple[int, int]]:
         """Cut a range into runs of the same attempt."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-from millstream.model.ids import Offset
-
 
 class DeltaKind(IntEnum):
     """What happened to a range of messages."""
@@ -52,8 +50,8 @@ class Delta(NamedTuple):
     """One event about consecutive messages."""
 
     kind: DeltaKind
-    first: Offset
-    last: Offset
+    first: int
+    last: int
     attempt: int
     """The delivery that it is about; 0 before the first."""
     due_ms: int

@@ -15,40 +15,44 @@ from typing import Final
 DueRuns = Callable[[int, int], Iterable[tuple[int, int, int]]]
 """The messages of a range of offsets that wait for a time, as runs: first, last, due."""
 
+NEVER_MS: Final = 2**63 - 1
+
 _SHIFTS: Final = (0, 11, 17)
 """Compartments of 1 ms, of 2 seconds, and of 2 minutes."""
+_NEAR_MS: Final = 1 << _SHIFTS[1]
+_FAR_MS: Final = 1 << _SHIFTS[2]
 
 
 class DueIndex:
     """Hints by time, in three levels of compartments."""
 
-    __slots__ = ("_heaps", "_hints", "_now_ms", "_runs")
+    __slots__ = ("_heaps", "_hints", "_now_ms", "_runs", "next_ms")
 
     def __init__(self, runs: DueRuns) -> None:
         self._runs = runs
         self._hints: list[dict[int, array[int]]] = [{} for _ in _SHIFTS]
         self._heaps: list[list[int]] = [[] for _ in _SHIFTS]
         self._now_ms = 0
-
-    @property
-    def next_ms(self) -> int | None:
+        self.next_ms = NEVER_MS
         """When to ask again: never too late, and too early only if something far away is to be sorted."""
-        times = [heap[0] << shift for heap, shift in zip(self._heaps, _SHIFTS, strict=True) if heap]
-        return min(times) if times else None
 
     def clear(self) -> None:
         """Forget everything."""
         for hints, heap in zip(self._hints, self._heaps, strict=True):
             hints.clear()
             heap.clear()
+        self.next_ms = NEVER_MS
 
     def add(self, first: int, last: int, due_ms: int) -> None:
         """Messages are due at a time."""
         away_ms = due_ms - self._now_ms
-        level = 0 if away_ms < 1 << _SHIFTS[1] else 1 if away_ms < 1 << _SHIFTS[2] else 2
-        if level and due_ms >> _SHIFTS[level] <= self._now_ms >> _SHIFTS[level]:
-            level = 0
-        self._put(level, first, last, due_ms >> _SHIFTS[level])
+        level = 0 if away_ms < _NEAR_MS else 1 if away_ms < _FAR_MS else 2
+        compartment = due_ms >> _SHIFTS[level]
+        hints = self._hints[level].get(compartment)
+        if hints is not None and hints[-1] + 1 == first:
+            hints[-1] = last
+        else:
+            self._put(level, first, last, compartment)
 
     def pop(self, now_ms: int) -> list[tuple[int, int]]:
         """Ranges of offsets in which something may be due by now."""
@@ -62,6 +66,8 @@ class DueIndex:
         while heap and heap[0] <= now_ms:
             hints = self._hints[0].pop(heappop(heap))
             due.extend(zip(hints[::2], hints[1::2], strict=True))
+        times = [heap[0] << shift for heap, shift in zip(self._heaps, _SHIFTS, strict=True) if heap]
+        self.next_ms = min(times, default=NEVER_MS)
         return due
 
     def _refine(self, level: int, compartment: int) -> None:
@@ -78,6 +84,7 @@ class DueIndex:
         if hints is None:
             self._hints[level][compartment] = array("q", (first, last))
             heappush(self._heaps[level], compartment)
+            self.next_ms = min(self.next_ms, compartment << _SHIFTS[level])
         elif hints[-1] + 1 == first:
             hints[-1] = last
         else:

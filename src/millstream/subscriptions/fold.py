@@ -158,9 +158,11 @@ class Fold:
     def _exact(self, delta: Delta) -> list[Part]:
         """Where all messages of a delta are."""
         window = self.window
-        if window.start <= delta.first <= delta.last < window.base + len(window.states):
-            return [(window, delta.first - window.base, delta.last - window.base + 1)]
-        parts = self.parts(delta.first, delta.last)
+        first, last = delta.first, delta.last
+        base = window.base
+        if window.start <= first <= last < base + len(window.states):
+            return [(window, first - base, last - base + 1)]
+        parts = self.parts(first, last)
         if sum(end - start for _, start, end in parts) != delta.last - delta.first + 1:
             raise CorruptState(
                 f"{delta.kind.name} {delta.first} to {delta.last}: queue {self.key} has no such messages"
@@ -172,12 +174,13 @@ class Fold:
         self.window = Window(delta.first)
 
     def _take_looked(self, delta: Delta) -> None:
-        if delta.first != self.window.end or delta.last < delta.first:
-            raise CorruptState(f"queue {self.key} was looked at from {delta.first} on, not from {self.window.end}")
+        window = self.window
+        if delta.first != window.base + len(window.states) or delta.last < delta.first:
+            raise CorruptState(f"queue {self.key} was looked at from {delta.first} on, not from {window.end}")
         count = delta.last - delta.first + 1
-        self.window.grow(count)
+        window.grow(count)
         self.counts[AVAILABLE] += count
-        self.counters[DeltaKind.LOOKED] += count
+        self.counters[delta.kind] += count
 
     def _take_filtered(self, delta: Delta) -> None:
         if not delta.extra:
@@ -202,14 +205,16 @@ class Fold:
         self.counters[DeltaKind.PARKED] += delta.last - delta.first + 1
 
     def _take_acquired(self, delta: Delta) -> None:
-        count = delta.last - delta.first + 1
-        worker = self.workers.hold(delta.worker, count)
+        kind, first, last, attempt, due_ms, worker, time_ms, _, _ = delta
+        count = last - first + 1
+        number = self.workers.hold(worker, count)
         for columns, start, end in self._exact(delta):
-            columns.lease(start, end, delta.attempt, delta.due_ms, worker, delta.time_ms)
-        self.counts[AVAILABLE] -= count
-        self.counts[LEASED] += count
-        self.counters[DeltaKind.ACQUIRED] += count
-        if delta.attempt > 1:
+            columns.lease(start, end, attempt, due_ms, number, time_ms)
+        counts = self.counts
+        counts[AVAILABLE] -= count
+        counts[LEASED] += count
+        self.counters[kind] += count
+        if attempt > 1:
             self.redelivered += count
 
     def _take_back(self, delta: Delta) -> None:
@@ -241,8 +246,11 @@ class Fold:
         """Nothing more will happen to the messages."""
         for columns, start, end in self._exact(delta):
             self._end(columns, start, end)
-        count = delta.last - delta.first + 1
-        self.counters[delta.kind] += count
+        self.counters[delta.kind] += delta.last - delta.first + 1
+
+    def _take_failed(self, delta: Delta) -> None:
+        """The messages have ended as dead letters, or without a trace."""
+        self._finish(delta)
         if self.plans:
             self._drop_plans(delta.first, delta.last)
 
@@ -308,6 +316,9 @@ class Fold:
         self.counts = [0] * STATES
 
     def _drop_plans(self, first: int, last: int) -> None:
+        if first == last:
+            self.plans.pop(first, None)
+            return
         for offset in [offset for offset in self.plans if first <= offset <= last]:
             del self.plans[offset]
 
@@ -326,7 +337,7 @@ def _side_by_side(places: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
     return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
-_TAKE: Final[dict[DeltaKind, Callable[[Fold, Delta], None]]] = {
+_EVENTS: Final[dict[DeltaKind, Callable[[Fold, Delta], None]]] = {
     DeltaKind.START: Fold._take_start,
     DeltaKind.LOOKED: Fold._take_looked,
     DeltaKind.FILTERED: Fold._take_filtered,
@@ -340,9 +351,11 @@ _TAKE: Final[dict[DeltaKind, Callable[[Fold, Delta], None]]] = {
     DeltaKind.EXTENDED: Fold._take_extended,
     DeltaKind.REJECTING: Fold._take_rejecting,
     DeltaKind.PLANNED: Fold._take_planned,
-    DeltaKind.DEAD_LETTERED: Fold._finish,
-    DeltaKind.DROPPED: Fold._finish,
+    DeltaKind.DEAD_LETTERED: Fold._take_failed,
+    DeltaKind.DROPPED: Fold._take_failed,
     DeltaKind.SOUGHT: Fold._take_sought,
     DeltaKind.RETENTION_CUT: Fold._take_cut,
     DeltaKind.ASIDE: Fold._take_aside,
 }
+_TAKE: Final = tuple(_EVENTS[DeltaKind(max(kind, 1))] for kind in range(max(DeltaKind) + 1))
+"""The same by number, as this is asked for with every event."""

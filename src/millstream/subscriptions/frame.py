@@ -20,7 +20,7 @@ from uuid import UUID
 import numpy as np
 
 from millstream.model.errors import CorruptBatch, CorruptState
-from millstream.model.ids import Offset, PartitionIndex
+from millstream.model.ids import PartitionIndex
 from millstream.model.subscription import QueueKey
 from millstream.records.batch import COMPRESSION_ZSTD
 from millstream.records.compression import compress, decompress
@@ -168,8 +168,8 @@ def _read_rows(rows: memoryview, texts: list[str], extras: list[bytes]) -> list[
             deltas.append(
                 Delta(
                     DeltaKind(kind),
-                    Offset(first),
-                    Offset(last),
+                    first,
+                    last,
                     attempt,
                     due_ms,
                     texts[worker],

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from millstream.model.ids import Offset
 from millstream.subscriptions.delta import Delta, DeltaKind
 
 
@@ -61,10 +60,10 @@ class Look:
         """What happens by it."""
         if self.next_offset <= self.first:
             return []
-        first, last = Offset(self.first), Offset(self.next_offset - 1)
+        first, last = self.first, self.next_offset - 1
         deltas = [Delta(DeltaKind.LOOKED, first, last, 0, 0, "", now_ms)]
         for begin, end in self.absent:
-            deltas.append(Delta(DeltaKind.ABSENT, Offset(begin), Offset(end), 0, 0, "", now_ms))
+            deltas.append(Delta(DeltaKind.ABSENT, begin, end, 0, 0, "", now_ms))
         if self.matches is None and not self.due:
             return deltas
         wanted = np.ones(self.next_offset - self.first, np.bool_)
@@ -83,7 +82,7 @@ class Look:
         begin, end = int(places[0]), int(places[-1])
         # A range says it all if it has no holes; otherwise there is a bit for each offset.
         bits = b"" if end - begin + 1 == len(places) else np.packbits(out[begin : end + 1], bitorder="little").tobytes()
-        first, last = Offset(self.first + begin), Offset(self.first + end)
+        first, last = self.first + begin, self.first + end
         return [Delta(DeltaKind.FILTERED, first, last, 0, 0, "", now_ms, "", bits)]
 
     def _parked(self, wanted: npt.NDArray[np.bool_], now_ms: int) -> list[Delta]:
@@ -93,7 +92,7 @@ class Look:
                 continue
             before = deltas[-1] if deltas else None
             if before is not None and before.last + 1 == offset and before.due_ms == due_ms:
-                deltas[-1] = before._replace(last=Offset(offset))
+                deltas[-1] = before._replace(last=offset)
             else:
-                deltas.append(Delta(DeltaKind.PARKED, Offset(offset), Offset(offset), 0, due_ms, "", now_ms))
+                deltas.append(Delta(DeltaKind.PARKED, offset, offset, 0, due_ms, "", now_ms))
         return deltas

@@ -20,7 +20,7 @@ from millstream.model.errors import CorruptState, InvalidRecordState
 from millstream.model.ids import Offset
 from millstream.model.subscription import AT_MOST_ONCE, QueueKey, SubscriptionSettings
 from millstream.subscriptions.delta import Delta, DeltaKind
-from millstream.subscriptions.due_index import DueIndex
+from millstream.subscriptions.due_index import NEVER_MS, DueIndex
 from millstream.subscriptions.fold import Fold
 from millstream.subscriptions.frame import FrameHeader, write_frame
 from millstream.subscriptions.key_order import KeyOrder
@@ -43,13 +43,24 @@ REASONS_MAX: Final = 1024
 _PENDING_MAX: Final = 1000
 _ASIDE_STEP: Final = 4096
 _NOWHERE: Final = 2**63 - 1
+_ACCEPT: Final = Verb.ACCEPT
 _USED_UP: Final = "all attempts have failed"
 
-_MERGED: Final = frozenset((DeltaKind.LOOKED, DeltaKind.ACQUIRED, DeltaKind.ACCEPTED))
-_PATIENT: Final = frozenset(
-    (DeltaKind.LOOKED, DeltaKind.FILTERED, DeltaKind.ABSENT, DeltaKind.PARKED, DeltaKind.DUE, DeltaKind.ASIDE)
+_ACQUIRED: Final = DeltaKind.ACQUIRED
+_ACCEPTED: Final = DeltaKind.ACCEPTED
+_MERGED: Final = (DeltaKind.LOOKED, DeltaKind.ACQUIRED, DeltaKind.ACCEPTED)
+_PATIENT: Final = (
+    DeltaKind.LOOKED,
+    DeltaKind.FILTERED,
+    DeltaKind.ABSENT,
+    DeltaKind.PARKED,
+    DeltaKind.DUE,
+    DeltaKind.ASIDE,
 )
 """What would be found out again after a crash, and so may ride along with the next write."""
+_IS_MERGED: Final = tuple(kind in _MERGED for kind in range(max(DeltaKind) + 1))
+_IS_PATIENT: Final = tuple(kind in _PATIENT for kind in range(max(DeltaKind) + 1))
+"""Both by number: they are asked for with every event."""
 
 
 class Counts(NamedTuple):
@@ -163,7 +174,7 @@ class Queue:
     @property
     def next_due_ms(self) -> int | None:
         """When to call `tick`: never too late, sometimes too early."""
-        return self._dues.next_ms
+        return None if self._dues.next_ms == NEVER_MS else self._dues.next_ms
 
     @property
     def oldest(self) -> Offset:
@@ -204,7 +215,7 @@ class Queue:
 
     def begin(self, offset: int, *, now_ms: int) -> None:
         """Start at an offset."""
-        self._do(Delta(DeltaKind.START, Offset(offset), Offset(offset), 0, 0, "", now_ms))
+        self._do(Delta(DeltaKind.START, offset, offset, 0, 0, "", now_ms))
         self._reset()
 
     def look(
@@ -219,18 +230,21 @@ class Queue:
         due: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Take in what the driver has read from `next_look` on. It may have begun earlier; a hole before is absent."""
+        window = self._fold.window
+        if self._order is None and matches is None and not absent and not due and first == window.end < next_offset:
+            self._do(Delta(DeltaKind.LOOKED, first, next_offset - 1, 0, 0, "", now_ms))
+            self._try_aside(now_ms)
+            return
         look = Look(first=first, next_offset=next_offset, absent=absent, matches=matches, keys=keys, due=due)
         if self._order is not None:
             self._learn(self._order, look)
-        window = self._fold.window
         if next_offset <= window.end:
             return
         for delta in look.since(window.end).deltas(now_ms):
             self._do(delta)
             if delta.kind == DeltaKind.PARKED:
                 self._dues.add(delta.first, delta.last, delta.due_ms)
-        if window.span > self._dense_max and window.end - self._aside_tried_at >= self._aside_step:
-            self._set_aside(now_ms)
+        self._try_aside(now_ms)
 
     def _learn(self, order: KeyOrder, look: Look) -> None:
         order.trim(self._fold.window.base)
@@ -242,6 +256,11 @@ class Queue:
     @property
     def _aside_step(self) -> int:
         return min(_ASIDE_STEP, self._dense_max)
+
+    def _try_aside(self, now_ms: int) -> None:
+        window = self._fold.window
+        if window.span > self._dense_max and window.end - self._aside_tried_at >= self._aside_step:
+            self._set_aside(now_ms)
 
     def _set_aside(self, now_ms: int) -> None:
         """Let the start of the window move on, unless what is there is about to be taken or fills it anyway."""
@@ -258,7 +277,7 @@ class Queue:
                 return
             for first, last in self._unfinished_ranges(start, end):
                 keys = b"" if self._order is None else self._order.keys(first, last).tobytes()
-                self._do(Delta(DeltaKind.ASIDE, Offset(first), Offset(last), 0, 0, "", now_ms, "", keys))
+                self._do(Delta(DeltaKind.ASIDE, first, last, 0, 0, "", now_ms, "", keys))
 
     def _unfinished_ranges(self, start: int, end: int) -> list[tuple[int, int]]:
         window = self._fold.window
@@ -289,7 +308,8 @@ class Queue:
 
         With the last offsets of batches, the batch in which the limit falls is filled up: it is sent whole anyway.
         """
-        self.tick(now_ms)
+        if self._dues.next_ms <= now_ms:
+            self.tick(now_ms)
         fold = self._fold
         if not fold.counts[AVAILABLE] or not self.is_ready:
             return []
@@ -314,17 +334,17 @@ class Queue:
 
     def _lease(self, worker: str, count: int, until: int, due_ms: int, now_ms: int, leases: list[Lease]) -> int:
         runs = self._supply.take(count, until)
-        kind = DeltaKind.ACCEPTED if self.settings.delivery == AT_MOST_ONCE else DeltaKind.ACQUIRED
+        kind = _ACCEPTED if self.settings.delivery == AT_MOST_ONCE else _ACQUIRED
         taken = 0
         for first, last, attempts in runs:
             attempt = min(attempts + 1, ATTEMPTS_COUNTED_MAX)
-            delta = Delta(kind, Offset(first), Offset(last), attempt, due_ms, worker, now_ms)
-            if kind == DeltaKind.ACQUIRED:
+            delta = Delta(kind, first, last, attempt, due_ms, worker, now_ms)
+            if kind == _ACQUIRED:
                 self._do(delta)
                 self._dues.add(first, last, due_ms)
             else:
                 self._end(delta)
-            leases.append(Lease(delta.first, delta.last, attempt, due_ms))
+            leases.append(Lease(Offset(first), Offset(last), attempt, due_ms))
             taken += last - first + 1
         return taken
 
@@ -332,7 +352,8 @@ class Queue:
 
     def settle(self, worker: str, verbs: Sequence[Settle], *, now_ms: int) -> list[InvalidRecordState | None]:
         """Carry out what a worker says of messages that it holds; for each verb None or why it was refused."""
-        self.tick(now_ms)
+        if self._dues.next_ms <= now_ms:
+            self.tick(now_ms)
         return [self._settle(worker, verb, now_ms) for verb in verbs]
 
     def _settle(self, worker: str, settle: Settle, now_ms: int) -> InvalidRecordState | None:
@@ -344,24 +365,33 @@ class Queue:
             return InvalidRecordState(
                 f"{worker} does not hold messages {settle.first} to {settle.last}, or not any more"
             )
+        verb = settle.verb
         for first, last, attempt in runs:
-            if settle.verb == Verb.ACCEPT:
-                self._end(Delta(DeltaKind.ACCEPTED, first, last, attempt, 0, worker, now_ms))
-            elif settle.verb == Verb.RELEASE:
+            if verb == _ACCEPT:
+                self._end(Delta(_ACCEPTED, first, last, attempt, 0, worker, now_ms))
+            elif verb == Verb.RELEASE:
                 delay_ms = self.settings.backoff_ms(attempt) if settle.delay_ms is None else settle.delay_ms
                 due_ms = now_ms + delay_ms
                 self._fail(Delta(DeltaKind.RELEASED, first, last, attempt, due_ms, worker, now_ms, settle.reason))
-            elif settle.verb == Verb.REJECT:
+            elif verb == Verb.REJECT:
                 self._give_up(first, last, attempt, worker, now_ms, settle.reason)
             else:
                 self._extend(first, last, attempt, worker, now_ms, settle.delay_ms)
         return None
 
-    def _held_runs(self, number: int, first: int, last: int) -> list[tuple[Offset, Offset, int]]:
+    def _held_runs(self, number: int, first: int, last: int) -> list[tuple[int, int, int]]:
         """The messages as runs of the same attempt; empty unless the worker holds all of them."""
-        if last < first or last >= self._fold.window.end:
+        window = self._fold.window
+        if last < first or last >= window.end:
             return []
-        runs: list[tuple[Offset, Offset, int]] = []
+        if first >= window.start:
+            start, end = first - window.base, last + 1 - window.base
+            if not window.is_leased_to(start, end, number):
+                return []
+            attempt = window.attempts[start]
+            if end - start == 1 or window.attempts.count(attempt, start, end) == end - start:
+                return [(first, last, attempt)]
+        runs: list[tuple[int, int, int]] = []
         count = 0
         for columns, start, end in self._fold.parts(first, last):
             if not columns.is_leased_to(start, end, number):
@@ -369,13 +399,10 @@ class Queue:
             count += end - start
             for run_start, run_end in columns.attempt_runs(start, end):
                 begin = columns.offset_at(run_start)
-                stop = Offset(begin + run_end - run_start - 1)
-                runs.append((Offset(begin), stop, columns.attempts[run_start]))
+                runs.append((begin, begin + run_end - run_start - 1, columns.attempts[run_start]))
         return runs if count == last - first + 1 else []
 
-    def _extend(
-        self, first: Offset, last: Offset, attempt: int, worker: str, now_ms: int, lease_ms: int | None
-    ) -> None:
+    def _extend(self, first: int, last: int, attempt: int, worker: str, now_ms: int, lease_ms: int | None) -> None:
         due_ms = now_ms + max(1, self.settings.lease_ms if lease_ms is None else lease_ms)
         self._do(Delta(DeltaKind.EXTENDED, first, last, attempt, due_ms, worker, now_ms))
         self._dues.add(first, last, due_ms)
@@ -384,8 +411,9 @@ class Queue:
         """Release what a worker holds, without backoff; the deliveries count."""
         self.tick(now_ms)
         for run in self._fold.leased_to(worker):
-            first, last = Offset(run.first), Offset(run.last)
-            self._fail(Delta(DeltaKind.RELEASED, first, last, run.attempt, now_ms, worker, now_ms, "the worker left"))
+            self._fail(
+                Delta(DeltaKind.RELEASED, run.first, run.last, run.attempt, now_ms, worker, now_ms, "the worker left")
+            )
 
     def _fail(self, delta: Delta) -> None:
         """A delivery has failed: another one follows, at once or later, unless it was the last."""
@@ -400,7 +428,7 @@ class Queue:
         elif self.is_ready:
             self._supply.came_back(delta.first, delta.last)
 
-    def _give_up(self, first: Offset, last: Offset, attempt: int, worker: str, now_ms: int, reason: str) -> None:
+    def _give_up(self, first: int, last: int, attempt: int, worker: str, now_ms: int, reason: str) -> None:
         reason = reason[:REASON_LENGTH_MAX]
         kind = DeltaKind.DROPPED
         if self.settings.dead_letter_topic:
@@ -438,21 +466,21 @@ class Queue:
     # -- time ------------------------------------------------------------------------------------------------
 
     def tick(self, now_ms: int) -> None:
-        """Let everything happen that is due: leases end, waits are over."""
-        next_ms = self._dues.next_ms
-        if next_ms is None or next_ms > now_ms:
+        """Let everything happen that is due: leases end, waits are over, and a window that is full makes room."""
+        if self._fold.window.span >= self._window_max:
+            self._set_aside(now_ms)
+        if self._dues.next_ms > now_ms:
             return
         for first, last in self._dues.pop(now_ms):
             for run in self._fold.waiting_runs(first, last):
                 if run.due_ms > now_ms:
                     continue
-                run_first, run_last = Offset(run.first), Offset(run.last)
                 if run.state == LEASED:
                     worker = self._fold.workers.texts[run.holder]
-                    delta = Delta(DeltaKind.EXPIRED, run_first, run_last, run.attempt, now_ms, worker, now_ms)
+                    delta = Delta(DeltaKind.EXPIRED, run.first, run.last, run.attempt, now_ms, worker, now_ms)
                     self._fail(delta)
                 else:
-                    self._do(Delta(DeltaKind.DUE, run_first, run_last, run.attempt, 0, "", now_ms))
+                    self._do(Delta(DeltaKind.DUE, run.first, run.last, run.attempt, 0, "", now_ms))
                     self._come_up(run.first, run.last, run.attempt)
 
     def _come_up(self, first: int, last: int, attempt: int) -> None:
@@ -470,7 +498,7 @@ class Queue:
 
     def seek(self, offset: int, *, now_ms: int) -> None:
         """Go on at another offset. Leases end, nothing is remembered of the messages: they may come again."""
-        self._do(Delta(DeltaKind.SOUGHT, Offset(offset), Offset(self._fold.window.end), 0, 0, "", now_ms))
+        self._do(Delta(DeltaKind.SOUGHT, offset, self._fold.window.end, 0, 0, "", now_ms))
         self._reset()
 
     def drop_before(self, log_start: int, *, now_ms: int) -> None:
@@ -479,7 +507,7 @@ class Queue:
         if log_start <= oldest:
             return
         is_beyond = log_start > self._fold.window.end
-        self._do(Delta(DeltaKind.RETENTION_CUT, oldest, Offset(log_start - 1), 0, 0, "", now_ms))
+        self._do(Delta(DeltaKind.RETENTION_CUT, oldest, log_start - 1, 0, 0, "", now_ms))
         if is_beyond:
             self._reset()
         elif self._order is not None and self._order.is_ready:
@@ -521,7 +549,7 @@ class Queue:
         if place is None or place[0].states[place[1]] != REJECTING:
             return False
         attempt = place[0].attempts[place[1]]
-        self._do(Delta(kind, Offset(offset), Offset(offset), attempt, 0, "", now_ms, reason, extra))
+        self._do(Delta(kind, offset, offset, attempt, 0, "", now_ms, reason, extra))
         return True
 
     # -- what has to be stored -------------------------------------------------------------------------------
@@ -551,11 +579,11 @@ class Queue:
         self._fold.apply(delta)
         pending = self._pending
         kind = delta.kind
-        if kind not in _PATIENT:
+        if not _IS_PATIENT[kind]:
             self._is_urgent = True
-        if pending and kind in _MERGED:
+        if pending and _IS_MERGED[kind]:
             before = pending[-1]
-            if before.last + 1 == delta.first and before.kind == kind and before[3:7] == delta[3:7]:
-                pending[-1] = before._replace(last=delta.last)
+            if before.kind == kind and before.last + 1 == delta.first and before[3:7] == delta[3:7]:
+                pending[-1] = Delta(kind, before.first, *delta[2:])
                 return
         pending.append(delta)

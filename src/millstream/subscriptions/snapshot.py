@@ -51,7 +51,7 @@ class StoredQueue(msgspec.Struct, frozen=True, array_like=True):
     redelivered: int
     workers: list[str]
     reasons: list[str]
-    plans: dict[int, bytes]
+    plans: list[tuple[int, bytes]]
     window: StoredColumns
     aside: StoredColumns
     aside_offsets: bytes
@@ -59,7 +59,7 @@ class StoredQueue(msgspec.Struct, frozen=True, array_like=True):
 
 
 _FORMAT_BYTE: Final = bytes([FORMAT])
-_ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
+_ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(StoredQueue)
 
 
@@ -80,7 +80,7 @@ def write_snapshot(fold: Fold) -> bytes:
         redelivered=fold.redelivered,
         workers=workers,
         reasons=reasons,
-        plans=fold.plans,
+        plans=sorted(fold.plans.items()),
         window=_stored(window, slice(window.start - window.base, None), *numbers),
         aside=_stored(aside, waiting, *numbers),
         aside_offsets=np.frombuffer(aside.offsets, np.int64)[waiting].tobytes(),
@@ -156,7 +156,7 @@ def _restored(stored: StoredQueue) -> Fold:
     fold.sequence = stored.sequence
     fold.counters[: len(stored.counters)] = stored.counters
     fold.redelivered = stored.redelivered
-    fold.plans = stored.plans
+    fold.plans = dict(stored.plans)
     for columns, kept in ((fold.window, stored.window), (fold.aside, stored.aside)):
         _restore(columns, kept)
         for state, count in enumerate(np.bincount(np.frombuffer(kept.states, np.uint8), minlength=STATES).tolist()):

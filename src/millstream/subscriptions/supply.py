@@ -112,16 +112,20 @@ class Supply:
 
     def _fresh_run(self, count: int, until: int) -> Run | None:
         window = self._fold.window
-        fresh = max(self._fresh, window.start)
-        end = min(until, window.end)
+        base = window.base
+        fresh = self._fresh if self._fresh > window.start else window.start
+        end = base + len(window.states)
+        if until < end:
+            end = until
         if fresh >= end:
             return None
-        found = window.run(fresh - window.base, end - window.base, AVAILABLE, count)
+        found = window.run(fresh - base, end - base, AVAILABLE, count)
         if found is None:
             self._fresh = end
             return None
-        self._fresh = window.base + found[0]
-        return _as_run(window, *found)
+        start, stop = found
+        self._fresh = base + start
+        return Run(base + start, base + stop - 1, window.attempts[start])
 
     # -- ordered by key --------------------------------------------------------------------------------------
 

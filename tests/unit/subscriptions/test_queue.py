@@ -1,0 +1,329 @@
+"""The queue machine, rule by rule, and at a size at which its columns are trimmed, compacted and cut."""
+
+from __future__ import annotations
+
+import random
+from uuid import UUID
+
+import numpy as np
+import pytest
+
+from millstream.model.errors import CorruptState, InvalidRecordState
+from millstream.model.ids import Offset, PartitionIndex
+from millstream.model.subscription import AT_MOST_ONCE, QueueKey, SubscriptionSettings
+from millstream.subscriptions.delta import DeltaKind
+from millstream.subscriptions.frame import read_frame
+from millstream.subscriptions.image import Image
+from millstream.subscriptions.lease import Lease, Settle, Verb
+from millstream.subscriptions.message_state import AVAILABLE, DONE, LEASED, PARKED
+from millstream.subscriptions.queue import REASON_LENGTH_MAX, REASONS_MAX, Queue
+from millstream.subscriptions.snapshot import write_snapshot
+
+KEY = QueueKey(UUID(int=1), UUID(int=2), PartitionIndex(3))
+NOW_MS = 1_000_000
+LEASE_MS = 30_000
+
+
+def make_queue(count: int = 0, *, start: int = 0, window_max: int = 100_000, **changes: object) -> Queue:
+    queue = Queue(KEY, SubscriptionSettings(**changes), leader_epoch=1, window_max=window_max, dense_max=50)  # type: ignore[arg-type]
+    queue.begin(start, now_ms=NOW_MS)
+    keys = np.arange(1, count + 1, dtype=np.int64) if changes.get("ordered") else None
+    queue.look(start, start + count, now_ms=NOW_MS, keys=keys)
+    return queue
+
+
+def settle(first: int, last: int, verb: Verb, delay_ms: int | None = None, reason: str = "") -> Settle:
+    return Settle(Offset(first), Offset(last), verb, delay_ms, reason)
+
+
+def offsets(leases: list[Lease]) -> list[int]:
+    return [offset for lease in leases for offset in range(lease.first, lease.last + 1)]
+
+
+def again(queue: Queue) -> Queue:
+    """The queue as the next leader has it, if everything has become durable."""
+    image = Image(KEY)
+    image.replay(write_snapshot(queue.fold))
+    return Queue(KEY, queue.settings, leader_epoch=2, snapshot=image.snapshot())
+
+
+def test_the_oldest_come_first_in_ranges_of_the_same_attempt() -> None:
+    queue = make_queue(20, start=100)
+    assert queue.acquire("a", now_ms=NOW_MS, max_records=4) == [Lease(Offset(100), Offset(103), 1, NOW_MS + LEASE_MS)]
+    queue.settle("a", [settle(101, 102, Verb.RELEASE)], now_ms=NOW_MS)
+    leases = queue.acquire("b", now_ms=NOW_MS, max_records=4)
+    assert [(lease.first, lease.last, lease.attempt) for lease in leases] == [(101, 102, 2), (104, 105, 1)]
+    assert queue.redelivered == 2
+
+
+def test_the_batch_in_which_the_limit_falls_is_filled_up() -> None:
+    queue = make_queue(30)
+    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=3, batch_ends=[9, 19, 29])) == list(range(10))
+    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=10, batch_ends=[9, 19, 29])) == list(range(10, 20))
+    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=3, until=25, batch_ends=[29])) == list(range(20, 25))
+
+
+def test_limits_of_a_worker_and_of_the_partition() -> None:
+    queue = make_queue(100, in_flight_max=10, leases_max=15)
+    assert len(offsets(queue.acquire("a", now_ms=NOW_MS, max_records=50))) == 10
+    assert queue.acquire("a", now_ms=NOW_MS, max_records=50) == []
+    assert len(offsets(queue.acquire("b", now_ms=NOW_MS, max_records=50))) == 5
+    assert queue.in_flight("a") == 10
+
+
+def test_only_the_holder_settles_and_only_while_its_lease_lasts() -> None:
+    queue = make_queue(10)
+    queue.acquire("a", now_ms=NOW_MS, max_records=10)
+    results = queue.settle(
+        "b", [settle(0, 0, Verb.ACCEPT), settle(5, 20, Verb.ACCEPT), settle(3, 2, Verb.ACCEPT)], now_ms=NOW_MS
+    )
+    assert all(isinstance(result, InvalidRecordState) for result in results)
+    assert queue.settle("a", [settle(0, 4, Verb.ACCEPT), settle(4, 5, Verb.ACCEPT)], now_ms=NOW_MS)[1] is not None
+    assert queue.settle("a", [settle(5, 5, Verb.ACCEPT)], now_ms=NOW_MS + LEASE_MS) != [None]
+    assert queue.counts.available == 5
+    assert queue.counter(DeltaKind.EXPIRED) == 5
+
+
+def test_an_extended_lease_lasts_longer() -> None:
+    queue = make_queue(2)
+    queue.acquire("a", now_ms=NOW_MS, max_records=2)
+    later = NOW_MS + LEASE_MS - 1
+    assert queue.settle("a", [settle(0, 0, Verb.EXTEND)], now_ms=later) == [None]
+    assert queue.settle("a", [settle(1, 1, Verb.ACCEPT)], now_ms=later + 2) != [None]
+    assert queue.settle("a", [settle(0, 0, Verb.ACCEPT)], now_ms=later + LEASE_MS - 1) == [None]
+
+
+def test_backoff_doubles_and_a_delay_overrides_it() -> None:
+    queue = make_queue(1, backoff_min_ms=100, backoff_max_ms=250, attempts=0)
+    now_ms = NOW_MS
+    for wait_ms in (100, 200, 250, 250):
+        queue.acquire("a", now_ms=now_ms, max_records=1)
+        queue.settle("a", [settle(0, 0, Verb.RELEASE)], now_ms=now_ms)
+        assert queue.acquire("a", now_ms=now_ms + wait_ms - 1, max_records=1) == []
+        now_ms += wait_ms
+    queue.acquire("a", now_ms=now_ms, max_records=1)
+    queue.settle("a", [settle(0, 0, Verb.RELEASE, 0)], now_ms=now_ms)
+    assert queue.acquire("a", now_ms=now_ms, max_records=1)[0].attempt == 6
+
+
+@pytest.mark.parametrize("how", ["released", "expired", "gone"])
+def test_the_last_failure_leads_to_the_dead_letters(how: str) -> None:
+    queue = make_queue(3, attempts=2, dead_letter_topic="dead")
+    now_ms = NOW_MS
+    for _ in range(2):
+        queue.acquire("a", now_ms=now_ms, max_records=1)
+        if how == "released":
+            queue.settle("a", [settle(0, 0, Verb.RELEASE, reason="no")], now_ms=now_ms)
+        elif how == "gone":
+            queue.worker_gone("a", now_ms=now_ms)
+        else:
+            now_ms += LEASE_MS
+            queue.tick(now_ms)
+    (rejected,) = queue.rejecting(10)
+    reasons = {"released": "no", "expired": "all attempts have failed", "gone": "the worker left"}
+    assert (rejected.offset, rejected.attempts, rejected.reason) == (0, 2, reasons[how])
+    assert (rejected.first_ms, rejected.time_ms) == (NOW_MS, now_ms)
+    assert offsets(queue.acquire("b", now_ms=now_ms, max_records=9)) == [1, 2]
+
+
+def test_a_dead_letter_is_planned_produced_and_forgotten_through_a_crash() -> None:
+    queue = make_queue(2, dead_letter_topic="dead")
+    queue.acquire("a", now_ms=NOW_MS, max_records=1)
+    queue.settle("a", [settle(0, 0, Verb.REJECT, reason="x" * 1000)], now_ms=NOW_MS)
+    assert queue.plan(0, b"producer 7", now_ms=NOW_MS)
+    assert not queue.plan(1, b"no", now_ms=NOW_MS)
+    queue = again(queue)
+    (rejected,) = queue.rejecting(10)
+    assert (rejected.plan, rejected.reason) == (b"producer 7", "x" * REASON_LENGTH_MAX)
+    assert queue.dead_lettered(0, b"dead-0 at 5", now_ms=NOW_MS)
+    assert not queue.dead_lettered(0, b"dead-0 at 5", now_ms=NOW_MS)
+    assert queue.fold.plans == {}
+    frame = queue.drain()
+    assert frame is not None
+    (delta,) = read_frame(frame).deltas
+    assert (delta.kind, delta.extra) == (DeltaKind.DEAD_LETTERED, b"dead-0 at 5")
+
+
+def test_without_a_dead_letter_topic_failures_are_dropped_and_counted() -> None:
+    queue = make_queue(1)
+    queue.acquire("a", now_ms=NOW_MS, max_records=1)
+    queue.settle("a", [settle(0, 0, Verb.REJECT, reason="no")], now_ms=NOW_MS)
+    assert queue.counter(DeltaKind.DROPPED) == 1
+    assert queue.backlog(1) == 0
+
+
+def test_reasons_are_bounded() -> None:
+    queue = make_queue(REASONS_MAX + 5, dead_letter_topic="dead")
+    queue.acquire("a", now_ms=NOW_MS, max_records=REASONS_MAX + 5)
+    verbs = [settle(offset, offset, Verb.REJECT, reason=f"reason {offset}") for offset in range(REASONS_MAX + 5)]
+    assert queue.settle("a", verbs, now_ms=NOW_MS) == [None] * len(verbs)
+    assert len(queue.fold.reasons) == REASONS_MAX + 1
+    assert queue.rejecting(REASONS_MAX + 5)[-1].reason == ""
+
+
+def test_at_most_once_is_done_when_handed_out() -> None:
+    queue = make_queue(3, delivery=AT_MOST_ONCE)
+    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=2)) == [0, 1]
+    assert queue.oldest == 2
+    results = queue.settle("a", [settle(0, 1, Verb.ACCEPT), settle(0, 0, Verb.RELEASE)], now_ms=NOW_MS)
+    assert results[0] is None
+    assert isinstance(results[1], InvalidRecordState)
+
+
+def test_a_key_waits_for_its_first_message_and_others_do_not() -> None:
+    queue = make_queue(ordered=True, backoff_min_ms=50, dead_letter_topic="dead")
+    queue.look(0, 6, now_ms=NOW_MS, keys=np.array([7, 7, 8, 0, 7, 0], np.int64))
+    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=9)) == [0, 2, 3, 5]
+    queue.settle("a", [settle(0, 0, Verb.RELEASE), settle(2, 3, Verb.ACCEPT)], now_ms=NOW_MS)
+    assert queue.acquire("a", now_ms=NOW_MS, max_records=9) == []
+    assert queue.counts.blocked == 2
+    assert offsets(queue.acquire("a", now_ms=NOW_MS + 50, max_records=9)) == [0]
+    queue.settle("a", [settle(0, 0, Verb.REJECT)], now_ms=NOW_MS + 50)
+    assert offsets(queue.acquire("b", now_ms=NOW_MS + 50, max_records=9)) == [1]
+    queue.settle("b", [settle(1, 1, Verb.ACCEPT)], now_ms=NOW_MS + 50)
+    assert queue.next_available == 4
+
+
+def test_after_a_restart_keys_are_learned_before_anything_is_given() -> None:
+    keys = np.array([7, 8, 7, 8], np.int64)
+    queue = make_queue(ordered=True)
+    queue.look(0, 4, now_ms=NOW_MS, keys=keys)
+    queue.acquire("a", now_ms=NOW_MS, max_records=1)
+    queue = again(queue)
+    assert (queue.is_ready, queue.next_look, queue.next_available) == (False, 0, None)
+    assert queue.acquire("b", now_ms=NOW_MS, max_records=9) == []
+    queue.look(0, 2, now_ms=NOW_MS, keys=keys[:2])
+    assert not queue.is_ready
+    queue.look(0, 4, now_ms=NOW_MS, keys=keys)
+    assert offsets(queue.acquire("b", now_ms=NOW_MS, max_records=9)) == [1]
+    assert queue.settle("a", [settle(0, 0, Verb.ACCEPT)], now_ms=NOW_MS) == [None]
+    assert offsets(queue.acquire("b", now_ms=NOW_MS, max_records=9)) == [2]
+
+
+def test_a_look_may_overlap_or_leave_a_hole() -> None:
+    queue = make_queue(5)
+    queue.look(3, 8, now_ms=NOW_MS, matches=np.array([0, 0, 1, 0, 1], np.bool_))
+    queue.look(10, 12, now_ms=NOW_MS, absent=[(11, 11)])
+    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=99)) == [0, 1, 2, 3, 4, 5, 7, 10]
+    assert (queue.counter(DeltaKind.FILTERED), queue.counter(DeltaKind.ABSENT)) == (1, 3)
+
+
+def test_delayed_messages_hold_up_nobody_and_the_window_leaves_them_behind() -> None:
+    queue = make_queue(window_max=200)
+    due_ms = NOW_MS + 3_600_000
+    for first in range(0, 1000, 50):
+        queue.look(first, first + 50, now_ms=NOW_MS, due=[(first, due_ms), (first + 1, due_ms)])
+        assert len(offsets(queue.acquire("a", now_ms=NOW_MS, max_records=99))) == 48
+        queue.settle("a", [settle(first + 2, first + 49, Verb.ACCEPT)], now_ms=NOW_MS)
+    assert queue.counts.aside > 30
+    assert queue.fold.window.span <= 100
+    assert queue.next_due_ms is not None
+    assert queue.next_due_ms <= due_ms
+    expected = sorted([*range(0, 1000, 50), *range(1, 1000, 50)])
+    assert offsets(again(queue).acquire("b", now_ms=due_ms, max_records=99)) == expected
+    assert offsets(queue.acquire("b", now_ms=due_ms, max_records=99)) == expected
+
+
+def test_a_full_window_makes_room_once_its_first_messages_are_out() -> None:
+    queue = make_queue(100, window_max=100)
+    assert queue.room == 0
+    queue.acquire("slow", now_ms=NOW_MS, max_records=1)
+    queue.acquire("a", now_ms=NOW_MS, max_records=99)
+    queue.settle("a", [settle(1, 99, Verb.ACCEPT)], now_ms=NOW_MS)
+    queue.tick(NOW_MS)
+    assert queue.room == 100
+    assert queue.settle("slow", [settle(0, 0, Verb.ACCEPT)], now_ms=NOW_MS) == [None]
+    assert queue.backlog(100) == 0
+
+
+def test_a_seek_forgets_leases_and_delivers_again() -> None:
+    queue = make_queue(10)
+    queue.acquire("a", now_ms=NOW_MS, max_records=5)
+    queue.settle("a", [settle(0, 1, Verb.ACCEPT)], now_ms=NOW_MS)
+    queue.seek(0, now_ms=NOW_MS)
+    assert queue.settle("a", [settle(2, 2, Verb.ACCEPT)], now_ms=NOW_MS) != [None]
+    assert (queue.next_look, queue.next_due_ms) == (0, None)
+    queue.look(0, 10, now_ms=NOW_MS)
+    assert queue.acquire("b", now_ms=NOW_MS, max_records=99) == [Lease(Offset(0), Offset(9), 1, NOW_MS + LEASE_MS)]
+
+
+def test_a_cut_beyond_what_was_looked_at_moves_the_queue() -> None:
+    queue = make_queue(10)
+    queue.acquire("a", now_ms=NOW_MS, max_records=5)
+    queue.drop_before(3, now_ms=NOW_MS)
+    assert (queue.oldest, queue.in_flight("a")) == (3, 2)
+    queue.drop_before(20, now_ms=NOW_MS)
+    assert (queue.oldest, queue.next_look, queue.counter(DeltaKind.RETENTION_CUT)) == (20, 20, 20)
+    queue.drop_before(5, now_ms=NOW_MS)
+    assert queue.oldest == 20
+
+
+def test_what_can_be_found_out_again_is_not_urgent() -> None:
+    queue = make_queue(5)
+    queue.drain()
+    assert not queue.has_news
+    queue.look(5, 9, now_ms=NOW_MS, matches=np.array([1, 0, 1, 0], np.bool_))
+    assert (queue.has_news, queue.is_urgent) == (True, False)
+    queue.acquire("a", now_ms=NOW_MS, max_records=1)
+    assert queue.is_urgent
+    assert queue.drain() is not None
+    assert (queue.drain(), queue.is_urgent) == (None, False)
+
+
+def test_a_snapshot_of_another_queue_is_refused() -> None:
+    other = QueueKey(UUID(int=9), UUID(int=2), PartitionIndex(3))
+    with pytest.raises(CorruptState):
+        Queue(other, SubscriptionSettings(), leader_epoch=1, snapshot=write_snapshot(make_queue(3).fold))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_large_queue_agrees_with_arrays(seed: int) -> None:
+    chance = random.Random(seed)
+    queue = make_queue(attempts=0, in_flight_max=1_000_000, leases_max=1_000_000)
+    image = Image(KEY)
+    states = np.zeros(60_000, np.uint8)
+    attempts = np.zeros(60_000, np.uint8)
+    held: list[Lease] = []
+    for _ in range(400):
+        look = min(chance.randrange(1, 900), 60_000 - queue.next_look, queue.room)
+        matches = np.array([chance.random() < 0.9 for _ in range(look)], np.bool_)
+        first = queue.next_look
+        queue.look(first, first + look, now_ms=NOW_MS, matches=matches if chance.random() < 0.5 else None)
+        states[first : first + look] = [queue.fold.state_of(offset) for offset in range(first, first + look)]
+        for lease in queue.acquire("a", now_ms=NOW_MS, max_records=chance.randrange(1, 700)):
+            assert (states[lease.first : lease.last + 1] == AVAILABLE).all()
+            states[lease.first : lease.last + 1] = LEASED
+            attempts[lease.first : lease.last + 1] += 1
+            assert (attempts[lease.first : lease.last + 1] == lease.attempt).all()
+            held.append(lease)
+        chance.shuffle(held)
+        for _ in range(min(len(held), chance.randrange(1, 60))):
+            lease = held.pop()
+            end = chance.randint(lease.first, lease.last)
+            if end < lease.last:
+                held.append(lease._replace(first=Offset(end + 1)))
+            verb, delay_ms, state = chance.choice(
+                [(Verb.ACCEPT, None, DONE)] * 4 + [(Verb.RELEASE, None, AVAILABLE), (Verb.RELEASE, 9_999, PARKED)]
+            )
+            assert queue.settle("a", [settle(lease.first, end, verb, delay_ms)], now_ms=NOW_MS) == [None]
+            states[lease.first : end + 1] = state
+        frame = queue.drain()
+        if frame is not None:
+            image.replay(frame)
+    end = queue.next_look
+    assert [queue.fold.state_of(offset) for offset in range(end)] == states[:end].tolist()
+    assert image.snapshot() == write_snapshot(queue.fold)
+    assert queue.counts.parked == np.count_nonzero(states == PARKED)
+    queue.worker_gone("a", now_ms=NOW_MS)
+    assert queue.counts.leased == 0
+    left = np.flatnonzero((states[:end] == AVAILABLE) | (states[:end] == LEASED)).tolist()
+    assert offsets(queue.acquire("b", now_ms=NOW_MS, max_records=100_000)) == left
+    assert queue.fold.window.start > 0 or queue.counts.aside
+
+
+def test_a_message_takes_few_bytes() -> None:
+    queue = make_queue(100_000, in_flight_max=1_000_000, window_max=200_000)
+    queue.acquire("a", now_ms=NOW_MS, max_records=10_000)
+    window = queue.fold.window
+    columns = (window.states, window.attempts, window.dues, window.holders, window.firsts)
+    assert sum(column.__sizeof__() for column in columns) < 30 * 100_000

@@ -1,0 +1,519 @@
+"""Random histories of a queue beside a plain model of it: workers, failures, delays, keys, seeks, cuts, crashes.
+
+The model has an object for each message and no cleverness. After every step the queue has to agree with it message by
+message, and the deltas that were drained have to fold to the same bytes. A crash goes back to a frame that had become
+durable, and the model with it.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from uuid import UUID
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from millstream.model.errors import InvalidRecordState
+from millstream.model.ids import Offset, PartitionIndex
+from millstream.model.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE, QueueKey, SubscriptionSettings
+from millstream.subscriptions.delta import DeltaKind
+from millstream.subscriptions.image import Image
+from millstream.subscriptions.lease import Lease, Settle, Verb
+from millstream.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
+from millstream.subscriptions.queue import Queue
+from millstream.subscriptions.snapshot import write_snapshot
+
+KEY = QueueKey(UUID(int=1), UUID(int=2), PartitionIndex(3))
+WORKERS = ("share/a", "share/b", "http/c")
+HUGE = 10_000
+
+
+class Stored(NamedTuple):
+    """A message as the log has it."""
+
+    present: bool
+    matches: bool
+    key: int
+    due_ms: int
+
+
+@dataclass
+class Message:
+    """A message as the queue should have it."""
+
+    stored: Stored
+    state: int = AVAILABLE
+    attempts: int = 0
+    due_ms: int = 0
+    worker: str = ""
+    reason: str = ""
+    plan: bytes = b""
+    first_ms: int = 0
+
+
+@dataclass
+class Model:
+    """The plain queue."""
+
+    settings: SubscriptionSettings
+    next_look: int = 0
+    messages: dict[int, Message] = field(default_factory=dict)
+    ends: dict[int, str] = field(default_factory=dict)
+    counters: dict[DeltaKind, int] = field(default_factory=dict)
+
+    def in_state(self, state: int) -> list[int]:
+        return [offset for offset, message in self.messages.items() if message.state == state]
+
+    def end(self, offset: int, how: str) -> None:
+        assert offset not in self.ends, f"{offset} ended as {self.ends[offset]} and then as {how}"
+        self.ends[offset] = how
+        self.messages[offset].state = DONE
+
+    def count(self, kind: DeltaKind) -> None:
+        self.counters[kind] = self.counters.get(kind, 0) + 1
+
+    def look(self, log: list[Stored], until: int, now_ms: int) -> None:
+        for offset in range(self.next_look, until):
+            stored = log[offset]
+            message = self.messages[offset] = Message(stored)
+            if not stored.present:
+                self.end(offset, "absent")
+            elif not stored.matches:
+                self.end(offset, "filtered")
+            elif stored.due_ms > now_ms:
+                message.state, message.due_ms = PARKED, stored.due_ms
+        self.next_look = max(until, self.next_look)
+
+    def tick(self, now_ms: int) -> None:
+        for offset, message in self.messages.items():
+            if message.state == LEASED and message.due_ms <= now_ms:
+                self.count(DeltaKind.EXPIRED)
+                self.fail(offset, now_ms, now_ms, "")
+            elif message.state == PARKED and message.due_ms <= now_ms:
+                message.state = AVAILABLE
+
+    def fail(self, offset: int, due_ms: int, now_ms: int, reason: str) -> None:
+        message = self.messages[offset]
+        if 0 < self.settings.attempts <= message.attempts:
+            self.reject(offset, reason or "all attempts have failed")
+        elif due_ms > now_ms:
+            message.state, message.due_ms = PARKED, due_ms
+        else:
+            message.state = AVAILABLE
+
+    def reject(self, offset: int, reason: str) -> None:
+        if self.settings.dead_letter_topic:
+            self.messages[offset].state, self.messages[offset].reason = REJECTING, reason
+        else:
+            self.end(offset, "dropped")
+
+    def lease(self, offset: int, worker: str, now_ms: int) -> None:
+        message = self.messages[offset]
+        assert message.state == AVAILABLE
+        assert offset not in self.ends
+        message.attempts += 1
+        if message.attempts == 1:
+            message.first_ms = now_ms
+        if self.settings.delivery == AT_MOST_ONCE:
+            self.end(offset, "accepted")
+            return
+        message.state, message.worker, message.due_ms = LEASED, worker, now_ms + self.settings.lease_ms
+
+    def settle(self, offset: int, settle: Settle, now_ms: int) -> None:
+        message = self.messages[offset]
+        if settle.verb == Verb.ACCEPT:
+            self.count(DeltaKind.ACCEPTED)
+            self.end(offset, "accepted")
+        elif settle.verb == Verb.RELEASE:
+            backoff_ms = self.settings.backoff_ms(message.attempts)
+            self.fail(offset, now_ms + (backoff_ms if settle.delay_ms is None else settle.delay_ms), now_ms, "")
+        elif settle.verb == Verb.REJECT:
+            self.reject(offset, settle.reason)
+        else:
+            message.due_ms = now_ms + (self.settings.lease_ms if settle.delay_ms is None else settle.delay_ms)
+
+    def is_held(self, settle: Settle, worker: str) -> bool:
+        held = [self.messages.get(offset) for offset in range(settle.first, settle.last + 1)]
+        return bool(held) and all(one is not None and (one.state, one.worker) == (LEASED, worker) for one in held)
+
+    def cut(self, log_start: int) -> None:
+        for offset, message in self.messages.items():
+            if offset < log_start and message.state != DONE:
+                self.end(offset, "cut")
+        self.next_look = max(self.next_look, log_start)
+
+    def holds_key(self, offset: int) -> bool:
+        message = self.messages[offset]
+        return message.state == LEASED or (message.state == PARKED and message.attempts > 0)
+
+
+def settle_all(lease: Lease) -> Settle:
+    return Settle(lease.first, lease.last, Verb.ACCEPT)
+
+
+stored_messages = st.lists(
+    st.tuples(
+        st.sampled_from([True] * 6 + [False]),
+        st.sampled_from([True] * 4 + [False]),
+        st.integers(0, 4),
+        st.sampled_from([0] * 5 + [50, 400, 5000, 300_000]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+seldom = st.sampled_from([False] * 7 + [True])
+
+
+class QueueHistory(RuleBasedStateMachine):
+    """One queue, its leader crashing now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_ms = 1_000_000
+        self.log: list[Stored] = []
+        self.log_start = 0
+        self.steps = 0
+        self.leases: list[tuple[str, Lease]] = []
+
+    @initialize(
+        ordered=st.booleans(),
+        delivery=st.sampled_from([AT_LEAST_ONCE, EXACTLY_ONCE, EXACTLY_ONCE, AT_MOST_ONCE]),
+        attempts=st.integers(0, 3),
+        dead_letter_topic=st.sampled_from(["", "dead"]),
+        backoff_min_ms=st.sampled_from([0, 70]),
+        in_flight_max=st.sampled_from([3, 10_000]),
+        sizes=st.sampled_from([(16, 6, 4), (40, 40, 8), (1000, 1000, 300)]),
+        drain_every=st.integers(1, 4),
+    )
+    def begin(
+        self,
+        ordered: bool,
+        delivery: str,
+        attempts: int,
+        dead_letter_topic: str,
+        backoff_min_ms: int,
+        in_flight_max: int,
+        sizes: tuple[int, int, int],
+        drain_every: int,
+    ) -> None:
+        self.settings = SubscriptionSettings(
+            ordered=ordered,
+            delivery=delivery,
+            attempts=attempts,
+            dead_letter_topic=dead_letter_topic,
+            backoff_min_ms=backoff_min_ms,
+            backoff_max_ms=200,
+            in_flight_max=in_flight_max,
+            lease_ms=300,
+        )
+        self.sizes = sizes
+        self.drain_every = drain_every
+        self.epoch = 0
+        self.model = Model(self.settings)
+        self.queue = self.new_queue(None)
+        self.queue.begin(0, now_ms=self.now_ms)
+        self.image = Image(KEY)
+        self.points: list[tuple[bytes, Model]] = []
+        self.drain()
+
+    def new_queue(self, snapshot: bytes | None) -> Queue:
+        window_max, parked_max, dense_max = self.sizes
+        self.epoch += 1
+        return Queue(
+            KEY,
+            self.settings,
+            leader_epoch=self.epoch,
+            snapshot=snapshot,
+            window_max=window_max,
+            parked_max=parked_max,
+            dense_max=dense_max,
+        )
+
+    # -- what may happen -------------------------------------------------------------------------------------
+
+    @rule(messages=stored_messages, back=st.integers(0, 2))
+    def look(self, messages: list[tuple[bool, bool, int, int]], back: int) -> None:
+        first = self.queue.next_look
+        count = min(len(messages), self.queue.room)
+        for present, matches, key, delay_ms in messages[: max(0, first + count - len(self.log))]:
+            self.log.append(Stored(present, matches, key, self.now_ms + delay_ms if delay_ms else 0))
+        self.feed(max(self.log_start, first - back), first + count)
+
+    def feed(self, first: int, until: int) -> None:
+        seen = range(first, until)
+        self.queue.look(
+            first,
+            until,
+            now_ms=self.now_ms,
+            absent=[(offset, offset) for offset in seen if not self.log[offset].present],
+            matches=np.array([self.log[offset].matches for offset in seen], np.bool_),
+            keys=np.array([self.log[offset].key for offset in seen], np.int64) if self.settings.ordered else None,
+            due=[(offset, self.log[offset].due_ms) for offset in seen if self.log[offset].due_ms],
+        )
+        self.model.look(self.log, until, self.now_ms)
+
+    @rule(worker=st.sampled_from(WORKERS), count=st.sampled_from([1, 2, 5, HUGE]), ends=st.booleans(), data=st.data())
+    def acquire(self, worker: str, count: int, ends: bool, data: st.DataObject) -> None:
+        until = data.draw(st.integers(0, len(self.log))) if data.draw(seldom) else None
+        batch_ends = list(range(2, len(self.log) + 3, 3)) if ends else None
+        self.model.tick(self.now_ms)
+        model, limit = self.model, len(self.log) if until is None else until
+        room = min(count, self.settings.in_flight_max - self.held_by(worker))
+        leases = self.queue.acquire(worker, now_ms=self.now_ms, max_records=count, until=until, batch_ends=batch_ends)
+        given = [offset for lease in leases for offset in range(lease.first, lease.last + 1)]
+        assert given == sorted(set(given))
+        assert not given or given[-1] < limit
+        if not self.queue.is_ready:
+            assert given == []
+        elif self.settings.ordered:
+            self.check_ordered(given, room, limit, ends)
+        else:
+            available = [offset for offset in sorted(model.in_state(AVAILABLE)) if offset < limit]
+            expected = available[: max(room, 0)]
+            if ends and expected and len(expected) >= count:
+                end = (expected[-1] // 3) * 3 + 2
+                expected = [offset for offset in available if offset <= end]
+            assert given == expected
+        for lease in leases:
+            assert lease.deadline_ms == self.now_ms + self.settings.lease_ms
+            for offset in range(lease.first, lease.last + 1):
+                model.lease(offset, worker, self.now_ms)
+                assert model.messages[offset].attempts == lease.attempt
+        self.leases = (self.leases + [(worker, lease) for lease in leases])[-20:]
+
+    def held_by(self, worker: str) -> int:
+        return sum(message.worker == worker for message in self.model.messages.values() if message.state == LEASED)
+
+    def check_ordered(self, given: list[int], room: int, limit: int, ends: bool) -> None:
+        """At most one message of a key is out, each key's messages come in turn, and no key waits without need."""
+        model = self.model
+        held = {model.messages[offset].stored.key for offset in model.messages if model.holds_key(offset)} - {0}
+        keys = [model.messages[offset].stored.key for offset in given if model.messages[offset].stored.key]
+        # What is handed out at most once is done with at once, so the next of its key may follow it.
+        at_once = set(given) if self.settings.delivery == AT_MOST_ONCE else set()
+        assert at_once or len(keys) == len(set(keys))
+        assert not held & set(keys)
+        for offset in given:
+            stored = model.messages[offset].stored
+            for earlier in range(offset) if stored.key and not stored.due_ms else ():
+                one = model.messages.get(earlier)
+                if one is not None and one.stored.key == stored.key and not one.stored.due_ms:
+                    assert one.state in (DONE, REJECTING) or earlier in at_once
+        if room == HUGE:
+            available = [offset for offset in model.in_state(AVAILABLE) if offset < limit]
+            free = {offset for offset in available if not model.messages[offset].stored.key}
+            assert free <= set(given)
+            if limit == len(self.log):
+                assert {model.messages[offset].stored.key for offset in available} - {0} - held == set(keys)
+        elif not ends:
+            assert len(given) <= max(room, 0)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def accept(self, data: st.DataObject) -> None:
+        self.settle(data, [Verb.ACCEPT])
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), verbs=st.lists(st.sampled_from([Verb.RELEASE, Verb.RELEASE, *Verb]), min_size=1, max_size=4))
+    def settle_some(self, data: st.DataObject, verbs: list[Verb]) -> None:
+        self.settle(data, verbs)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), verb=st.sampled_from([Verb.EXTEND, Verb.REJECT]))
+    def extend_or_reject(self, data: st.DataObject, verb: Verb) -> None:
+        self.settle(data, [verb])
+
+    def settle(self, data: st.DataObject, verbs: list[Verb]) -> None:
+        live = [(worker, lease) for worker, lease in self.leases if self.model.is_held(settle_all(lease), worker)]
+        worker, lease = data.draw(st.sampled_from(live or self.leases))
+        theirs = [one for holder, one in live if holder == worker]
+        settles = []
+        for verb in verbs:
+            if data.draw(seldom):
+                _, lease = data.draw(st.sampled_from(self.leases))
+            elif theirs:
+                lease = data.draw(st.sampled_from(theirs))
+            first = data.draw(st.integers(lease.first, lease.last))
+            last = data.draw(st.integers(first, lease.last))
+            delays = [None, 1, 90, 3000] if verb == Verb.EXTEND else [None, 0, 90, 3000, 200_000]
+            delay_ms = data.draw(st.sampled_from(delays))
+            settles.append(Settle(Offset(first), Offset(last), verb, delay_ms, "bad" if verb == Verb.REJECT else ""))
+        self.model.tick(self.now_ms)
+        results = self.queue.settle(worker, settles, now_ms=self.now_ms)
+        for settle, result in zip(settles, results, strict=True):
+            is_held = self.model.is_held(settle, worker)
+            taken = is_held or (settle.verb == Verb.ACCEPT and self.settings.delivery == AT_MOST_ONCE)
+            assert (result is None) == taken
+            assert result is None or isinstance(result, InvalidRecordState)
+            for offset in range(settle.first, settle.last + 1) if is_held else ():
+                self.model.settle(offset, settle, self.now_ms)
+
+    @rule(step_ms=st.sampled_from([1, 20, 40, 300, 2500, 400_000]), tick=st.booleans())
+    def wait(self, step_ms: int, tick: bool) -> None:
+        self.now_ms += step_ms
+        if tick:
+            self.queue.tick(self.now_ms)
+            self.model.tick(self.now_ms)
+
+    @rule()
+    def wait_for_next(self) -> None:
+        """The time at which the queue wants to be told is never too late."""
+        due = [one.due_ms for one in self.model.messages.values() if one.state in (LEASED, PARKED)]
+        next_ms = self.queue.next_due_ms
+        assert not due or (next_ms is not None and next_ms <= min(due))
+        self.now_ms = max(self.now_ms, next_ms or 0)
+        self.queue.tick(self.now_ms)
+        self.model.tick(self.now_ms)
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def worker_gone(self, worker: str) -> None:
+        self.model.tick(self.now_ms)
+        self.queue.worker_gone(worker, now_ms=self.now_ms)
+        for offset, message in self.model.messages.items():
+            if message.state == LEASED and message.worker == worker:
+                self.model.fail(offset, self.now_ms, self.now_ms, "the worker left")
+
+    @rule(data=st.data(), what=st.sampled_from([None, None, "cut", "seek"]))
+    def lose(self, data: st.DataObject, what: str | None) -> None:
+        if what == "seek":
+            offset = data.draw(st.integers(self.log_start, len(self.log)))
+            self.queue.seek(offset, now_ms=self.now_ms)
+            self.model.messages.clear()
+            self.model.ends.clear()
+            self.model.next_look = offset
+            self.leases.clear()
+        elif what == "cut":
+            self.log_start = data.draw(st.integers(self.log_start, len(self.log)))
+            self.queue.drop_before(self.log_start, now_ms=self.now_ms)
+            self.model.cut(self.log_start)
+
+    @precondition(lambda self: self.model.in_state(REJECTING))
+    @rule(count=st.integers(1, 4), step=st.sampled_from(["plan", "produce", "drop"]))
+    def dead_letter(self, count: int, step: str) -> None:
+        model = self.model
+        rejected = self.queue.rejecting(count)
+        assert [one.offset for one in rejected] == sorted(model.in_state(REJECTING))[:count]
+        for one in rejected:
+            known = model.messages[one.offset]
+            assert (one.attempts, one.reason, one.plan) == (known.attempts, known.reason, known.plan)
+            assert one.first_ms == known.first_ms
+            if step == "plan":
+                known.plan = b"plan of %d" % one.offset
+                assert self.queue.plan(one.offset, known.plan, now_ms=self.now_ms)
+            elif step == "produce":
+                assert self.queue.dead_lettered(one.offset, b"there", now_ms=self.now_ms)
+                model.end(one.offset, "dead-lettered")
+            else:
+                assert self.queue.drop(one.offset, "too large", now_ms=self.now_ms)
+                model.end(one.offset, "dropped")
+            if step != "plan":
+                assert not self.queue.dead_lettered(one.offset, b"", now_ms=self.now_ms)
+
+    @precondition(lambda self: self.steps % 3 == 0)
+    @rule(data=st.data())
+    def crash(self, data: st.DataObject) -> None:
+        """The leader dies; another goes on from what had become durable."""
+        place = data.draw(st.integers(max(0, len(self.points) - 4), len(self.points) - 1))
+        snapshot, model = self.points[place]
+        del self.points[place + 1 :]
+        self.model = deepcopy(model)
+        self.image = Image(KEY)
+        self.image.replay(snapshot)
+        self.queue = self.new_queue(snapshot)
+        self.queue.drop_before(self.log_start, now_ms=self.now_ms)
+        self.model.cut(self.log_start)
+
+    # -- what always holds -----------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        frame = self.queue.drain()
+        if frame is not None:
+            self.image.replay(frame)
+            self.image.replay(frame)
+        snapshot = self.image.snapshot()
+        assert snapshot == write_snapshot(self.queue.fold)
+        self.points.append((snapshot, deepcopy(self.model)))
+        del self.points[:-6]
+
+    @invariant()
+    def queue_is_as_the_model(self) -> None:
+        self.steps += 1
+        if self.steps % self.drain_every == 0:
+            self.drain()
+        fold, model = self.queue.fold, self.model
+        assert fold.window.end == model.next_look
+        for offset, message in model.messages.items():
+            place = fold.place(offset)
+            if place is None:
+                assert message.state == DONE, offset
+                continue
+            columns, index = place
+            state = columns.states[index]
+            assert (AVAILABLE if state == BLOCKED else state) == message.state, offset
+            if message.state != DONE:
+                assert columns.attempts[index] == message.attempts
+            if message.state in (LEASED, PARKED):
+                assert columns.dues[index] == message.due_ms
+            if message.state == LEASED:
+                assert fold.workers.texts[columns.holders[index]] == message.worker
+
+    @invariant()
+    def counts_are_true(self) -> None:
+        counts, model = self.queue.counts, self.model
+        assert counts.available + counts.blocked == len(model.in_state(AVAILABLE))
+        assert self.settings.ordered or not counts.blocked
+        assert counts.leased == len(model.in_state(LEASED))
+        assert counts.parked == len(model.in_state(PARKED))
+        assert counts.rejecting == len(model.in_state(REJECTING))
+        assert all(self.queue.in_flight(worker) == self.held_by(worker) for worker in WORKERS)
+        unfinished = [offset for offset, message in model.messages.items() if message.state != DONE]
+        assert self.queue.oldest == min(unfinished, default=model.next_look)
+        for kind, count in model.counters.items():
+            assert self.settings.delivery == AT_MOST_ONCE or self.queue.counter(kind) == count
+        if self.settings.ordered or not self.queue.is_ready:
+            return
+        assert self.queue.next_available == min(model.in_state(AVAILABLE), default=None)
+
+    def teardown(self) -> None:
+        """Nothing is lost: with willing workers every message comes to an end."""
+        if not hasattr(self, "queue"):
+            return
+        for _ in range(len(self.log) * 4 + 20):
+            if self.queue.next_look >= len(self.log) and not self.queue.fold.unfinished:
+                break
+            self.now_ms += 300_000
+            if self.queue.room and self.queue.next_look < len(self.log):
+                first = max(self.queue.next_look, self.log_start)
+                self.feed(first, min(first + self.queue.room, len(self.log)))
+            self.acquire_all()
+        assert self.queue.backlog(len(self.log)) == 0
+        self.queue_is_as_the_model()
+        self.drain()
+
+    def acquire_all(self) -> None:
+        self.model.tick(self.now_ms)
+        leases = self.queue.acquire("share/last", now_ms=self.now_ms, max_records=HUGE)
+        for lease in leases:
+            for offset in range(lease.first, lease.last + 1):
+                self.model.lease(offset, "share/last", self.now_ms)
+        settles = [settle_all(lease) for lease in leases]
+        assert self.queue.settle("share/last", settles, now_ms=self.now_ms) == [None] * len(settles)
+        if self.settings.delivery != AT_MOST_ONCE:
+            for settle in settles:
+                for offset in range(settle.first, settle.last + 1):
+                    self.model.settle(offset, settle, self.now_ms)
+        for one in self.queue.rejecting(HUGE):
+            assert self.queue.dead_lettered(one.offset, b"there", now_ms=self.now_ms)
+            self.model.end(one.offset, "dead-lettered")
+
+
+TestQueueHistory = QueueHistory.TestCase
+TestQueueHistory.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

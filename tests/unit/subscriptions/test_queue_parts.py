@@ -1,0 +1,159 @@
+"""The parts of a queue by themselves: frames, snapshots, the index of what is due, the order of keys."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from uuid import UUID
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millstream.model.errors import CorruptState
+from millstream.model.ids import PartitionIndex
+from millstream.model.subscription import QueueKey, SubscriptionSettings
+from millstream.subscriptions.delta import Delta, DeltaKind
+from millstream.subscriptions.due_index import NEVER_MS, DueIndex
+from millstream.subscriptions.fold import Fold
+from millstream.subscriptions.frame import FrameHeader, read_frame, read_header, write_frame
+from millstream.subscriptions.interned import Interned
+from millstream.subscriptions.key_order import NO_KEY, KeyOrder
+from millstream.subscriptions.queue import Queue
+from millstream.subscriptions.snapshot import is_snapshot, read_snapshot, write_snapshot
+
+KEY = QueueKey(UUID(int=1), UUID(int=2), PartitionIndex(3))
+HEADER = FrameHeader(KEY, 4, 1, 6)
+
+patient = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+numbers = st.integers(-(2**63), 2**63 - 1)
+deltas = st.builds(
+    Delta,
+    st.sampled_from(DeltaKind),
+    numbers,
+    numbers,
+    st.integers(0, 255),
+    numbers,
+    st.sampled_from(["", "share/a", "http/ü"]),
+    numbers,
+    st.text(max_size=5),
+    st.binary(max_size=9),
+)
+
+
+def leased_queue() -> Queue:
+    queue = Queue(KEY, SubscriptionSettings(), leader_epoch=1)
+    queue.begin(10, now_ms=1)
+    queue.look(10, 20, now_ms=1)
+    queue.acquire("a", now_ms=1, max_records=3)
+    return queue
+
+
+@patient
+@given(st.lists(deltas, max_size=10), st.sampled_from([1, 5]))
+def test_a_frame_reads_back(some_deltas: list[Delta], times: int) -> None:
+    given_deltas = some_deltas * times
+    frame = write_frame(HEADER, given_deltas)
+    assert read_frame(frame) == (HEADER, given_deltas)
+    assert read_header(frame) == HEADER
+    assert not is_snapshot(frame)
+
+
+@patient
+@given(st.lists(deltas, min_size=1, max_size=6), st.sampled_from([1, 5]), st.data())
+def test_a_damaged_frame_is_told(some_deltas: list[Delta], times: int, data: st.DataObject) -> None:
+    frame = bytearray(write_frame(HEADER, some_deltas * times))
+    cut = data.draw(st.integers(0, len(frame) - 1))
+    with pytest.raises(CorruptState):
+        read_frame(bytes(frame[:cut]))
+    frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
+    with suppress(CorruptState):
+        read_frame(bytes(frame))
+
+
+def test_frames_are_taken_once_in_their_order() -> None:
+    frame = leased_queue().drain()
+    assert frame is not None
+    fold = Fold(KEY)
+    assert fold.replay(frame).sequence == 1
+    fold.replay(frame)
+    assert fold.counts[1] == 3
+    with pytest.raises(CorruptState, match="missing"):
+        fold.replay(write_frame(HEADER._replace(sequence=3), []))
+    with pytest.raises(CorruptState, match="belong"):
+        fold.replay(write_frame(HEADER._replace(key=QueueKey(UUID(int=5), UUID(int=2), PartitionIndex(3))), []))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DeltaKind if kind not in (DeltaKind.START, DeltaKind.SOUGHT)])
+def test_deltas_about_messages_that_are_not_there_are_refused(kind: DeltaKind) -> None:
+    if kind in (DeltaKind.RETENTION_CUT, DeltaKind.PLANNED):
+        return
+    fold = leased_queue().fold
+    with pytest.raises(CorruptState):
+        fold.apply(Delta(kind, 18, 40, 1, 0, "a", 1, "", b"1"))
+    with pytest.raises(CorruptState):
+        fold.apply(Delta(kind, 2, 12, 1, 0, "a", 1))
+
+
+def test_a_snapshot_reads_back_and_damage_is_told() -> None:
+    fold = leased_queue().fold
+    snapshot = write_snapshot(fold)
+    assert is_snapshot(snapshot)
+    assert write_snapshot(read_snapshot(snapshot)) == snapshot
+    assert read_snapshot(snapshot).counts == fold.counts
+    for place in range(len(snapshot)):
+        damaged = bytearray(snapshot)
+        damaged[place] ^= 0x55
+        with suppress(CorruptState):
+            read_snapshot(bytes(damaged))
+    with pytest.raises(CorruptState):
+        read_snapshot(snapshot[:-3])
+
+
+@patient
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 600_000)), max_size=30), st.data())
+def test_nothing_is_due_too_late(dues: list[tuple[int, int]], data: st.DataObject) -> None:
+    waiting = dict(dues)
+    index = DueIndex(lambda first, last: [(o, o, due) for o, due in waiting.items() if first <= o <= last])
+    for offset, due_ms in waiting.items():
+        index.add(offset, offset, due_ms)
+    now_ms = 0
+    while waiting:
+        assert index.next_ms <= min(waiting.values())
+        now_ms = max(now_ms, data.draw(st.sampled_from([index.next_ms, now_ms + 1, now_ms + 5000])))
+        found = {offset for first, last in index.pop(now_ms) for offset in range(first, last + 1)}
+        due = {offset for offset, due_ms in waiting.items() if due_ms <= now_ms}
+        assert due <= found
+        for offset in due:
+            del waiting[offset]
+    index.pop(now_ms + 10**7)
+    assert index.next_ms == NEVER_MS
+
+
+def test_those_behind_a_key_come_in_turn() -> None:
+    order = KeyOrder(0, is_ready=True)
+    assert order.enter(5, 0)
+    assert order.enter(5, 0)
+    assert order.enter(NO_KEY, 1)
+    assert not any(order.enter(5, offset) for offset in range(2, 500))
+    assert not order.leave(5, 3)
+    head = 0
+    for offset in range(2, 500):
+        assert order.leave(5, head)
+        assert order.next_waiting(5) == offset
+        order.lead(5, offset)
+        head = offset
+    assert order.leave(5, head)
+    assert order.next_waiting(5) is None
+    assert order.in_use == 0
+
+
+def test_texts_are_numbered_while_somebody_refers_to_them() -> None:
+    texts = Interned()
+    first, second = texts.hold("a", 2), texts.hold("b", 1)
+    texts.drop(first, 1)
+    assert (texts.references("a"), texts.held()) == (1, ["a", "b"])
+    texts.drop(first, 1)
+    assert (texts.references("a"), texts.number("a")) == (0, None)
+    assert texts.hold("c", 1) == first
+    assert texts.texts[second] == "b"
