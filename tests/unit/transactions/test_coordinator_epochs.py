@@ -1,0 +1,82 @@
+"""The latest epoch of any coordinator, as far as a node knows: what markers are held against."""
+
+from __future__ import annotations
+
+import pytest
+
+from millstream.config import Config
+from millstream.kafka.local_markers import PartitionMarkers
+from millstream.model.clock import SystemClock
+from millstream.model.errors import TransactionCoordinatorFenced, UnknownLeaderEpoch
+from millstream.model.ids import Epoch, NodeId, PartitionIndex, ProducerEpoch, ProducerId
+from millstream.model.marker import Marker
+from millstream.model.partition_state import PartitionState, sole
+from millstream.model.topic import CONSUMER_OFFSETS, TRANSACTION_STATE, Topic, TopicPartition
+from millstream.testing.state_log import MemoryTopics
+from millstream.transactions.coordinator import TransactionCoordinator
+
+
+class Ids:
+    async def next(self) -> ProducerId:
+        return ProducerId(1)
+
+
+class KnownTopics(MemoryTopics):
+    """Topics whose partitions have the leader epochs that a test says; those without one are not agreed on."""
+
+    epochs: tuple[int | None, ...] = ()
+
+    def state_of(self, topic: Topic, index: int) -> PartitionState | None:
+        epoch = self.epochs[index]
+        return None if epoch is None else sole(NodeId(1), Epoch(epoch))
+
+
+class Offsets:
+    """The groups, which only hold the marker against the epoch that a producer had."""
+
+    held = -1
+
+    async def end_transaction(self, index: int, marker: Marker) -> None:
+        self.held = marker.admitted(self.held).coordinator_epoch
+
+
+def made(topics: KnownTopics) -> TransactionCoordinator:
+    return TransactionCoordinator(topics, Config(), SystemClock(), Ids())
+
+
+def test_without_the_topic_there_is_the_first_epoch_only() -> None:
+    assert made(KnownTopics()).latest_epoch() == 0
+
+
+def test_the_latest_of_all_partitions_counts() -> None:
+    topics = KnownTopics()
+    topics.add(TRANSACTION_STATE, partitions=3)
+    topics.epochs = (4, None, 7)
+    assert made(topics).latest_epoch() == 7
+    topics.epochs = (None, None, None)
+    assert made(topics).latest_epoch() == 0
+
+
+async def test_markers_are_held_against_what_is_known_when_they_come() -> None:
+    topics, offsets = KnownTopics(), Offsets()
+    topics.add(TRANSACTION_STATE, partitions=1)
+    topics.epochs = (4,)
+    markers = PartitionMarkers(topics, offsets, made(topics).latest_epoch)  # type: ignore[arg-type]
+
+    async def write(epoch: int) -> int:
+        marker = Marker(
+            producer_id=ProducerId(7), producer_epoch=ProducerEpoch(0), commit=True, coordinator_epoch=epoch
+        )
+        await markers.write(marker, TopicPartition(CONSUMER_OFFSETS, PartitionIndex(0)))
+        return offsets.held
+
+    assert await write(4) == 4
+    with pytest.raises(UnknownLeaderEpoch):
+        await write(5)
+    topics.epochs = (5,)
+    assert await write(5) == 5
+    with pytest.raises(TransactionCoordinatorFenced):
+        await write(4)
+    # The coordination store was restored from an older copy: nobody has had the later epochs.
+    topics.epochs = (2,)
+    assert await write(2) == 2
