@@ -306,7 +306,8 @@ class Queue:
     ) -> list[Lease]:
         """Lease the oldest available messages to a worker, none at `until` or beyond.
 
-        With the last offsets of batches, the batch in which the limit falls is filled up: it is sent whole anyway.
+        With the last offsets of batches, the batch in which the limit falls is filled up: it is sent whole anyway. An
+        ordered queue does not do so, since what comes next of a key must not be given together with what came before.
         """
         if self._dues.next_ms <= now_ms:
             self.tick(now_ms)
@@ -325,7 +326,7 @@ class Queue:
         deadline_ms = now_ms + settings.lease_ms
         leases: list[Lease] = []
         taken = self._lease(worker, room, end, deadline_ms, now_ms, leases)
-        if batch_ends and taken >= max_records:
+        if batch_ends and self._order is None and taken >= max_records:
             place = bisect_left(batch_ends, leases[-1].last)
             if place < len(batch_ends) and batch_ends[place] > leases[-1].last:
                 more = batch_ends[place] - leases[-1].last

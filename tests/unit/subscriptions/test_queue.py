@@ -63,6 +63,13 @@ def test_the_batch_in_which_the_limit_falls_is_filled_up() -> None:
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=3, until=25, batch_ends=[29])) == list(range(20, 25))
 
 
+def test_an_ordered_queue_gives_one_message_of_a_key_even_when_it_is_done_at_once() -> None:
+    queue = make_queue(ordered=True, delivery=AT_MOST_ONCE)
+    queue.look(0, 4, now_ms=NOW_MS, keys=np.array([1, 1, 1, 0], np.int64))
+    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=2, batch_ends=[3])) == [0, 3]
+    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=2, batch_ends=[3])) == [1]
+
+
 def test_limits_of_a_worker_and_of_the_partition() -> None:
     queue = make_queue(100, in_flight_max=10, leases_max=15)
     assert len(offsets(queue.acquire("a", now_ms=NOW_MS, max_records=50))) == 10

@@ -272,7 +272,7 @@ class QueueHistory(RuleBasedStateMachine):
         if not self.queue.is_ready:
             assert given == []
         elif self.settings.ordered:
-            self.check_ordered(given, room, limit, ends)
+            self.check_ordered(given, room, limit)
         else:
             available = [offset for offset in sorted(model.in_state(AVAILABLE)) if offset < limit]
             expected = available[: max(room, 0)]
@@ -290,28 +290,26 @@ class QueueHistory(RuleBasedStateMachine):
     def held_by(self, worker: str) -> int:
         return sum(message.worker == worker for message in self.model.messages.values() if message.state == LEASED)
 
-    def check_ordered(self, given: list[int], room: int, limit: int, ends: bool) -> None:
+    def check_ordered(self, given: list[int], room: int, limit: int) -> None:
         """At most one message of a key is out, each key's messages come in turn, and no key waits without need."""
         model = self.model
         held = {model.messages[offset].stored.key for offset in model.messages if model.holds_key(offset)} - {0}
         keys = [model.messages[offset].stored.key for offset in given if model.messages[offset].stored.key]
-        # What is handed out at most once is done with at once, so the next of its key may follow it.
-        at_once = set(given) if self.settings.delivery == AT_MOST_ONCE else set()
-        assert at_once or len(keys) == len(set(keys))
+        assert len(keys) == len(set(keys))
         assert not held & set(keys)
         for offset in given:
             stored = model.messages[offset].stored
             for earlier in range(offset) if stored.key and not stored.due_ms else ():
                 one = model.messages.get(earlier)
                 if one is not None and one.stored.key == stored.key and not one.stored.due_ms:
-                    assert one.state in (DONE, REJECTING) or earlier in at_once
+                    assert one.state in (DONE, REJECTING)
         if room == HUGE:
             available = [offset for offset in model.in_state(AVAILABLE) if offset < limit]
             free = {offset for offset in available if not model.messages[offset].stored.key}
             assert free <= set(given)
             if limit == len(self.log):
                 assert {model.messages[offset].stored.key for offset in available} - {0} - held == set(keys)
-        elif not ends:
+        else:
             assert len(given) <= max(room, 0)
 
     @precondition(lambda self: self.leases)
