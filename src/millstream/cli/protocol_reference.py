@@ -87,11 +87,7 @@ NOT_SERVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "DescribeUserScramCredentials",
             "AlterUserScramCredentials",
         ),
-        "share groups are not available yet": (
-            "ShareGroupHeartbeat",
-            "ShareGroupDescribe",
-            "ShareFetch",
-            "ShareAcknowledge",
+        "the offsets of share groups are shown and moved by `millstream subscription`": (
             "DescribeShareGroupOffsets",
             "AlterShareGroupOffsets",
             "DeleteShareGroupOffsets",

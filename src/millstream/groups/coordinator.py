@@ -35,6 +35,7 @@ from millstream.groups.requests import (
     SyncRequest,
 )
 from millstream.groups.shard import GroupShard
+from millstream.groups.share.requests import ShareAnswer, ShareGroupDescription, ShareHeartbeat
 from millstream.groups.transactional import Producer
 from millstream.model.clock import Clock
 from millstream.model.errors import InvalidGroupId, InvalidSessionTimeout, MillstreamError
@@ -141,7 +142,17 @@ class GroupCoordinator:
     async def consumer_heartbeat(self, request: ConsumerHeartbeat) -> HeartbeatAnswer:
         """A member of a consumer group joins, lives or goes."""
         _check_length(request.group_id)
-        return await self._runtime.run(request.group_id, lambda shard: shard.consumers.heartbeat(request), pure=True)
+        return await self._runtime.run(request.group_id, lambda shard: shard.consumer_heartbeat(request), pure=True)
+
+    async def share_heartbeat(self, request: ShareHeartbeat) -> ShareAnswer:
+        """A member of a share group joins, lives or goes."""
+        _check_length(request.group_id)
+        return await self._runtime.run(request.group_id, lambda shard: shard.shares.heartbeat(request), pure=True)
+
+    async def describe_share_group(self, group_id: str) -> ShareGroupDescription:
+        """One share group with its members."""
+        _check_group_id(group_id)
+        return await self._runtime.run(group_id, lambda shard: shard.shares.describe(group_id), pure=True)
 
     async def leave(self, group_id: str, leavers: Sequence[Leaver]) -> list[Left]:
         """Members go."""
@@ -246,7 +257,7 @@ class GroupCoordinator:
         """The groups of this node in numbers."""
         states = [shard.state for shard in self._runtime.shards]
         loaded = [state for state in states if state is not None]
-        groups = [group for state in loaded for group in (*state.groups, *state.consumers)]
+        groups = [group for state in loaded for group in (*state.groups, *state.consumers, *state.shares)]
         names = [state.value for state in (*GroupState, *ConsumerGroupState) if state is not GroupState.DEAD]
         by_state = dict.fromkeys(names, 0)
         for group in groups:

@@ -16,8 +16,8 @@ from millstream.coordination.later import Later
 from millstream.coordination.state import Outcome, StateRecord
 from millstream.coordination.timers import Timers
 from millstream.groups.consumer.group import ConsumerGroup
-from millstream.groups.consumer.migration import take_away
 from millstream.groups.consumer.records import ConsumerKey, read_consumer_key
+from millstream.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer
 from millstream.groups.consumer.shard import ConsumerShard, ConsumerTopics
 from millstream.groups.consumer.topic_view import NoTopics
 from millstream.groups.group import Group, GroupState
@@ -58,6 +58,8 @@ from millstream.groups.requests import (
     Synced,
     SyncRequest,
 )
+from millstream.groups.share.records import ShareKey, read_share_key
+from millstream.groups.share.shard import ShareShard
 from millstream.groups.transactional import AsRecord, Producer, Transactional
 from millstream.model.clock import Clock
 from millstream.model.errors import (
@@ -113,6 +115,13 @@ class GroupShard:
             new_suffix=new_suffix,
             rebalance_classic=self._take_over,
         )
+        self.shares = ShareShard(
+            timers,
+            limits=limits,
+            topics=(topics or ConsumerTopics.of(NoTopics())).topics,
+            is_taken=lambda group_id: self._taker(group_id) is not None,
+            check_room=self._groups.check_room,
+        )
         self._loaded = False
         self._to_sweep: list[str] = []
 
@@ -120,6 +129,12 @@ class GroupShard:
     def groups(self) -> Registry:
         """Every group, for looking only."""
         return self._groups
+
+    def consumer_heartbeat(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
+        """A member of a consumer group joins, lives or goes."""
+        if self.shares.get(request.group_id) is not None:
+            raise UnknownGroup(f"{request.group_id!r} is a share group, and no consumer group")
+        return self.consumers.heartbeat(request)
 
     # Membership
 
@@ -133,6 +148,8 @@ class GroupShard:
         consumers = self.consumers.get_with_members(request.group_id)
         if consumers is not None:
             return self.consumers.join(consumers, request)
+        if self.shares.get(request.group_id) is not None:
+            raise InconsistentProtocol(f"{request.group_id!r} is a share group; its members are share consumers")
         group = self._groups.get(request.group_id)
         replaced = self.consumers.empty_away(request.group_id)
         if group is None:
@@ -273,7 +290,8 @@ class GroupShard:
 
     def list_groups(self) -> Outcome[list[GroupListing]]:
         """Every group in one line each."""
-        return [], [*(group.listing() for group in self._groups), *self.consumers.listings()]
+        classic = (group.listing() for group in self._groups)
+        return [], [*classic, *self.consumers.listings(), *self.shares.listings()]
 
     def describe(self, group_id: str) -> Outcome[GroupDescription]:
         """One classic group with its members."""
@@ -284,16 +302,19 @@ class GroupShard:
 
     def delete(self, group_id: str) -> Outcome[bool]:
         """Delete a group without members, at most so many offsets at a time; False when there is more to delete."""
-        group = self._existing(group_id)
+        share = self.shares.get(group_id)
+        group = share or self._existing(group_id)
         if not group.is_empty:
             raise GroupNotEmpty(f"group {group_id!r} has members")
+        if share is not None:
+            return self.shares.take_away(share), True
         places = list(self._offsets.of_group(group_id))
         limit = self._limits.tombstones_max
         records = [offset_tombstone(OffsetKey(group_id, *place)) for place in places[:limit]]
         done = len(places) <= limit
         if done:
             records += map(pending_tombstone, self.transactional.pending.of_group(group_id))
-            records += [group_tombstone(group_id)] if isinstance(group, Group) else take_away(group)
+            records += [group_tombstone(group_id)] if isinstance(group, Group) else self.consumers.empty_away(group_id)
         return records, done
 
     # The fold
@@ -314,6 +335,7 @@ class GroupShard:
         for group in self._groups:
             self._rebalance.restored(group)
         self.consumers.restored()
+        self.shares.restored()
         self.sweep_soon()
 
     def unload(self) -> None:
@@ -329,7 +351,8 @@ class GroupShard:
         """A name for every record that the log has to hold."""
         stored = [GroupKey(group.group_id) for group in self._groups if group.stored_value is not None]
         pending = self.transactional.pending.durable_keys()
-        return [*stored, *self.consumers.durable_keys(), *self._offsets.all_keys(), *pending]
+        groups = (*self.consumers.durable_keys(), *self.shares.durable_keys())
+        return [*stored, *groups, *self._offsets.all_keys(), *pending]
 
     def durable_record(self, key: Hashable) -> StateRecord | None:
         """The record of this name, as it stands now."""
@@ -342,6 +365,8 @@ class GroupShard:
             return None if committed is None else offset_record(key, committed)
         if isinstance(key, PendingKey | MarkerKey):
             return self.transactional.pending.durable_record(key)
+        if isinstance(key, ShareKey):
+            return self.shares.durable_record(key)
         return self.consumers.durable_record(key) if isinstance(key, ConsumerKey) else None
 
     def sweep_soon(self) -> None:
@@ -357,8 +382,12 @@ class GroupShard:
             raise UnknownMember(f"group {who.group_id!r} has no member {who.member_id!r}")
         return group
 
+    def _taker(self, group_id: str) -> Group | ConsumerGroup | None:
+        """Who has a group id, other than a share group."""
+        return self._groups.get(group_id) or self.consumers.get(group_id)
+
     def _existing(self, group_id: str) -> Group | ConsumerGroup:
-        group = self._groups.get(group_id) or self.consumers.get(group_id)
+        group = self._taker(group_id)
         if group is None:
             raise UnknownGroup(f"there is no group {group_id!r}")
         return group
@@ -435,6 +464,10 @@ class GroupShard:
         consumer_key = read_consumer_key(record.key)
         if consumer_key is not None:
             self.consumers.replay(consumer_key, record)
+            return
+        share_key = read_share_key(record.key)
+        if share_key is not None:
+            self.shares.replay(share_key, record)
 
     def _replay_offset(self, key: OffsetKey, record: StateRecord) -> None:
         group = self._groups.get(key.group_id)

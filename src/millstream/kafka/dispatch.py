@@ -18,7 +18,6 @@ from millstream.kafka.api import Api, ClientInfo
 from millstream.model.errors import ProtocolViolation
 from millstream.model.metric import Histogram, Metric, Sample
 from millstream.net.connection import Answer, Connection
-from millstream.net.presence import Presence
 from millstream.net.promise import Buffers, Promise, Reply
 from millstream.net.stream import Stream
 from millstream.wire.codec import (
@@ -138,7 +137,7 @@ class Dispatch:
     ) -> Buffers:
         version = header.version
         if api.waits_for_others:
-            _give_up_when_left(client.presence)
+            client.presence.give_up_when_left()
         response = await api.answer(version, request, client)
         encoded = write_response(api.key, version, header.correlation_id, response)
         self._latencies[api.key].observe(time.perf_counter() - started)
@@ -152,15 +151,6 @@ class Dispatch:
             answer.observe(latency, started)
             return answer
         return _observed(latency, answer, started)
-
-
-def _give_up_when_left(presence: Presence) -> None:
-    """End the task that is running when its client leaves, or after its first step if it has left already."""
-    task = asyncio.current_task()
-    if task is not None and presence.has_left:
-        asyncio.get_running_loop().call_soon(task.cancel)
-    elif task is not None:
-        presence.when_left = task.cancel
 
 
 async def _observed(latency: Histogram, answer: Awaitable[Reply | None], started: float) -> Reply | None:

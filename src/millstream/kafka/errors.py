@@ -84,6 +84,7 @@ _CODES: Final[dict[type[errors.MillstreamError], ErrorCode]] = {
     errors.ElectionNotNeeded: ErrorCode.election_not_needed,
     errors.PreferredUnavailable: ErrorCode.preferred_leader_not_available,
     errors.EligibleUnavailable: ErrorCode.eligible_leaders_not_available,
+    errors.FilterUnavailable: ErrorCode.coordinator_load_in_progress,
     errors.CoordinatorUnavailable: ErrorCode.coordinator_not_available,
     errors.CoordinatorLoading: ErrorCode.coordinator_load_in_progress,
     errors.NotCoordinator: ErrorCode.not_coordinator,

@@ -3,7 +3,8 @@
 What clients make of them: a Java producer uses the second version of the transaction protocol when
 `transaction.version` is finalized at 2, and tools tell the version of a broker, and what it can do, from the finalized
 `metadata.version`. Here that level says which Kafka the APIs are those of; there is no metadata log behind it, and so
-no `kraft.version`. `group.version` is there once the consumer group protocol of KIP-848 is served.
+no `kraft.version`. `group.version` is there once the consumer group protocol of KIP-848 is served, `share.version` once
+the share groups of KIP-932 are.
 
 A level is fixed by the release: it rises with a newer Millstream and is not changed by UpdateFeatures.
 """
@@ -15,10 +16,12 @@ from typing import Final, NamedTuple
 
 END_TXN_KEY: Final = 26
 CONSUMER_GROUP_HEARTBEAT_KEY: Final = 68
+SHARE_FETCH_KEY: Final = 78
 
 METADATA_VERSION: Final = "metadata.version"
 TRANSACTION_VERSION: Final = "transaction.version"
 GROUP_VERSION: Final = "group.version"
+SHARE_VERSION: Final = "share.version"
 
 EPOCH_PER_TRANSACTION: Final = 2
 """The second version of the transaction protocol (KIP-890)."""
@@ -43,6 +46,8 @@ def features_of(served: Collection[int]) -> Iterator[Feature]:
         yield Feature(TRANSACTION_VERSION, 0, EPOCH_PER_TRANSACTION, EPOCH_PER_TRANSACTION)
     if CONSUMER_GROUP_HEARTBEAT_KEY in served:
         yield Feature(GROUP_VERSION, 0, 1, 1)
+    if SHARE_FETCH_KEY in served:
+        yield Feature(SHARE_VERSION, 0, 1, 1)
 
 
 def epoch_of(features: Iterable[Feature]) -> int:

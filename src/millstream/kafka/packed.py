@@ -29,6 +29,8 @@ class PackedApi(ABC, Generic[RequestT]):
     """The type of the request's body."""
     answers: ClassVar[Any]
     """The type of the answer; its first two fields are the error's code and its message."""
+    waits_for_others: ClassVar[bool] = False
+    """Whether the answer waits for what other clients do, so that it is given up when the client leaves."""
 
     @abstractmethod
     async def handle(self, request: RequestT) -> Any:
@@ -36,9 +38,11 @@ class PackedApi(ABC, Generic[RequestT]):
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
         """Answer later."""
-        return self._answer(bytes(frame[header.body_at :]), header)
+        return self._answer(bytes(frame[header.body_at :]), header, client)
 
-    async def _answer(self, body: bytes, header: RequestHeader) -> Buffers | None:
+    async def _answer(self, body: bytes, header: RequestHeader, client: ClientInfo) -> Buffers | None:
+        if self.waits_for_others:
+            client.presence.give_up_when_left()
         try:
             request: RequestT = msgspec.msgpack.decode(body, type=self.asks)
             told = await self.handle(request)

@@ -67,6 +67,10 @@ from millstream.kafka.apis.offset_fetch import OffsetFetch
 from millstream.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
 from millstream.kafka.apis.prepare_transaction import PrepareTransaction
 from millstream.kafka.apis.produce import Produce
+from millstream.kafka.apis.share_acknowledge import ShareAcknowledge
+from millstream.kafka.apis.share_fetch import ShareFetch
+from millstream.kafka.apis.share_group_describe import ShareGroupDescribe
+from millstream.kafka.apis.share_group_heartbeat import ShareGroupHeartbeat
 from millstream.kafka.apis.subscription_alter import SubscriptionAlter
 from millstream.kafka.apis.subscription_create import SubscriptionCreate
 from millstream.kafka.apis.subscription_delete import SubscriptionDelete
@@ -82,6 +86,7 @@ from millstream.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.kafka.dispatch import RawApi
 from millstream.kafka.node_metrics import GroupMetrics, ProcessMetrics
 from millstream.kafka.quota_meter import QuotaMeters
+from millstream.kafka.share_door import ShareDoor
 from millstream.kafka.subscription_service import SubscriptionService
 from millstream.kafka.transaction_service import TransactionService
 from millstream.model.clock import Clock
@@ -142,6 +147,7 @@ class Served:
             *self._group_apis(),
             *self._transaction_apis(),
             *self._subscription_apis(),
+            *self._share_apis(),
             *self._cluster_apis(),
             *self._client_apis(),
         ]
@@ -227,6 +233,14 @@ class Served:
         yield SubscriptionDelete(service.declared)
         yield SubscriptionList(service)
         yield SubscriptionSeek(service)
+
+    def _share_apis(self) -> Iterable[Api[Any, Any]]:
+        groups, service = self._groups, self._subscriptions
+        door = ShareDoor(service)
+        yield ShareGroupHeartbeat(groups, service.declared)
+        yield ShareGroupDescribe(groups)
+        yield ShareFetch(door, self._parts.membership, bytes_max=self._parts.config.fetch_bytes_max)
+        yield ShareAcknowledge(door)
 
     def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         parts = self._parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 
@@ -21,3 +22,11 @@ class Presence:
         when_left, self.when_left = self.when_left, None
         if when_left is not None:
             when_left()
+
+    def give_up_when_left(self) -> None:
+        """End the task that is running when its client leaves, or after its first step if it has left already."""
+        task = asyncio.current_task()
+        if task is not None and self.has_left:
+            asyncio.get_running_loop().call_soon(task.cancel)
+        elif task is not None:
+            self.when_left = task.cancel

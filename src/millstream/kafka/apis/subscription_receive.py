@@ -41,6 +41,7 @@ class SubscriptionReceive(PackedApi[Receive]):
     key = RECEIVE_KEY
     asks = Receive
     answers = ReceiveAnswer
+    waits_for_others = True
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service

@@ -1,0 +1,232 @@
+"""ShareFetch (key 78), versions 1 to 2: a share consumer acquires messages, and acknowledges earlier ones (KIP-932).
+
+The queue behind each partition of the member's session leases messages to it, oldest first, and the answer carries the
+batches in which they are, with the ranges that are the member's. Without any, it waits up to `max_wait`. The session
+remembers the partitions: epoch 0 opens it, each further request counts one up, -1 closes it and gives what the member
+holds to others.
+
+What a session gets wrong is SHARE_SESSION_NOT_FOUND or INVALID_SHARE_SESSION_EPOCH; an acknowledgement of a message
+that the member does not hold (any more) is INVALID_RECORD_STATE for that partition.
+
+Version 2 adds renewals (the acknowledgement 4) and `share_acquire_mode`: by default a batch is acquired as a whole,
+beyond `max_records`; in mode 1 that is a limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Final
+from uuid import UUID
+
+from kio.schema.errors import ErrorCode
+from kio.schema.share_fetch.v2.request import ShareFetchRequest
+from kio.schema.share_fetch.v2.response import (
+    AcquiredRecords,
+    LeaderIdAndEpoch,
+    NodeEndpoint,
+    PartitionData,
+    ShareFetchableTopicResponse,
+    ShareFetchResponse,
+)
+from kio.schema.types import BrokerId
+from kio.static.primitive import Records, i16, i32, i32Timedelta, i64
+
+from millstream.cluster.membership import Membership
+from millstream.kafka.api import Api, ClientInfo
+from millstream.kafka.errors import error_code, error_message
+from millstream.kafka.share_door import Acknowledgements, ShareDoor
+from millstream.kafka.share_session import CLOSES, SharePartition, ShareSession
+from millstream.kafka.throttle import NO_THROTTLE
+from millstream.model.errors import InvalidRequest, MillstreamError, NotLeader
+from millstream.model.ids import NodeId
+from millstream.model.subscription import Subscription
+from millstream.subscriptions.lease import Lease
+
+_MILLISECOND: Final = timedelta(milliseconds=1)
+_RECORD_LIMIT: Final = 1
+_WAIT_MS_MAX: Final = 300_000
+_NO_LEADER: Final = LeaderIdAndEpoch(leader_id=i32(-1), leader_epoch=i32(-1))
+
+
+class _Told:
+    """What is said about each partition."""
+
+    def __init__(self) -> None:
+        self.acknowledged: Mapping[SharePartition, MillstreamError | None] = {}
+        self.failed: dict[SharePartition, MillstreamError] = {}
+        self.leases: dict[SharePartition, list[Lease]] = {}
+        self.records: dict[SharePartition, bytes] = {}
+
+
+class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
+    """Leases messages to share consumers."""
+
+    key = 78
+    versions = (1, 2)
+    waits_for_others = True
+
+    def __init__(self, door: ShareDoor, membership: Membership, *, bytes_max: int) -> None:
+        self._door = door
+        self._membership = membership
+        self._bytes_max = bytes_max
+
+    async def handle(self, request: ShareFetchRequest, client: ClientInfo) -> ShareFetchResponse:
+        """Acknowledge, then acquire."""
+        member_id = request.member_id or ""
+        _check(request)
+        acknowledged = _acknowledgements(request)
+        session = self._door.session(
+            request.group_id or "",
+            member_id,
+            request.share_session_epoch,
+            wanted=_wanted(request),
+            forgotten=_forgotten(request),
+            acknowledges=bool(acknowledged),
+        )
+        if isinstance(session, ErrorCode):
+            return _refused(session)
+        subscription = await self._door.subscription(request.group_id)
+        told = _Told()
+        told.acknowledged = await self._door.acknowledge(subscription, member_id, acknowledged)
+        if request.share_session_epoch == CLOSES:
+            await self._door.release(subscription, member_id, session.partitions)
+        elif not request.is_renew_ack:
+            await self._acquire(request, subscription, session, told)
+        client.fetched_bytes += sum(map(len, told.records.values()))
+        return self._answer(subscription, told)
+
+    def failure(self, error: MillstreamError, request: ShareFetchRequest) -> ShareFetchResponse:
+        """Say why nothing is given."""
+        return _refused(error_code(error), error_message(error))
+
+    async def _acquire(
+        self, request: ShareFetchRequest, subscription: Subscription, session: ShareSession, told: _Told
+    ) -> None:
+        # Loaded with the first subscription; the node has one now.
+        from millstream.subscriptions.delivery import Wanted
+        from millstream.subscriptions.receiving import receive
+
+        deliveries = {}
+        for place in session.partitions:
+            try:
+                deliveries[place] = await self._door.delivery(subscription, place)
+            except MillstreamError as error:
+                told.failed[place] = error
+        places = {delivery.key: place for place, delivery in deliveries.items()}
+        wanted = Wanted(
+            self._door.worker(request.member_id or ""),
+            max(1, request.max_records),
+            max(1, min(request.max_bytes, self._bytes_max)),
+            whole_batches=request.share_acquire_mode != _RECORD_LIMIT,
+        )
+        wait_ms = 0 if told.failed or told.acknowledged else min(request.max_wait // _MILLISECOND, _WAIT_MS_MAX)
+        session.turn += 1
+        given = await receive(
+            list(deliveries.values()),
+            wanted,
+            wait_s=max(0, wait_ms) / 1000,
+            first=session.turn % max(1, len(deliveries)),
+        )
+        for delivery, received in given:
+            place = places[delivery.key]
+            told.leases[place] = received.leases
+            told.records[place] = b"".join(received.batches)
+
+    def _answer(self, subscription: Subscription, told: _Told) -> ShareFetchResponse:
+        by_topic: dict[UUID, list[PartitionData]] = {}
+        for topic_id, index in dict.fromkeys([*told.acknowledged, *told.failed, *told.leases]):
+            by_topic.setdefault(topic_id, []).append(self._partition((topic_id, index), told))
+        settings = self._door.service.declared.settings_of(subscription)
+        return ShareFetchResponse(
+            throttle_time=NO_THROTTLE,
+            error_code=ErrorCode.none,
+            acquisition_lock_timeout=i32Timedelta.parse(timedelta(milliseconds=settings.lease_ms)),
+            responses=tuple(
+                ShareFetchableTopicResponse(topic_id=topic_id, partitions=tuple(partitions))
+                for topic_id, partitions in by_topic.items()
+            ),
+            node_endpoints=self._leaders(told),
+        )
+
+    def _partition(self, place: SharePartition, told: _Told) -> PartitionData:
+        failed = told.failed.get(place)
+        refused = told.acknowledged.get(place)
+        return PartitionData(
+            partition_index=i32(place[1]),
+            error_code=ErrorCode.none if failed is None else error_code(failed),
+            error_message=None if failed is None else error_message(failed),
+            acknowledge_error_code=i16(0) if refused is None else i16(int(error_code(refused))),
+            acknowledge_error_message=None if refused is None else error_message(refused),
+            current_leader=self._leader(place, failed or refused),
+            records=Records(told.records.get(place, b"")),
+            acquired_records=tuple(
+                AcquiredRecords(
+                    first_offset=i64(lease.first), last_offset=i64(lease.last), delivery_count=i16(lease.attempt)
+                )
+                for lease in told.leases.get(place, ())
+            ),
+        )
+
+    def _leader(self, place: SharePartition, error: MillstreamError | None) -> LeaderIdAndEpoch:
+        topics = self._door.service.topics
+        topic = topics.by_id(place[0]) if isinstance(error, NotLeader) else None
+        state = None if topic is None else topics.state_of(topic, place[1])
+        if state is None or not state.has_leader:
+            return _NO_LEADER
+        return LeaderIdAndEpoch(leader_id=i32(state.leader), leader_epoch=i32(state.leader_epoch))
+
+    def _leaders(self, told: _Told) -> tuple[NodeEndpoint, ...]:
+        errors = {**told.failed, **{place: error for place, error in told.acknowledged.items() if error is not None}}
+        leaders = {int(self._leader(place, error).leader_id) for place, error in errors.items()}
+        nodes = [node for leader in sorted(leaders) if (node := self._membership.node(NodeId(leader))) is not None]
+        return tuple(
+            NodeEndpoint(node_id=BrokerId(node.node_id), host=node.host, port=i32(node.port), rack=node.rack)
+            for node in nodes
+        )
+
+
+def _check(request: ShareFetchRequest) -> None:
+    if not request.group_id or not request.member_id:
+        raise InvalidRequest("a share consumer tells its group and its member id")
+    if request.share_session_epoch < CLOSES:
+        raise InvalidRequest(f"there is no share session epoch {request.share_session_epoch}")
+
+
+def _wanted(request: ShareFetchRequest) -> list[SharePartition]:
+    return [
+        (topic.topic_id, partition.partition_index)
+        for topic in request.topics
+        if topic.topic_id is not None
+        for partition in topic.partitions
+    ]
+
+
+def _forgotten(request: ShareFetchRequest) -> list[SharePartition]:
+    return [
+        (topic.topic_id, index)
+        for topic in request.forgotten_topics_data
+        if topic.topic_id is not None
+        for index in topic.partitions
+    ]
+
+
+def _acknowledgements(request: ShareFetchRequest) -> Acknowledgements:
+    return {
+        (topic.topic_id, partition.partition_index): partition.acknowledgement_batches
+        for topic in request.topics
+        if topic.topic_id is not None
+        for partition in topic.partitions
+        if partition.acknowledgement_batches
+    }
+
+
+def _refused(code: ErrorCode, message: str | None = None) -> ShareFetchResponse:
+    return ShareFetchResponse(
+        throttle_time=NO_THROTTLE,
+        error_code=code,
+        error_message=message,
+        acquisition_lock_timeout=i32Timedelta.parse(timedelta(0)),
+        responses=(),
+        node_endpoints=(),
+    )
