@@ -50,11 +50,9 @@ class Membership:
         return NO_CONTROLLER if controller is None or controller not in self._cluster.live else controller
 
     def nodes(self) -> list[Node]:
-        """Every node that is alive."""
-        if self._cluster is None:
-            return [self.me]
-        live = self._cluster.live
-        return [live[node] for node in sorted(live)]
+        """Every node that is alive, or only this one: clients that are told of no node forget them all, for good."""
+        live = {} if self._cluster is None else self._cluster.live
+        return [live[node] for node in sorted(live)] or [self.me]
 
     def node(self, node_id: NodeId) -> Node | None:
         """One node, if it is alive."""
