@@ -42,6 +42,7 @@ _MEANINGS = MappingProxyType(
         "transaction.version": "Both versions of the transaction protocol are served; clients that know the second "
         "(KIP-890) use it.",
         "group.version": "The consumer group protocol of KIP-848 is served (`group.protocol=consumer`).",
+        "share.version": "Share groups (KIP-932) are served; each is a subscription of the same name.",
     }
 )
 
