@@ -77,6 +77,9 @@ fuzz: $(DEV_STAMP) ## Throw broken frames, requests, data folders and records at
 chaos-cluster: $(DEV_STAMP) ## Let 200 faults happen to a loaded cluster of real processes, and check every message (half an hour)
 	@$(BIN)/python -m benchmarks.chaos_cluster $(CHAOS_ARGS)
 
+chaos-transactions: $(DEV_STAMP) ## Kill programs and brokers 100 times while they work in transactions, and check every effect (20 minutes)
+	@$(BIN)/python -m benchmarks.chaos_transactions $(CHAOS_ARGS)
+
 soak: $(DEV_STAMP) ## An hour of mixed load with kills; says whether memory, file handles and latency stayed flat
 	@$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)
 

@@ -58,8 +58,9 @@ SETTINGS: dict[str, object] = {
     "auto-create-topics": "false",
 }
 _PROBE_S = 0.1
-# When no broker answers, the client would else forget them all, and a call for a forgotten coordinator never returns.
-_CONFLUENT: dict[str, Any] = {"socket.timeout.ms": 5_000, "metadata.recovery.strategy": "none"}
+_CONFLUENT: dict[str, Any] = {"socket.timeout.ms": 5_000}
+# When no broker answers, the client would else forget the only one, and calls for a forgotten coordinator never return.
+_ALONE: dict[str, Any] = {"metadata.recovery.strategy": "none"}
 _AIOKAFKA: dict[str, Any] = {"request_timeout_ms": 5_000, "metadata_max_age_ms": 2_000}
 _COMPRESSIONS = ("none", "lz4", "zstd", "snappy", "gzip")
 
@@ -329,7 +330,7 @@ class TransactionTrial:
         """Makes the task of each life of one program."""
         plan = self._plan
         client = "aiokafka" if group == "aiokafka" else "confluent"
-        settings = _settings(group, number, plan.seed)
+        settings = _settings(group, number, plan.seed, alone=len(self.cluster.nodes) == 1)
 
         def task(producer: str) -> Task:
             return Task(
@@ -460,12 +461,13 @@ def _kills_of(fault: Fault) -> int:
     return len(fault.nodes)
 
 
-def _settings(group: str, number: int, seed: int) -> dict[str, dict[str, Any]]:
+def _settings(group: str, number: int, seed: int, *, alone: bool) -> dict[str, dict[str, Any]]:
     """How the clients of one program differ from those of others."""
     if group == "aiokafka":
         compression = None if number == 0 else "lz4"
         return {"consumer": _AIOKAFKA, "producer": {**_AIOKAFKA, "compression_type": compression}}
-    consumer: dict[str, Any] = {**_CONFLUENT, "group.protocol": group}
+    client = {**_CONFLUENT, **(_ALONE if alone else {})}
+    consumer: dict[str, Any] = {**client, "group.protocol": group}
     if group == "classic":
         strategy = ("range", "cooperative-sticky")[seed % 2]
         consumer |= {"session.timeout.ms": 5_000, "heartbeat.interval.ms": 500}
@@ -474,4 +476,4 @@ def _settings(group: str, number: int, seed: int) -> dict[str, dict[str, Any]]:
             # In the newer protocol a name is only free again when its member is given up, which tells nothing new.
             consumer["group.instance.id"] = f"{group}-{number}"
     compression = _COMPRESSIONS[(seed + number) % len(_COMPRESSIONS)]
-    return {"consumer": consumer, "producer": {**_CONFLUENT, "compression.type": compression}}
+    return {"consumer": consumer, "producer": {**client, "compression.type": compression}}
