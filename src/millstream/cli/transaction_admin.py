@@ -151,6 +151,8 @@ async def open_transactions(client: Client, topics: Iterable[str] | None = None)
         for topic in (await client.send(leader, asked)).topics:
             for one in topic.partitions:
                 where = TopicPartition(topic.name, PartitionIndex(one.partition_index))
+                if one.error_code:
+                    raise refusal(one.error_code, one.error_message, about=f"the producers of {where}")
                 found += [_opened(where, leader, each) for each in one.active_producers]
     return [one for one in found if one.start_offset >= 0]
 
