@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from millstream.model.ids import NO_TIMESTAMP_MS, Offset
 from millstream.records.record import Record
@@ -289,3 +291,23 @@ def test_a_filter_tells_what_it_uses() -> None:
     assert uses.fields == {"value", "headers"}
     assert compile_filter("key = 'a'").uses.fields == {"key"}
     assert compile_filter("topic = 'a' AND offset > 5").uses.fields == frozenset()
+
+
+EVERYTHING = compile_filter(
+    "payload.a > 5 OR payload.a LIKE '%x_' OR payload.a[0].b IN (1, 2) OR payload BETWEEN 'a' AND 'b'"
+    " OR lower(payload.a) = upper(payload.b) OR payload.a * payload.b / payload.c % 7 > 1 OR -payload.a = 1"
+    " OR cast(payload.a AS TIMESTAMP) > timestamp OR cast(payload.a AS INT) = cast(payload.b AS STRING)"
+    " OR cast(payload.a AS DOUBLE) = length(payload.c) OR payload.a = timestamp OR payload.a = payload.b"
+    " OR cast(payload.b AS BOOLEAN) OR (payload.a = payload.c) IS NULL OR key < headers['x'] OR offset = payload.a"
+)
+SIGNS = [b'{"a":', b'{"b":', b'"a":', b"[", b"]", b"{", b"}", b",", b'"', b"\\u", b"\\ud83d", b"\xff", b"\xf0\x9f"]
+WORDS = [b"1e308", b"-", b"0", b"9" * 400, b"null", b"true", b'"x"', b"NaN", b'{"a": [1, {"b": 2}], "b": "y"}', b" "]
+PIECES = st.sampled_from(SIGNS + WORDS)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(PIECES, max_size=8).map(b"".join) | st.binary(max_size=30), st.binary(max_size=9))
+def test_no_message_does_harm(value: bytes, other: bytes) -> None:
+    record = Record(Offset(7), int.from_bytes(other[:7], "big"), other, value, (("x", other), ("x", other[:1])))
+    batch = RecordBatch([record], topic="t", partition=3, uses=EVERYTHING.uses)
+    assert EVERYTHING.matches(batch).size == 1

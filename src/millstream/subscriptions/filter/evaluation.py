@@ -6,15 +6,17 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from millstream.records.batch import Buffer
 from millstream.records.record import decode_records
 from millstream.subscriptions.filter.batch import ColumnBatch, DecodedBatch, RecordBatch
 from millstream.subscriptions.filter.filter import Filter
 from millstream.subscriptions.filter.uses import Uses
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 OFFSET_MAX = 2**63 - 1
 
@@ -64,6 +66,8 @@ def evaluate(messages: Messages, filters: Sequence[Filter]) -> Evaluation:
 
 def evaluate_few(messages: Messages, filters: Sequence[Filter], *, decompressed_bytes_max: int) -> Evaluation:
     """The same in plain Python, for a handful of messages; raises `CorruptBatch` for what decompresses to more."""
+    import numpy as np
+
     decoded = decode_records(
         messages.batches,
         aborted=messages.aborted,
@@ -81,6 +85,8 @@ def used_by(filters: Sequence[Filter]) -> Uses:
 
 
 def _joined(parts: Iterable[tuple[npt.NDArray[np.int64], DecodedBatch]], filters: Sequence[Filter]) -> Evaluation:
+    import numpy as np
+
     offsets = [np.empty(0, np.int64)]
     matches: list[list[npt.NDArray[np.bool_]]] = [[np.empty(0, np.bool_)] for _ in filters]
     for found, batch in parts:

@@ -6,7 +6,6 @@ A message is its length in four bytes and MessagePack. Each request is answered 
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 
 from millstream.subscriptions.filter.evaluation import Evaluation, Messages
 
@@ -46,11 +45,15 @@ class Found(msgspec.Struct, frozen=True, tag=True):
     @staticmethod
     def of(evaluation: Evaluation) -> Found:
         """Pack an evaluation."""
+        import numpy as np
+
         matches = [np.packbits(column, bitorder="little").tobytes() for column in evaluation.matches]
         return Found(evaluation.offsets.astype("<i8").tobytes(), matches)
 
     def evaluation(self) -> Evaluation:
         """Unpack it again."""
+        import numpy as np
+
         offsets = np.frombuffer(self.offsets, "<i8").astype(np.int64)
         bits = (np.frombuffer(column, np.uint8) for column in self.matches)
         unpacked = (np.unpackbits(column, count=offsets.size, bitorder="little") for column in bits)
