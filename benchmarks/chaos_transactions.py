@@ -32,7 +32,7 @@ from millstream.testing.trial_solo import TrialSolo
 def main() -> int:
     """Run the trial; 0 when nothing was wrong, 1 otherwise."""
     arguments = _arguments()
-    plan = Plan(kills=arguments.kills, minutes_max=arguments.minutes)
+    plan = Plan(kills=arguments.kills, minutes_max=arguments.minutes, heal_s_max=arguments.patience)
     if arguments.seed is not None:
         plan.seed = arguments.seed
     if arguments.nodes == 1:
@@ -52,6 +52,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=30.0, help="stop after so long; the default is 30")
     parser.add_argument("--seed", type=int, help="repeat the random choices of another run")
     parser.add_argument("--nodes", type=int, default=3, help="how many nodes; the default is 3, and 1 is no cluster")
+    parser.add_argument("--patience", type=float, default=90.0, help="seconds to catch up after a round; default: 90")
     parser.add_argument("--keep", type=Path, help="leave the data, the logs and the history in this folder")
     parser.add_argument("--json", type=Path, help="write what happened to this file")
     return parser.parse_args()

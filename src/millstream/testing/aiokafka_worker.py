@@ -10,7 +10,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
 
 from millstream.testing.transaction_events import Begun
-from millstream.testing.transaction_worker import BATCH_MAX, BATCH_S, STUCK_S, Renew, Stuck, Worker
+from millstream.testing.transaction_worker import BATCH_MAX, BATCH_S, Renew, Stuck, Worker
 
 T = TypeVar("T")
 
@@ -84,6 +84,6 @@ class AiokafkaWorker(Worker):
 
     async def _within(self, name: str, done: Awaitable[T]) -> T:
         try:
-            return await asyncio.wait_for(done, STUCK_S)
+            return await asyncio.wait_for(done, self.task.stuck_s)
         except TimeoutError as error:
-            raise Stuck(f"{name} was not done within {STUCK_S:g} s") from error
+            raise Stuck(f"{name} was not done within {self.task.stuck_s:g} s") from error

@@ -13,7 +13,7 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from millstream.testing.transaction_events import Begun
-from millstream.testing.transaction_worker import BATCH_MAX, BATCH_S, RENEW, STUCK_S, Renew, Stuck, Task, Worker
+from millstream.testing.transaction_worker import BATCH_MAX, BATCH_S, RENEW, Renew, Stuck, Task, Worker
 
 _CALL_S = 5.0
 HANGS_S = 20.0
@@ -119,7 +119,7 @@ class ConfluentWorker(Worker):
 
     def _insist(self, name: str, call: Callable[[], object]) -> None:
         """Call until it is done; what may help to be repeated is repeated, as the client demands it."""
-        deadline = time.monotonic() + STUCK_S
+        deadline = time.monotonic() + self.task.stuck_s
         while True:
             try:
                 with self._watched(name):

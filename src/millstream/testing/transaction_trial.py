@@ -58,6 +58,7 @@ SETTINGS: dict[str, object] = {
     "auto-create-topics": "false",
 }
 _PROBE_S = 0.1
+_STUCK_SHARE = 0.8
 _CONFLUENT: dict[str, Any] = {"socket.timeout.ms": 5_000}
 # When no broker answers, the client would else forget the only one, and calls for a forgotten coordinator never return.
 _ALONE: dict[str, Any] = {"metadata.recovery.strategy": "none"}
@@ -80,7 +81,7 @@ class Plan:
     )
     node_share: float = 0.7
     """In how many rounds something happens to a node."""
-    worker_faults: tuple[int, int] = (0, 3)
+    worker_faults: tuple[int, int] = (1, 4)
     """To how many programs something happens in a round."""
     groups: tuple[str, ...] = GROUPS
     workers: int = 2
@@ -345,6 +346,7 @@ class TransactionTrial:
                 seed=f"{plan.seed}/{producer}",
                 abort_share=plan.abort_share,
                 timeout_ms=10_000,
+                stuck_s=plan.heal_s_max * _STUCK_SHARE,
                 partitions=list(range(number, plan.partitions, plan.workers)),
                 settings=settings,
             )

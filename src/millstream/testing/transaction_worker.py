@@ -20,9 +20,6 @@ from millstream.testing.transaction_events import Asked, Begun, Ended, Event, In
 
 RENEW = 3
 STUCK = 4
-STUCK_S = 75.0
-"""Longer than any fault of a trial, with the time that clients need to find the way again."""
-
 BATCH_MAX = 60
 BATCH_S = 0.3
 
@@ -43,6 +40,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     seed: str
     abort_share: float
     timeout_ms: int
+    stuck_s: float
+    """How long to try in vain: longer than any fault, with the time that clients need to find the way again."""
     partitions: list[int] = []
     """The partitions of the source that it owns, if its client does not share them out by the group."""
     settings: dict[str, dict[str, Any]] = {}
