@@ -36,7 +36,7 @@ MODULE = "millstream.subscriptions.filter.worker_child"
 INLINE_BYTES_MAX = 32 * 1024
 INLINE_MESSAGES_MAX = 64
 INLINE_CHECKS_MAX = 1024
-"""Messages times filters that are evaluated in the process of the loop: a fraction of a millisecond."""
+"""Messages times filters that are evaluated in the process of the loop, which takes below a millisecond."""
 
 ATTEMPTS = 2
 ANSWER_S_MAX = 60.0
