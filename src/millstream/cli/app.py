@@ -15,12 +15,14 @@ from millstream.cli import (
     cluster,
     config_reference,
     demo,
+    dlq,
     doctor,
     group,
     message,
     protocol_reference,
     publish,
     serve,
+    subscription,
     tail,
     topic,
     transaction,
@@ -38,6 +40,8 @@ ORDER = (
     "tail",
     "message",
     "group",
+    "subscription",
+    "dlq",
     "transaction",
     "client",
     "cluster",
@@ -72,6 +76,8 @@ app.command("publish")(publish.publish)
 app.command("tail")(tail.tail)
 app.add_typer(message.app, name="message")
 app.add_typer(group.app, name="group")
+app.add_typer(subscription.app, name="subscription")
+app.add_typer(dlq.app, name="dlq")
 app.add_typer(transaction.app, name="transaction")
 app.add_typer(client.app, name="client")
 app.add_typer(cluster.app, name="cluster")

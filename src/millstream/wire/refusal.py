@@ -78,9 +78,11 @@ TRANSIENT: Final = (
 """What passes by itself when the request is sent again with fresh metadata."""
 
 
-def refusal(code: int, message: str | None, *, about: str) -> errors.MillstreamError:
-    """Build the error for a code that is not 0; `about` says what was asked for."""
-    said = f"{about}: {message}" if message else f"{about}: the broker answered with {code_name(code)}"
+def refusal(code: int, message: str | None, *, about: str = "") -> errors.MillstreamError:
+    """Build the error for a code that is not 0; `about` says what was asked for, where the message does not."""
+    said = message or f"the broker answered with {code_name(code)}"
+    if about:
+        said = f"{about}: {said}"
     if code == OFFSET_OUT_OF_RANGE:
         return errors.OffsetOutOfRange(said, start=-1, end=-1)
     kind = _ERRORS.get(code)

@@ -32,6 +32,8 @@ DELETE_KEY: Final = 32034
 LIST_KEY: Final = 32035
 SEEK_KEY: Final = 32036
 
+_TURN_MS: Final = 200
+
 T = TypeVar("T")
 
 
@@ -96,13 +98,19 @@ class SubscriptionClient:
         self, name: str, worker: str, *, max_records: int, max_bytes: int = 1024 * 1024, wait_ms: int = 0
     ) -> list[LeasedMessage]:
         """Lease messages, from whichever node has some."""
-        request = Receive(name, worker, max_records, max_bytes, wait_ms)
         nodes = await self._nodes()
         if len(nodes) == 1:
-            return await self._receive_from(nodes[0], request)
-        asked = [asyncio.ensure_future(self._receive_from(node, request)) for node in nodes]
-        answers = await asyncio.gather(*asked)
-        return [message for answer in answers for message in answer]
+            return await self._receive_from(nodes[0], Receive(name, worker, max_records, max_bytes, wait_ms))
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_ms / 1000
+        while True:
+            # A node that has nothing holds its answer back, so none is asked to wait for long while others may have.
+            left_ms = max(0, int((deadline - loop.time()) * 1000))
+            request = Receive(name, worker, max_records, max_bytes, min(left_ms, _TURN_MS))
+            answers = await asyncio.gather(*(self._receive_from(node, request) for node in nodes))
+            messages = [message for answer in answers for message in answer]
+            if messages or left_ms == 0:
+                return messages
 
     async def settle(
         self,
@@ -132,7 +140,7 @@ class SubscriptionClient:
             body = msgspec.msgpack.encode(SettleRequest(name, worker, settles))
             answer = _read(await self._client.private(node, SETTLE_KEY, body), SettleAnswer)
             if answer.error:
-                raise refusal(answer.error, answer.message, about=f"subscription {name!r}")
+                raise refusal(answer.error, answer.message)
             for at, told in zip(places, answer.results, strict=True):
                 code, text = told[0]
                 results[at] = refusal(code, text, about=f"message {listed[at].record.offset}") if code else None
@@ -142,7 +150,7 @@ class SubscriptionClient:
         body = await self._client.private(node, RECEIVE_KEY, msgspec.msgpack.encode(request))
         answer = _read(body, ReceiveAnswer)
         if answer.error:
-            raise refusal(answer.error, answer.message, about=f"subscription {request.subscription!r}")
+            raise refusal(answer.error, answer.message)
         messages: list[LeasedMessage] = []
         for part in answer.partitions:
             leases = iter(part.leases)
@@ -171,7 +179,7 @@ class SubscriptionClient:
     async def _ask(self, node: NodeId | None, key: int, body: Mapping[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(bytes(await self._client.private(node, key, json.dumps(body).encode())))
         if answer["error"]:
-            raise refusal(answer["error"], None, about=answer["message"] or "the broker refused")
+            raise refusal(answer["error"], answer["message"])
         return answer
 
 

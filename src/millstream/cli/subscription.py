@@ -1,0 +1,471 @@
+"""`millstream subscription`: create, list, describe, update, delete, pull, seek, pause and resume subscriptions."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.exit_code import CommandFailed
+from millstream.cli.options import (
+    DEFAULT_BROKERS,
+    DEFAULT_TIMEOUT_S,
+    AsJson,
+    Brokers,
+    TimeoutSeconds,
+    Yes,
+    ask_person,
+    parse_assignments,
+)
+from millstream.cli.output import as_json_text, counted, one_line, print_json, print_line, print_note, print_table
+from millstream.cli.position import HELP, Kind, parse_position
+from millstream.model.errors import SubscriptionExists
+from millstream.model.subscription import (
+    ATTEMPTS,
+    BACKOFF_MAX,
+    BACKOFF_MIN,
+    BY_DURATION,
+    DEAD_LETTER_TOPIC,
+    DELIVERY,
+    EXPIRES,
+    FILTER,
+    IN_FLIGHT_MAX,
+    LEASE,
+    ORDERED,
+    PAUSED,
+    START,
+)
+
+if TYPE_CHECKING:
+    from millstream.wire.client import Client
+    from millstream.wire.subscriptions import LeasedMessage
+
+HIDDEN_PREFIX = "__"
+"""Subscriptions of Millstream's own, such as those that count dead letters, are listed only on request."""
+
+ACCEPT, RELEASE, REJECT = 1, 2, 3
+
+app = typer.Typer(
+    help="Create, list, describe, update, delete, pull, seek, pause and resume subscriptions.", no_args_is_help=True
+)
+
+Name = Annotated[str, typer.Argument(help="The name of the subscription.", show_default=False)]
+Topics = Annotated[
+    list[str] | None,
+    typer.Option("--topic", metavar="TOPIC", help="A topic to deliver; may be repeated.", show_default=False),
+]
+Filter = Annotated[
+    str | None,
+    typer.Option(
+        "--filter",
+        metavar="CONDITION",
+        help="Which messages to deliver, as in \"payload.total > 1000 AND headers['region'] = 'eu'\".",
+        show_default=False,
+    ),
+]
+LeaseSeconds = Annotated[
+    float | None,
+    typer.Option("--lease", metavar="SECONDS", help="How long a worker holds a message.", show_default=False),
+]
+Attempts = Annotated[
+    int | None,
+    typer.Option("--attempts", metavar="NUMBER", help="How often a message is tried; 0: for ever.", show_default=False),
+]
+BackoffSeconds = Annotated[
+    str | None,
+    typer.Option(
+        "--backoff", metavar="MIN[:MAX]", help="Seconds between attempts; they double up to MAX.", show_default=False
+    ),
+]
+DeadLetter = Annotated[
+    str | None,
+    typer.Option("--dead-letter", metavar="TOPIC", help="Where messages go that fail for good.", show_default=False),
+]
+Ordered = Annotated[
+    bool | None,
+    typer.Option("--ordered/--unordered", help="Messages of one key one after the other.", show_default=False),
+]
+Delivery = Annotated[
+    str | None,
+    typer.Option(
+        "--delivery", metavar="PROMISE", help="at-most-once, at-least-once or exactly-once.", show_default=False
+    ),
+]
+InFlight = Annotated[
+    int | None,
+    typer.Option(
+        "--in-flight", metavar="NUMBER", help="Messages of a partition that one worker holds.", show_default=False
+    ),
+]
+ExpiresSeconds = Annotated[
+    float | None,
+    typer.Option("--expires", metavar="SECONDS", help="Delete it when unused for so long.", show_default=False),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; may be repeated.", show_default=False),
+]
+
+
+@app.command("create")
+def create(
+    name: Name,
+    topic: Topics = None,
+    filter_: Filter = None,
+    start: Annotated[
+        str, typer.Option("--start", metavar="POSITION", help="Where to begin: start, end, a time or how long ago.")
+    ] = "end",
+    lease: LeaseSeconds = None,
+    attempts: Attempts = None,
+    backoff: BackoffSeconds = None,
+    dead_letter: DeadLetter = None,
+    ordered: Ordered = None,
+    delivery: Delivery = None,
+    in_flight: InFlight = None,
+    expires: ExpiresSeconds = None,
+    settings: Settings = None,
+    if_missing: Annotated[
+        bool, typer.Option("--if-not-exists", help="Succeed, and change nothing, when it is there already.")
+    ] = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Create a subscription: a queue over one or several topics."""
+    if not topic:
+        raise typer.BadParameter("name at least one topic with --topic")
+    overrides = _overrides(filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires)
+    overrides.update({START: _start(start), **parse_assignments(settings or [], flag="--set")})
+
+    async def question(client: Client) -> bool:
+        from millstream.wire.subscriptions import SubscriptionClient
+
+        try:
+            await SubscriptionClient(client).create(name, topic, overrides)
+        except SubscriptionExists:
+            if not if_missing:
+                raise
+            return False
+        return True
+
+    created = ask(brokers, timeout, question)
+    if as_json:
+        print_json({"subscription": name, "topics": topic, "created": created})
+    else:
+        said = "Created subscription" if created else "There is already a subscription"
+        print_line(f"{said} {one_line(name)} on {', '.join(topic)}.")
+
+
+@app.command("list")
+def list_(
+    internal: Annotated[bool, typer.Option("--internal", help="Show Millstream's own subscriptions too.")] = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """List all subscriptions with their backlog."""
+    found = [
+        told
+        for told in ask(brokers, timeout, _describe(None))
+        if internal or not told["name"].startswith(HIDDEN_PREFIX)
+    ]
+    if as_json:
+        print_json({"subscriptions": [_summary(told) for told in found]})
+    elif found:
+        keys = ("subscription", "topics", "backlog", "leased", "parked", "dead_lettered", "paused")
+        rows = [_summary(told) for told in found]
+        print_table(
+            [key.replace("_", "-") for key in keys],
+            [[", ".join(row[key]) if key == "topics" else row[key] for key in keys] for row in rows],
+        )
+    else:
+        print_line("No subscriptions yet; make one with millstream subscription create.")
+
+
+@app.command("describe")
+def describe(
+    name: Name,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Show a subscription's settings and the state of its queues."""
+    (told,) = ask(brokers, timeout, _describe([name]))
+    if as_json:
+        print_json(told)
+        return
+    print_line(f"{one_line(name)} on {', '.join(told['topics']) or 'what its members subscribe to'}")
+    for setting, value in sorted(told["settings"].items()):
+        mark = "" if setting in told["overrides"] else "  (default)"
+        print_line(f"  {setting} = {one_line(value) or '-'}{mark}")
+    print_line()
+    keys = ("topic", "partition", "oldest", "backlog", "available", "leased", "parked", "blocked", "accepted")
+    more = ("released", "expired", "dead_lettered", "dropped", "filtered")
+    queues = sorted(told["queues"], key=lambda queue: (queue["topic"], queue["partition"]))
+    if queues:
+        header = [key.replace("_", "-") for key in (*keys, *more)]
+        print_table(header, [[queue[key] for key in (*keys, *more)] for queue in queues])
+    else:
+        print_line("No queue is open; its topics may not exist yet.")
+
+
+@app.command("update")
+def update(
+    name: Name,
+    topic: Topics = None,
+    filter_: Filter = None,
+    lease: LeaseSeconds = None,
+    attempts: Attempts = None,
+    backoff: BackoffSeconds = None,
+    dead_letter: DeadLetter = None,
+    ordered: Ordered = None,
+    delivery: Delivery = None,
+    in_flight: InFlight = None,
+    expires: ExpiresSeconds = None,
+    settings: Settings = None,
+    unset: Annotated[
+        list[str] | None,
+        typer.Option("--unset", metavar="NAME", help="Back to its default; may be repeated.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Change a subscription; what is not named stays. Messages that were filtered already stay so."""
+    changes: dict[str, str | None] = {
+        **_overrides(filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires),
+        **parse_assignments(settings or [], flag="--set"),
+        **dict.fromkeys(unset or []),
+    }
+    if not changes and topic is None:
+        raise typer.BadParameter("there is nothing to change; see --help for what can be")
+    _alter(name, changes, topic, brokers, timeout)
+    if as_json:
+        print_json({"subscription": name, "changes": changes, "topics": topic})
+    else:
+        print_line(f"Changed subscription {one_line(name)}.")
+
+
+@app.command("pause")
+def pause(
+    name: Name,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Give out no more messages; leases that are out can be settled."""
+    _set_paused(name, "true", as_json=as_json, brokers=brokers, timeout=timeout)
+
+
+@app.command("resume")
+def resume(
+    name: Name,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Give out messages again."""
+    _set_paused(name, None, as_json=as_json, brokers=brokers, timeout=timeout)
+
+
+@app.command("delete")
+def delete(
+    name: Name,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Delete a subscription; the messages stay in their topics. A person at a terminal is asked first."""
+    ask_person(f"Delete subscription {name} and forget what it has delivered?", unless=yes or as_json)
+
+    async def question(client: Client) -> None:
+        from millstream.wire.subscriptions import SubscriptionClient
+
+        await SubscriptionClient(client).delete(name)
+
+    ask(brokers, timeout, question)
+    if as_json:
+        print_json({"subscription": name, "deleted": True})
+    else:
+        print_line(f"Deleted subscription {one_line(name)}.")
+
+
+@app.command("seek")
+def seek(
+    name: Name,
+    to: Annotated[str, typer.Option("--to", metavar="POSITION", help=f"Where to go on: {HELP}.", show_default=False)],
+    topic: Annotated[
+        str | None, typer.Option("--topic", metavar="TOPIC", help="Only this topic.", show_default=False)
+    ] = None,
+    partition: Annotated[
+        int | None, typer.Option("--partition", "-p", min=0, help="Only this partition.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Go on at another place, back or forth. Leases that are out become void."""
+    place = _place(to)
+
+    async def question(client: Client) -> list[dict[str, Any]]:
+        from millstream.wire.subscriptions import SubscriptionClient
+
+        return await SubscriptionClient(client).seek(name, place, topic=topic, partition=partition)
+
+    moved = sorted(ask(brokers, timeout, question), key=lambda queue: (queue["topic"], queue["partition"]))
+    if not moved:
+        raise CommandFailed(f"there is nothing to move: subscription {name!r} has no queue there")
+    if as_json:
+        print_json({"subscription": name, "queues": moved})
+        return
+    keys = ("topic", "partition", "offset")
+    print_table(keys, [[queue[key] for key in keys] for queue in moved])
+    print_line(f"Moved subscription {one_line(name)} in {counted(len(moved), 'partition')}.")
+
+
+@app.command("pull")
+def pull(
+    name: Name,
+    number: Annotated[int, typer.Option("-n", metavar="NUMBER", min=1, help="At most so many messages.")] = 10,
+    wait: Annotated[float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for some.")] = 0.0,
+    accept: Annotated[bool, typer.Option("--accept", help="Accept them once they are printed.")] = False,
+    release: Annotated[bool, typer.Option("--release", help="Give them back once they are printed.")] = False,
+    reject: Annotated[
+        str | None,
+        typer.Option(
+            "--reject", metavar="REASON", help="Have them dead-lettered, for this reason.", show_default=False
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Take messages as a worker does. Unless told otherwise they come back when their lease has run out."""
+    if sum((accept, release, reject is not None)) > 1:
+        raise typer.BadParameter("--accept, --release and --reject exclude each other")
+    worker = f"cli/{socket.gethostname()}-{os.getpid()}"
+
+    async def question(client: Client) -> list[LeasedMessage]:
+        from millstream.wire.subscriptions import SubscriptionClient
+
+        subscriptions = SubscriptionClient(client)
+        messages = await subscriptions.receive(name, worker, max_records=number, wait_ms=int(wait * 1000))
+        _show(messages, as_json=as_json)
+        verb = ACCEPT if accept else RELEASE if release else REJECT if reject is not None else None
+        if verb is not None and messages:
+            errors = await subscriptions.settle(name, worker, messages, verb, reason=reject or "")
+            for error in errors:
+                if error is not None:
+                    raise error
+        return messages
+
+    messages = ask(brokers, timeout + wait, question)
+    if not messages and not as_json:
+        print_note("No messages now.")
+    elif messages and not (accept or release or reject is not None) and not as_json:
+        print_note(f"{counted(len(messages), 'message')} held; they come back when the lease has run out (--accept).")
+
+
+def _show(messages: Iterable[LeasedMessage], *, as_json: bool) -> None:
+    from millstream.cli.message_text import as_document, as_text
+
+    for message in messages:
+        if as_json:
+            document = as_document(message.topic, message.topic_id, message.partition, message.record)
+            print_line(as_json_text({**document, "attempt": message.attempt, "deadline_ms": message.deadline_ms}))
+        else:
+            print_line(as_text(message.topic, message.partition, message.record, colour=False))
+
+
+def _describe(names: list[str] | None) -> Any:
+    async def question(client: Client) -> list[dict[str, Any]]:
+        from millstream.wire.subscriptions import SubscriptionClient
+
+        return await SubscriptionClient(client).describe(names)
+
+    return question
+
+
+def _summary(told: dict[str, Any]) -> dict[str, Any]:
+    sums = {
+        key: sum(queue[key] for queue in told["queues"]) for key in ("backlog", "leased", "parked", "dead_lettered")
+    }
+    return {
+        "subscription": told["name"],
+        "topics": told["topics"],
+        **sums,
+        "paused": told["settings"][PAUSED] == "true",
+    }
+
+
+def _alter(name: str, changes: dict[str, str | None], topics: list[str] | None, brokers: str, timeout: float) -> None:
+    async def question(client: Client) -> None:
+        from millstream.wire.subscriptions import SubscriptionClient
+
+        await SubscriptionClient(client).alter(name, changes, topics=topics)
+
+    ask(brokers, timeout, question)
+
+
+def _set_paused(name: str, value: str | None, *, as_json: bool, brokers: str, timeout: float) -> None:
+    _alter(name, {PAUSED: value}, None, brokers, timeout)
+    if as_json:
+        print_json({"subscription": name, "paused": value is not None})
+    else:
+        print_line(f"{'Paused' if value else 'Resumed'} subscription {one_line(name)}.")
+
+
+def _start(text: str) -> str:
+    if text.startswith(BY_DURATION):
+        return text
+    place = _place(text)
+    if place.startswith("offset:"):
+        raise typer.BadParameter("a subscription begins at start, end or a time; seek to an offset afterwards")
+    return place
+
+
+def _place(to: str) -> str:
+    position = parse_position(to)
+    if position.kind is Kind.OFFSET:
+        return f"offset:{position.value}"
+    if position.kind is Kind.TIME:
+        return f"at:{position.value}"
+    return "earliest" if position.kind is Kind.START else "latest"
+
+
+def _overrides(
+    filter_: str | None,
+    lease: float | None,
+    attempts: int | None,
+    backoff: str | None,
+    dead_letter: str | None,
+    ordered: bool | None,
+    delivery: str | None,
+    in_flight: int | None,
+    expires: float | None,
+) -> dict[str, str]:
+    given = {
+        FILTER: filter_,
+        LEASE: None if lease is None else str(int(lease * 1000)),
+        ATTEMPTS: None if attempts is None else str(attempts),
+        DEAD_LETTER_TOPIC: dead_letter,
+        ORDERED: None if ordered is None else str(ordered).lower(),
+        DELIVERY: delivery,
+        IN_FLIGHT_MAX: None if in_flight is None else str(in_flight),
+        EXPIRES: None if expires is None else str(int(expires * 1000)),
+    }
+    found = {name: value for name, value in given.items() if value is not None}
+    if backoff is not None:
+        least, _, most = backoff.partition(":")
+        try:
+            found[BACKOFF_MIN] = str(int(float(least) * 1000))
+            if most:
+                found[BACKOFF_MAX] = str(int(float(most) * 1000))
+        except ValueError:
+            raise typer.BadParameter(f"--backoff takes seconds, as in 1 or 1:60, not {backoff!r}") from None
+    return found
