@@ -38,7 +38,7 @@ HOLD_MAX_S = 5.0
 GRACE_S = 5.0
 """For so long a leader may not know of a partition, or of leading it, before that is worth a warning."""
 
-BYTES_BETWEEN_YIELDS = 512 * 1024
+BYTES_BETWEEN_YIELDS = 2 * 1024 * 1024
 PARTITIONS_BETWEEN_YIELDS = 200
 
 
@@ -48,7 +48,7 @@ class FetchLimits:
 
     wait_ms: int = 500
     bytes_max: int = 10 * 1024 * 1024
-    partition_bytes_max: int = 1024 * 1024
+    partition_bytes_max: int = 4 * 1024 * 1024
 
 
 class _Followed:

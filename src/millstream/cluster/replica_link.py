@@ -24,7 +24,7 @@ ANSWER_S = 10.0
 """How long an answer may take beyond the time for which the leader was asked to wait."""
 
 
-ROOM_BYTES_MAX = 4 * 1024 * 1024
+ROOM_BYTES_MAX = 12 * 1024 * 1024
 """The largest answer whose memory is kept for the next one."""
 
 

@@ -1,0 +1,145 @@
+"""Partitions move from nodes 1, 2 and 3 to 2, 3 and 4 while clients write and read: nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import threading
+import time
+from base64 import urlsafe_b64decode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicCollection
+from confluent_kafka import TopicPartition as Place
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+from kafka.admin import KafkaAdminClient
+from kafka.structs import TopicPartition
+
+from millstream.testing.etcd_server import EtcdServer
+from millstream.testing.postgres_server import PostgresServer
+from millstream.testing.replica_bytes import differing_replicas
+from millstream.testing.server_group import ServerGroup
+
+WAIT_S = 60.0
+BEFORE = [[1, 2, 3], [2, 1, 3]]
+AFTER = [[2, 3, 4], [4, 3, 2]]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer) -> Iterator[ServerGroup]:
+    settings = {"leader-balance-ms": 500, "lease-ms": 2000}
+    with ServerGroup(tmp_path, etcd.url, postgres.new_database(), nodes=4, settings=settings) as started:
+        yield started
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.05)
+
+
+class Writer(threading.Thread):
+    """An idempotent producer that numbers what it sends to each partition, until it is told to end."""
+
+    def __init__(self, cluster: ServerGroup, topic: str) -> None:
+        super().__init__(daemon=True)
+        self._topic = topic
+        self._ended = threading.Event()
+        self.acknowledged = [0] * len(BEFORE)
+        self.errors: list[str] = []
+        self._producer = Producer(
+            {
+                "bootstrap.servers": cluster.kafka,
+                "log_level": 0,
+                "enable.idempotence": True,
+                "linger.ms": 2,
+                "message.timeout.ms": int(WAIT_S * 1000),
+            }
+        )
+
+    def run(self) -> None:
+        number = 0
+        while not self._ended.is_set():
+            for partition in range(len(BEFORE)):
+                value = b"%d " % number + b"x" * 500
+                self._producer.produce(self._topic, value, partition=partition, on_delivery=self._delivered)
+            number += 1
+            self._producer.poll(0.001)
+        if self._producer.flush(WAIT_S):
+            self.errors.append("not everything was answered")
+
+    def finish(self) -> None:
+        """Wait for everything that is on its way."""
+        self._ended.set()
+        self.join(2 * WAIT_S)
+
+    def _delivered(self, error: KafkaError | None, message: Message) -> None:
+        if error is not None:
+            self.errors.append(str(error))
+        else:
+            self.acknowledged[message.partition() or 0] += 1
+
+
+class Reader(threading.Thread):
+    """A consumer that reads all the while and notes what it was given, until it has seen as much as it is told."""
+
+    def __init__(self, cluster: ServerGroup, topic: str) -> None:
+        super().__init__(daemon=True)
+        self.seen: list[list[int]] = [[] for _ in BEFORE]
+        self.wanted: list[int] | None = None
+        self._consumer = Consumer({"bootstrap.servers": cluster.kafka, "log_level": 0, "group.id": "unused"})
+        self._consumer.assign([Place(topic, partition, 0) for partition in range(len(BEFORE))])
+
+    def run(self) -> None:
+        deadline = time.monotonic() + 3 * WAIT_S
+        while time.monotonic() < deadline and [len(seen) for seen in self.seen] != self.wanted:
+            for message in self._consumer.consume(1000, 0.2):
+                if message.error() is None:
+                    self.seen[message.partition() or 0].append(int((message.value() or b"").split()[0]))
+        self._consumer.close()
+
+
+def replicas(admin: AdminClient, topic: str) -> list[tuple[list[int], set[int]]]:
+    """The replicas of each partition, and those in sync."""
+    found = admin.list_topics(topic, timeout=WAIT_S).topics[topic].partitions
+    return [(found[index].replicas, set(found[index].isrs)) for index in sorted(found)]
+
+
+def topic_id(admin: AdminClient, topic: str) -> UUID:
+    found = admin.describe_topics(TopicCollection([topic]))[topic].result(WAIT_S).topic_id
+    return UUID(bytes=urlsafe_b64decode(f"{found}=="))
+
+
+def test_partitions_move_to_other_nodes_under_load(cluster: ServerGroup, topic: str) -> None:
+    admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
+    new = NewTopic(topic, len(BEFORE), replica_assignment=BEFORE, config={"min.insync.replicas": "2"})
+    admin.create_topics([new], operation_timeout=WAIT_S)[topic].result(WAIT_S)
+    writer, reader = Writer(cluster, topic), Reader(cluster, topic)
+    writer.start()
+    reader.start()
+    until(lambda: min(writer.acknowledged) > 200)
+    mover = KafkaAdminClient(bootstrap_servers=cluster[3].kafka)
+    mover.alter_partition_reassignments({TopicPartition(topic, index): target for index, target in enumerate(AFTER)})
+    until(lambda: replicas(admin, topic) == [(target, set(target)) for target in AFTER])
+    until(lambda: mover.list_partition_reassignments() == {})
+    mover.close()
+    # The node that they left is not needed for them any more, and nothing of them is left on it.
+    identity = topic_id(admin, topic)
+    until(lambda: not any((cluster[1].data / "partitions" / str(identity)).glob("[0-9]*")))
+    cluster[1].kill()
+    moved = list(writer.acknowledged)
+    until(lambda: all(now > then + 200 for now, then in zip(writer.acknowledged, moved, strict=True)))
+    writer.finish()
+    assert writer.errors == []
+    reader.wanted = writer.acknowledged
+    reader.join(2 * WAIT_S)
+    # Nothing is lost, doubled or out of order.
+    assert reader.seen == [list(range(count)) for count in writer.acknowledged]
+    for number in (2, 3, 4):
+        cluster[number].stop()
+    folders = {number: cluster[number].data for number in (2, 3, 4)}
+    assert differing_replicas(folders, [identity], len(BEFORE)) == []
