@@ -100,6 +100,46 @@ def test_an_extended_lease_lasts_longer() -> None:
     assert queue.settle("a", [settle(0, 0, Verb.ACCEPT)], now_ms=later + LEASE_MS - 1) == [None]
 
 
+def test_a_lease_that_was_extended_by_little_does_not_end_with_the_old_one() -> None:
+    queue = make_queue(2)
+    queue.acquire("a", now_ms=NOW_MS, max_records=2)
+    queue.settle("a", [settle(0, 0, Verb.EXTEND, LEASE_MS + 3)], now_ms=NOW_MS)
+    queue.tick(NOW_MS + LEASE_MS)
+    assert (queue.counts.leased, queue.counts.available) == (1, 1)
+    queue.tick(NOW_MS + LEASE_MS + 2)
+    assert queue.settle("a", [settle(0, 0, Verb.ACCEPT)], now_ms=NOW_MS + LEASE_MS + 2) == [None]
+
+
+def test_one_worker_does_not_settle_what_another_holds() -> None:
+    queue = make_queue(4)
+    queue.acquire("a", now_ms=NOW_MS, max_records=2)
+    queue.acquire("b", now_ms=NOW_MS, max_records=2)
+    for first, last in ((0, 0), (0, 1), (1, 2)):
+        assert queue.settle("b", [settle(first, last, Verb.ACCEPT)], now_ms=NOW_MS) != [None]
+    assert queue.counts.leased == 4
+
+
+def test_attempts_and_leases_hold_through_a_restart() -> None:
+    queue = make_queue(4, backoff_min_ms=50)
+    queue.acquire("a", now_ms=NOW_MS, max_records=3)
+    queue.settle("a", [settle(0, 0, Verb.RELEASE), settle(1, 1, Verb.RELEASE, 0)], now_ms=NOW_MS)
+    queue = again(queue)
+    assert queue.settle("a", [settle(2, 2, Verb.ACCEPT)], now_ms=NOW_MS) == [None]
+    assert [lease[:3] for lease in queue.acquire("b", now_ms=NOW_MS, max_records=9)] == [(1, 1, 2), (3, 3, 1)]
+    assert [lease[:3] for lease in queue.acquire("b", now_ms=NOW_MS + 50, max_records=9)] == [(0, 0, 2)]
+
+
+def test_what_is_aside_and_available_is_found_after_a_restart() -> None:
+    queue = make_queue(100, window_max=100)
+    queue.acquire("slow", now_ms=NOW_MS, max_records=1)
+    queue.acquire("a", now_ms=NOW_MS, max_records=99)
+    queue.settle("a", [settle(1, 99, Verb.ACCEPT)], now_ms=NOW_MS)
+    queue.tick(NOW_MS)
+    queue.worker_gone("slow", now_ms=NOW_MS)
+    assert (queue.counts.aside, queue.counts.available) == (1, 1)
+    assert [lease[:3] for lease in again(queue).acquire("b", now_ms=NOW_MS, max_records=9)] == [(0, 0, 2)]
+
+
 def test_backoff_doubles_and_a_delay_overrides_it() -> None:
     queue = make_queue(1, backoff_min_ms=100, backoff_max_ms=250, attempts=0)
     now_ms = NOW_MS
