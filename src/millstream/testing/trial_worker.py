@@ -119,7 +119,7 @@ class TrialWorker:
             if life in self._replaced:
                 self.renewed += 1
                 self._replaced.remove(life)
-            elif code in {0, RENEW}:
+            elif code != -signal.SIGKILL:
                 self.renewed += code == RENEW
                 self.start()
 
@@ -135,7 +135,8 @@ class TrialWorker:
 
     def _ended(self, life: Life) -> int | None:
         code = life.process.poll()
-        if code not in {None, 0, RENEW, -signal.SIGKILL}:
+        # One that has just begun does not know yet how to end when it is asked to.
+        if code not in {None, 0, RENEW, -signal.SIGKILL, -signal.SIGTERM}:
             how = "is stuck" if code == STUCK else f"ended with exit code {code}"
             raise TrialFailed(f"{life.task.producer} {how}:\n{life.log_tail()}")
         return code

@@ -1,0 +1,88 @@
+"""Programs of a trial: what a killed one wrote counts, and who ended by itself gets another life."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from millstream.testing.transaction_events import Asked, Begun
+from millstream.testing.transaction_worker import Task
+from millstream.testing.trial_clients import TrialFailed
+from millstream.testing.trial_worker import TrialWorker
+
+NOBODY = "127.0.0.1:1"
+WAIT_S = 30
+
+
+@pytest.fixture
+def new_task(tmp_path: Path) -> Callable[[str], Task]:
+    def task(producer: str) -> Task:
+        return Task(
+            producer=producer,
+            client="confluent",
+            brokers=NOBODY,
+            group="group",
+            transactional_id="worker",
+            source="source",
+            outputs={"results": 1},
+            file=str(tmp_path / f"{producer}.jsonl"),
+            seed="1",
+            abort_share=0.0,
+            timeout_ms=10_000,
+            stuck_s=60.0,
+        )
+
+    return task
+
+
+@pytest.fixture
+def worker(tmp_path: Path, new_task: Callable[[str], Task]) -> Iterator[TrialWorker]:
+    started = TrialWorker("worker", tmp_path, new_task)
+    started.start()
+    yield started
+    started.end()
+
+
+def test_a_line_that_was_not_finished_says_nothing_yet(worker: TrialWorker) -> None:
+    begun = (
+        '{"event":"begun","producer":"worker.0","number":0,"group":"g","source":"s","inputs":[],"outputs":[],"at":1}\n'
+    )
+    asked = '{"event":"asked","producer":"worker.0","number":0,"commit":true,"at":2}\n'
+    file = Path(worker.life.task.file)
+    file.write_text(begun + asked[:20])
+    assert [type(event) for event in worker.events()] == [Begun]
+    assert list(worker.events()) == []
+    file.write_text(begun + asked)
+    assert [type(event) for event in worker.events()] == [Asked]
+
+
+def test_who_was_killed_waits_for_the_next_life_and_who_ended_gets_one(worker: TrialWorker) -> None:
+    worker.kill()
+    worker.tend()
+    assert len(worker.lives) == 1
+    worker.start()
+    worker.start()
+    assert worker.replaced == ["worker.1"]
+    worker.lives[1].kill()
+    worker.tend()
+    assert worker.replaced == []
+    assert [life.is_running for life in worker.lives] == [False, False, True]
+
+
+def test_a_program_that_fails_fails_the_trial(worker: TrialWorker) -> None:
+    worker.life.process.send_signal(signal.SIGUSR1)
+    worker.life.process.wait(WAIT_S)
+    with pytest.raises(TrialFailed, match=r"worker\.0 ended with exit code"):
+        worker.tend()
+
+
+def test_a_program_goes_on_after_a_pause(worker: TrialWorker) -> None:
+    worker.pause()
+    worker.stop()
+    worker.resume()
+    worker.life.process.wait(WAIT_S)
+    worker.tend()
+    assert [life.is_running for life in worker.lives] == [False, True]
