@@ -28,6 +28,10 @@ ROOM_BYTES_MAX = 12 * 1024 * 1024
 """The largest answer whose memory is kept for the next one."""
 
 
+SMALL_ANSWERS_MAX = 8
+"""After so many answers in a row that need none, the memory is given back."""
+
+
 class ReplicaLink(Protocol):
     """A follower's way to one leader. It carries one fetch at a time."""
 
@@ -60,7 +64,8 @@ class WireLink:
         self._client_id = client_id
         self._channel: Channel | None = None
         self._room: bytearray | None = None
-        self._room_is_used = False
+        self._small_answers = 0
+        """How many in a row did not need the room."""
         self._due = 0.0
         """When the answer to the fetch under way is due; 0 for none."""
         self._watch: asyncio.TimerHandle | None = None
@@ -70,10 +75,10 @@ class WireLink:
         channel = self._channel
         if channel is None or not channel.is_open:
             channel = self._channel = await self._connect()
-        if not self._room_is_used:
+        self._small_answers += 1
+        if self._small_answers > SMALL_ANSWERS_MAX:
             # Little comes this way, so nothing is kept for it.
             self._room = None
-        self._room_is_used = False
         self._expect_answer(fetch.max_wait_ms / 1000 + ANSWER_S)
         try:
             return read_replica_answers(await channel.ask(FETCH_KEY, VERSION, [write_replica_fetch(fetch)]))
@@ -113,7 +118,7 @@ class WireLink:
     def _room_for(self, size: int) -> memoryview:
         if size > ROOM_BYTES_MAX:
             return memoryview(bytearray(size))
-        self._room_is_used = True
+        self._small_answers = 0
         if self._room is None or len(self._room) < size:
             self._room = bytearray(min(max(size, 2 * len(self._room or b"")), ROOM_BYTES_MAX))
         return memoryview(self._room)[:size]

@@ -1,0 +1,100 @@
+"""A follower's link over a real connection: memory that is used again, and leaders that do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from uuid import UUID
+
+import pytest
+
+from millstream.cluster import replica_link
+from millstream.cluster.membership import Node
+from millstream.cluster.replica_link import SMALL_ANSWERS_MAX, WireLink
+from millstream.model.errors import BrokerUnreachable
+from millstream.model.ids import NodeId, Offset, PartitionIndex
+from millstream.testing.scripted_broker import FETCH, ScriptedBroker
+from millstream.wire.codec import RequestHeader
+from millstream.wire.replica_fetching import (
+    VERSION,
+    ReplicaAnswer,
+    ReplicaAnswers,
+    ReplicaFetch,
+    write_replica_answers,
+)
+
+KEY = UUID(int=7), PartitionIndex(0)
+ASKED = ReplicaFetch(NodeId(2), 9, 100, 1 << 20, {})
+
+
+class Leader:
+    """Answers each fetch with so many bytes, one after the other; None for never."""
+
+    def __init__(self, broker: ScriptedBroker, *sizes: int | None) -> None:
+        self.broker = broker
+        self.sizes = list(sizes)
+        broker.handlers[FETCH] = self.answer
+
+    async def answer(self, header: RequestHeader, _frame: memoryview) -> bytes | None:
+        size = self.sizes.pop(0)
+        if size is None:
+            await asyncio.Event().wait()
+        records = bytes([65 + len(self.sizes)]) * (size or 0)
+        answer = ReplicaAnswer(0, Offset(0), Offset(0), None, records)
+        pieces = write_replica_answers(VERSION, header.correlation_id, ReplicaAnswers(0, 1, {KEY: answer}))
+        self.broker.write(b"".join(map(bytes, pieces)))
+        return None
+
+
+@pytest.fixture
+async def broker() -> AsyncIterator[ScriptedBroker]:
+    scripted = ScriptedBroker()
+    await scripted.start()
+    yield scripted
+    await scripted.stop()
+
+
+@pytest.fixture
+async def link(broker: ScriptedBroker) -> AsyncIterator[WireLink]:
+    opened = WireLink(lambda: Node(node_id=NodeId(1), host="127.0.0.1", port=broker.port), client_id="replica-2")
+    yield opened
+    await opened.close()
+
+
+async def test_large_answers_are_received_into_the_same_memory(broker: ScriptedBroker, link: WireLink) -> None:
+    sizes = [300_000, 200_000, 10, 250_000, *[10] * (SMALL_ANSWERS_MAX + 1), 250_000]
+    Leader(broker, *sizes)
+    rooms = []
+    for size in sizes:
+        records = (await link.fetch(ASKED)).partitions[KEY].records
+        assert len(records) == size
+        assert len(set(bytes(records))) == 1
+        assert isinstance(records, memoryview)
+        rooms.append(records.obj)
+    assert rooms[0] is rooms[1] is rooms[3]
+    # After many answers that needed little, nothing is kept.
+    assert rooms[-1] is not rooms[0]
+
+
+async def test_what_is_too_large_to_be_kept_has_memory_of_its_own(
+    broker: ScriptedBroker, link: WireLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_link, "ROOM_BYTES_MAX", 100_000)
+    Leader(broker, 200_000, 200_000)
+    first = (await link.fetch(ASKED)).partitions[KEY].records
+    second = (await link.fetch(ASKED)).partitions[KEY].records
+    assert bytes(first) == b"B" * 200_000
+    assert bytes(second) == b"A" * 200_000
+
+
+async def test_a_leader_that_does_not_answer_is_given_up_and_reached_anew(
+    broker: ScriptedBroker, link: WireLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Leader(broker, 10, None, 20)
+    monkeypatch.setattr(replica_link, "ANSWER_S", 0.1)
+    assert len((await link.fetch(ASKED)).partitions[KEY].records) == 10
+    with pytest.raises(BrokerUnreachable, match="not answered in time"):
+        await link.fetch(ASKED)
+    monkeypatch.setattr(replica_link, "ANSWER_S", 10.0)
+    assert len((await link.fetch(ASKED)).partitions[KEY].records) == 20
+    assert broker.connections == 2
