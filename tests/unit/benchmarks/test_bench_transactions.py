@@ -54,5 +54,6 @@ def test_who_comes_first_changes_from_round_to_round() -> None:
 
 def test_every_line_is_in_a_table() -> None:
     found = {MILLSTREAM: server(), KAFKA: server()}
-    shown = [row[0] for table in transactions._tables(found) for row in table.rows]
-    assert shown == [*PRODUCE, *CONSUME]
+    shown = [row[:2] for table in transactions._tables(found) for row in table.rows]
+    assert shown == [[name, line] for lines in (PRODUCE, CONSUME) for name in found for line in lines]
+    assert next(iter(transactions._tables(found))).rows[1][2:] == ["100", "0.50", "200", "1.00", "1.00"]
