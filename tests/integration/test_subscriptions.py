@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from millstream.model.errors import (
@@ -216,6 +218,30 @@ async def test_a_worker_waits_and_is_woken_by_a_message(server: Server) -> None:
         await asyncio.sleep(0.2)
         await work.publish("a")
         assert values(await waiting) == ["a"]
+
+
+async def metrics(server: Server) -> str:
+    async with asyncio.timeout(60), httpx.AsyncClient(timeout=60) as http:
+        # On a busy machine the gateway is there a while after the broker.
+        while (answer := await http.get(f"http://{server.http}/metrics")).status_code != 200:
+            await asyncio.sleep(0.2)
+    return answer.text
+
+
+async def test_the_page_lists_every_metric(server: Server) -> None:
+    page = Path(__file__).parents[2] / "docs" / "subscriptions.md"
+    documented = set(re.findall(r"`(millstream_\w+)`", page.read_text(encoding="utf-8")))
+    async with desk(server, "metered", {}) as work:
+        await work.publish("a")
+        await work.settle(await work.receive(1), ACCEPT)
+    text = await metrics(server)
+    served = {
+        name
+        for name in re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE)
+        if name.startswith("millstream_subscription_")
+    }
+    assert documented == served
+    assert 'millstream_subscription_accepted_total{subscription="metered"} 1.0' in text
 
 
 async def test_a_subscription_is_paused_sought_changed_and_deleted(server: Server) -> None:

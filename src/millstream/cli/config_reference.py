@@ -8,6 +8,7 @@ from millstream.cli.output import print_bytes
 from millstream.config import ENVIRONMENT_PREFIX, FILE_NAME, Config
 from millstream.model.missing_setting import MISSING
 from millstream.model.setting import Setting
+from millstream.model.subscription import SubscriptionSettings
 from millstream.model.topic import TopicSettings
 
 _HEAD = f"""# Configuration
@@ -33,6 +34,15 @@ any Kafka tool: the names are Kafka's where Kafka has them. A change takes effec
 
 """
 
+_SUBSCRIPTIONS = """
+## Subscriptions
+
+Give these with `millstream subscription create NAME --set SETTING=VALUE`, change them with `millstream subscription
+update`, or as the settings of a share group with any Kafka tool. [subscriptions.md](subscriptions.md) says what they
+are for. A change takes effect at once.
+
+"""
+
 _MISSING = """
 Settings of Kafka that Millstream does not have are refused, with the reason:
 
@@ -49,8 +59,9 @@ def config_reference() -> None:
 def reference() -> str:
     """The whole page."""
     node = _table(declared for _, declared in Config.declared().values())
+    subscriptions = _SUBSCRIPTIONS + _table(SubscriptionSettings.declared().values())
     missing = "".join(f"| `{name}` | {reason} |\n" for name, reason in sorted(MISSING.items()))
-    return _HEAD + node + _TOPICS + _table(TopicSettings.declared().values()) + _MISSING + missing
+    return _HEAD + node + _TOPICS + _table(TopicSettings.declared().values()) + _MISSING + missing + subscriptions
 
 
 def _table(settings: Iterable[Setting]) -> str:

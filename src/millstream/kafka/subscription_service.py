@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable
 from random import SystemRandom
 from typing import TYPE_CHECKING
+from uuid import UUID
 
 from millstream.cluster.membership import Membership
 from millstream.cluster.producer_ids import ProducerIds
@@ -70,6 +71,10 @@ class SubscriptionService:
         opened = 0 if self._engine is None else self._engine.open_count
         yield gauge("millstream_queues_kept", "Queues whose state this node keeps.", self.states.queues)
         yield gauge("millstream_queues_open", "Queues that this node leads and has open.", opened)
+        if self._engine is not None:
+            from millstream.subscriptions.delivery_metrics import delivery_metrics
+
+            yield from delivery_metrics(self._engine.deliveries, self._name_of, self._clock)
 
     async def start(self) -> None:
         """Begin to load what the log has, and the queues of what is declared."""
@@ -155,6 +160,10 @@ class SubscriptionService:
         engine.start()
         self._engine = engine
         return engine
+
+    def _name_of(self, subscription_id: UUID) -> str | None:
+        declared = self.declared.by_id(subscription_id)
+        return None if declared is None else declared.name
 
     def _addresses(self) -> str:
         return ",".join(f"{node.host}:{node.port}" for node in self._membership.nodes())

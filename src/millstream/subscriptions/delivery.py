@@ -22,6 +22,7 @@ import numpy.typing as npt
 from millstream.model.clock import Clock
 from millstream.model.errors import MillstreamError, NotLeader, OffsetOutOfRange
 from millstream.model.ids import Epoch, Offset
+from millstream.model.metric import LATENCY_BOUNDS_S, Histogram
 from millstream.model.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSettings
 from millstream.records.batch import Buffer, iterate_whole_headers
 from millstream.replication.partition import Partition
@@ -96,6 +97,8 @@ class Delivery:
         self.partition = partition
         self.leader_epoch = Epoch(partition.leader_epoch)
         self.last_used_ms = clock.now_ms()
+        self.latency = Histogram(LATENCY_BOUNDS_S)
+        """How long messages took from their batch's timestamp to their first delivery."""
         self.when_rejecting: Callable[[], None] = lambda: None
         """Called when messages are on their way to the dead letter topic."""
         self.when_closed: Callable[[Delivery], None] = lambda _delivery: None
@@ -132,6 +135,28 @@ class Delivery:
     def backlog(self) -> int:
         """How many offsets are not done, about."""
         return self.queue.backlog(readable_end(self.partition, self.settings.isolation))
+
+    @property
+    def topic(self) -> str:
+        """The name of the topic."""
+        return self.partition.topic.name
+
+    @property
+    def index(self) -> str:
+        """The number of the partition, as metrics name it."""
+        return str(self.partition.index)
+
+    def oldest_age_ms(self, now_ms: int) -> int:
+        """How old the oldest message is that is not done, by the timestamp of its batch; 0 when there is none."""
+        oldest = max(self.queue.oldest, self.partition.log_start)
+        if self._closed is not None or oldest >= readable_end(self.partition, self.settings.isolation):
+            return 0
+        try:
+            records, _ = read(self.partition, oldest, self.settings.isolation, max_bytes=1)
+        except MillstreamError:
+            return 0
+        header = next(iterate_whole_headers(records), None)
+        return 0 if header is None else max(0, now_ms - header.max_timestamp_ms)
 
     # Workers
 
@@ -263,7 +288,16 @@ class Delivery:
             until=until,
             batch_ends=ends if wanted.whole_batches else None,
         )
-        return Received(leases, list(batches_with(records, [(lease.first, lease.last) for lease in leases])))
+        batches = list(batches_with(records, [(lease.first, lease.last) for lease in leases]))
+        if leases and leases[-1].attempt == 1:
+            self._observe(batches, now_ms)
+        return Received(leases, batches)
+
+    def _observe(self, batches: list[memoryview], now_ms: int) -> None:
+        """Note how long the batches of a first delivery have waited."""
+        for batch in batches:
+            for header in iterate_whole_headers(batch):
+                self.latency.observe(max(0, now_ms - header.max_timestamp_ms) / 1000)
 
     def _look_ahead(self, wanted: int) -> None:
         """Look further until enough is known to be there, or nothing more is."""
