@@ -1,0 +1,101 @@
+"""Whatever happened to a partition before etcd was lost: who begins in sync has everything that was acknowledged."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.cluster.inventory import ReplicaFound
+from millstream.cluster.rebuild import state_of
+from millstream.model.ids import NodeId
+
+NODES = (1, 2, 3)
+
+Log = list[tuple[int, int]]
+"""Records as (epoch, number)."""
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["append", "fetch", "fetch", "acknowledge", "shrink", "grow", "elect"]), st.sampled_from(NODES)
+    ),
+    max_size=60,
+)
+
+
+class Partition:
+    """A replicated partition, as far as it matters here: logs, who leads, who is in sync, what was acknowledged."""
+
+    def __init__(self) -> None:
+        self.logs: dict[int, Log] = {node: [] for node in NODES}
+        self.leader, self.epoch, self.epoch_start = 1, 0, 0
+        self.in_sync = set(NODES)
+        self.acknowledged: Log = []
+        self._written = 0
+
+    def step(self, what: str, node: int) -> None:
+        getattr(self, f"_{what}")(node)
+
+    def _append(self, _node: int) -> None:
+        self._written += 1
+        self.logs[self.leader].append((self.epoch, self._written))
+
+    def _fetch(self, node: int) -> None:
+        """Cut off what the leader does not have, and take one record."""
+        if node != self.leader:
+            common = self._common(node)
+            self.logs[node] = self.logs[self.leader][: common + 1]
+
+    def _acknowledge(self, _node: int) -> None:
+        had_by_all = min(self._common(node) for node in self.in_sync)
+        if had_by_all > len(self.acknowledged):
+            self.acknowledged = self.logs[self.leader][:had_by_all]
+
+    def _shrink(self, node: int) -> None:
+        if node != self.leader:
+            self.in_sync.discard(node)
+
+    def _grow(self, node: int) -> None:
+        has = self._common(node)
+        if has == len(self.logs[node]) and has >= max(self.epoch_start, len(self.acknowledged)):
+            self.in_sync.add(node)
+
+    def _elect(self, node: int) -> None:
+        if node in self.in_sync:
+            self.leader, self.epoch = node, self.epoch + 1
+            self.epoch_start = len(self.logs[node])
+
+    def _common(self, node: int) -> int:
+        """How many records of the leader's log a node has."""
+        pairs = enumerate(zip(self.logs[node], self.logs[self.leader], strict=False))
+        return next((at for at, (one, other) in pairs if one != other), min(map(len, (self.logs[node], self._led()))))
+
+    def _led(self) -> Log:
+        return self.logs[self.leader]
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps=STEPS, looked_at=st.sets(st.sampled_from(NODES), min_size=1))
+def test_those_that_begin_in_sync_have_everything_that_was_acknowledged(
+    steps: list[tuple[str, int]], looked_at: set[int]
+) -> None:
+    partition = Partition()
+    for what, node in steps:
+        partition.step(what, node)
+    # Nodes may be missing, as long as one is there that was in sync.
+    for nodes in (set(NODES), looked_at | {min(partition.in_sync)}):
+        found = {
+            NodeId(node): ReplicaFound(
+                topic_id="t",
+                partition=0,
+                end=len(log),
+                epoch=log[-1][0] if log else -1,
+                damaged=False,
+            )
+            for node, log in partition.logs.items()
+            if node in nodes
+        }
+        state = state_of(found, 0, len(NODES))
+        assert state.in_sync
+        assert state.leader_epoch > partition.epoch
+        for node in state.in_sync:
+            assert partition.logs[node][: len(partition.acknowledged)] == partition.acknowledged
