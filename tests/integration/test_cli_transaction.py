@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
-from confluent_kafka import KafkaException, Producer
+from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from kio.schema.errors import ErrorCode
 
 from millstream.model.errors import InvalidTransactionState, ProducerFenced
@@ -198,3 +200,32 @@ async def test_a_transaction_of_millstreams_own_client(server: Server, topic: st
             assert following.epoch == producer.epoch + 1
             assert await transactions.end(producer, commit=sequence == 0) == following
             producer = following
+
+
+def test_what_its_coordinator_has_forgotten_is_found_and_ended(tmp_path: Path) -> None:
+    with Server(tmp_path / "data") as server:
+        millstream = CommandLine(server.kafka)
+        assert millstream("topic", "create", "orders").code == 0
+        settings = {"bootstrap.servers": server.kafka, "log_level": 0}
+        producer = Producer(settings | {"transactional.id": "tx"})
+        producer.init_transactions(WAIT_S)
+        producer.begin_transaction()
+        producer.produce("orders", b"x", partition=0)
+        assert producer.flush(WAIT_S) == 0
+        consumed = [TopicPartition("in", 0, 7)]
+        assert millstream("topic", "create", "in").code == 0
+        group = Consumer(settings | {"group.id": "g"})
+        producer.send_offsets_to_transaction(consumed, group.consumer_group_metadata(), WAIT_S)
+        group.close()
+        coordinators = millstream("topic", "describe", "__transaction_state", "--json").document["id"]
+        server.stop()
+        shutil.rmtree(server.data / "partitions" / coordinators)
+        server.start()
+
+        hanging = millstream("transaction", "list", "--hanging", "--json").document["hanging"]
+        assert [one["topic"] for one in hanging] == ["__consumer_offsets", "orders"]
+        assert "__consumer_offsets" in millstream("transaction", "list", "--hanging").out
+        for one in hanging:
+            where = ("--topic", one["topic"], "--partition", one["partition"], "--producer-id", one["producer_id"])
+            assert millstream("transaction", "abort", *where).code == 0
+        assert millstream("transaction", "list", "--hanging", "--json").document["hanging"] == []
