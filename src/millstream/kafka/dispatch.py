@@ -86,6 +86,9 @@ class Dispatch:
         if isinstance(api, Api):
             return self._answer(api, header, frame, client, started)
         answer = api.handle_frame(frame, header, client)
+        if isinstance(answer, list):
+            self._latencies[api.key].observe(time.perf_counter() - started)
+            return answer
         return self._observe(self._latencies[api.key], answer, started)
 
     async def _when_loaded(self, frame: bytearray, connection: Connection) -> Reply | None:
@@ -144,7 +147,7 @@ class Dispatch:
         return [encoded]
 
     def _observe(self, latency: Histogram, answer: Answer, started: float) -> Answer:
-        if answer is None or isinstance(answer, list | Stream):
+        if answer is None or isinstance(answer, (list, Stream)):
             latency.observe(time.perf_counter() - started)
             return answer
         if isinstance(answer, Promise):

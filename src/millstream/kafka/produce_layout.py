@@ -38,6 +38,9 @@ _INT32: Final = struct.Struct(">i")
 _PARTITION: Final = struct.Struct(">ii")
 _OUTCOME: Final = struct.Struct(">ihqq")
 _OUTCOME_WITH_START: Final = struct.Struct(">ihqqq")
+# Size and correlation id of an answer; the throttle time with the empty tags of the topic before and of all behind it.
+_HEAD: Final = struct.Struct(">ii")
+_TAGS_AND_THROTTLE: Final = struct.Struct(">xix")
 _UUID_BYTES: Final = 16
 _ONE_BYTE_MAX: Final = 0x7F
 _TOPICS_REMEMBERED: Final = 1000
@@ -217,13 +220,12 @@ def write(header: RequestHeader, portions: list[Portion], throttle_ms: int) -> B
 
 def write_one(header: RequestHeader, portion: Portion, throttle_ms: int) -> Buffers:
     """Lay out the answer to a request for one partition, if there is no message to send."""
-    version, flexible = header.version, header.flexible
-    body = _start_of_one(portion.topic, flexible) + _plain_outcome(version, portion)
+    flexible = header.flexible
+    body = _start_of_one(portion.topic, flexible) + _plain_outcome(header.version, portion)
+    # What stands around it, empty tags after each part among it, is laid out here, at a fraction of the cost of calls.
     if flexible:
-        body += b"\0" + _INT32.pack(throttle_ms) + b"\0"
-    else:
-        body += _INT32.pack(throttle_ms)
-    return [response_head(_PRODUCE, version, header.correlation_id, len(body)) + body]
+        return [_HEAD.pack(len(body) + 11, header.correlation_id) + b"\0" + body + _TAGS_AND_THROTTLE.pack(throttle_ms)]
+    return [_HEAD.pack(len(body) + 8, header.correlation_id) + body + _INT32.pack(throttle_ms)]
 
 
 @lru_cache(maxsize=_TOPICS_REMEMBERED)

@@ -23,13 +23,13 @@ from typing import Any, Protocol, cast
 
 from millstream.model.errors import MillstreamError, ProtocolViolation
 from millstream.net.budget import Budget
-from millstream.net.half_frame import FRAME_COST_BYTES, HalfFrame, give_back
+from millstream.net.half_frame import FRAME_COST_BYTES, LARGE_BYTES, HalfFrame, give_back
 from millstream.net.hangups import Hangups
 from millstream.net.limits import ConnectionLimits as ConnectionLimits
 from millstream.net.outgoing import PIECE_BYTES, Outgoing
 from millstream.net.presence import Presence
 from millstream.net.promise import Buffers as Buffers
-from millstream.net.promise import Promise, Reply
+from millstream.net.promise import Promise, Reply, promise_of
 from millstream.net.stream import Piece, Stored, Stream
 from millstream.net.traffic import Traffic
 
@@ -38,6 +38,9 @@ _logger = logging.getLogger(__name__)
 Answer = Reply | Promise | asyncio.Future[Buffers | None] | Coroutine[Any, Any, Reply | None] | None
 
 SCRATCH_BYTES = 128 * 1024
+START_BYTES = 20 * 1024
+"""So much of a frame is copied if the one before was large: enough for a large buffer, which takes the rest."""
+
 
 WRITE_BUFFER_HIGH_BYTES = 64 * 1024
 """A client that leaves more than this unread is not served further until it has caught up; all of it then counts."""
@@ -59,6 +62,7 @@ PIECES_MAX = 4
 _LENGTH = struct.Struct(">i")
 
 _scratch_view = memoryview(bytearray(SCRATCH_BYTES))
+_start_view = _scratch_view[:START_BYTES]
 
 
 class Service(Protocol):
@@ -94,6 +98,7 @@ class Connection(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._half: HalfFrame | None = None
+        self._expects_large = False
         self._served_at_once = 0
         self._length_bytes = bytearray()
         self._waiting: deque[tuple[memoryview, bytearray]] = deque()
@@ -151,7 +156,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: the frame under way, or the scratch buffer."""
-        return _scratch_view if self._half is None else self._half.space
+        if self._half is not None:
+            return self._half.space
+        return _start_view if self._expects_large else _scratch_view
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take in what has arrived."""
@@ -281,6 +288,7 @@ class Connection(asyncio.BufferedProtocol):
             position = start + size
             if position > available:
                 self._half = HalfFrame(self._budget, size, data[start:], self._loop.time())
+                self._expects_large = size >= LARGE_BYTES
                 return
             self._traffic.frames_in += 1
             if self._may_serve():
@@ -289,6 +297,7 @@ class Connection(asyncio.BufferedProtocol):
                 # The scratch buffer is used again at once, so a frame that has to wait takes its bytes along.
                 self._keep_for_later(bytearray(data[start:position]))
         self._length_bytes += data[position:]
+        self._expects_large = False
 
     def _impossible(self, size: int) -> ProtocolViolation:
         return ProtocolViolation(
@@ -326,7 +335,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _may_serve(self) -> bool:
         """Whether nothing holds up the next frame; at most so many at once, so that others get their turn."""
-        if self._waiting or self._is_held_up:
+        if self._waiting or self._task is not None or self._write_paused or self._outgoing or self._muted is not None:
             return False
         self._served_at_once += 1
         return self._served_at_once <= FRAMES_AT_ONCE_MAX
@@ -349,7 +358,7 @@ class Connection(asyncio.BufferedProtocol):
             if buffer is not None:
                 self._release(buffer)
             raise
-        if answer.__class__ is not list and asyncio.iscoroutine(answer):
+        if not isinstance(answer, list) and asyncio.iscoroutine(answer):
             self._begin_task(answer, len(frame), buffer)
             return
         if buffer is not None:
@@ -362,7 +371,7 @@ class Connection(asyncio.BufferedProtocol):
             reply.keep(answer)
             self._flush_replies()
         elif answer is not None:
-            promise = answer if isinstance(answer, Promise) else self._promise_of(answer)
+            promise = answer if isinstance(answer, Promise) else promise_of(answer, self.fail)
             self._replies.append(promise)
             promise.when_kept = self._promise_kept
 
@@ -374,21 +383,6 @@ class Connection(asyncio.BufferedProtocol):
             self._budget.take(size + FRAME_COST_BYTES)
         self._task = self._loop.create_task(self._wait_for(reply, answer))
         self._task.add_done_callback(lambda _done: self._after_task(answer, size, buffer))
-
-    def _promise_of(self, future: asyncio.Future[Buffers | None]) -> Promise:
-        promise = Promise()
-
-        def settle(done: asyncio.Future[Buffers | None]) -> None:
-            if done.cancelled():
-                return
-            error = done.exception()
-            if error is not None:
-                self.fail(error)
-            else:
-                promise.keep(done.result())
-
-        future.add_done_callback(settle)
-        return promise
 
     async def _wait_for(self, reply: Promise, answer: Coroutine[Any, Any, Reply | None]) -> None:
         try:
@@ -404,8 +398,9 @@ class Connection(asyncio.BufferedProtocol):
             _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
             self.fail(error)
         else:
+            # Nothing else is answered by this step, so there is nothing to wait for that could leave with it.
             reply.keep(buffers)
-            self._promise_kept()
+            self._flush_replies()
 
     def _after_task(self, answer: Coroutine[Any, Any, Reply | None], size: int, buffer: bytearray | None) -> None:
         # A task that was cancelled before its first step has not touched the answer; close it, so that it never is.

@@ -52,3 +52,20 @@ class Promise:
             self.when_kept = lambda: None if waiter.done() else waiter.set_result(None)
             yield from waiter
         return self.buffers
+
+
+def promise_of(future: asyncio.Future[Buffers | None], fail: Callable[[BaseException], None]) -> Promise:
+    """A promise that a future keeps, or `fail` is told why not."""
+    promise = Promise()
+
+    def settle(done: asyncio.Future[Buffers | None]) -> None:
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is not None:
+            fail(error)
+        else:
+            promise.keep(done.result())
+
+    future.add_done_callback(settle)
+    return promise

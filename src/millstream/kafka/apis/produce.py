@@ -196,7 +196,7 @@ class Produce:
         """Append what is given for one partition; returns the partition if it has to be waited for."""
         if request.acks not in _ACKS_VALID:
             portion.fail(ErrorCode.invalid_required_acks, f"acks must be -1, 0 or 1, not {request.acks}")
-        elif request.transactional_id is None and _flags(portion.records) & TRANSACTIONAL_FLAG:
+        elif request.transactional_id is None and _is_transactional(portion.records):
             portion.fail(ErrorCode.transactional_id_authorization_failed, _NO_TRANSACTION)
         elif portion.code is not ErrorCode.none:
             self.batches_rejected += 1
@@ -218,7 +218,8 @@ class Produce:
             partition = self._topics.partition(topic, portion.index)
         else:
             partition = self._topics.partition_by_id(topic, portion.index)
-        _check_allowed(partition, records, version)
+        if partition.topic.is_internal or version < FIRST_WITH_ZSTD:
+            _check_allowed(partition, records, version)
         appended = portion.appended = partition.write(records, acks=acks, guard=guard)
         # The memory they lie in is not the request's any more once it is answered or promised.
         portion.records = None
@@ -266,6 +267,10 @@ class Produce:
 def _flags(records: memoryview | None) -> int:
     """Codec and flags of the first batch; what is too short to have them, the log refuses."""
     return 0 if records is None or len(records) <= _FLAGS_AT else records[_FLAGS_AT]
+
+
+def _is_transactional(records: memoryview | None) -> bool:
+    return records is not None and len(records) > _FLAGS_AT and bool(records[_FLAGS_AT] & TRANSACTIONAL_FLAG)
 
 
 def _check_allowed(partition: Partition, records: memoryview, version: int) -> None:
