@@ -112,9 +112,10 @@ class _Check:
         self._find_wrong_polls()
         self._find_wrong_inputs()
         self._find_wrong_offsets()
+        effects = self._find_doubled_effects()
         if self._complete:
             self._find_torn()
-            self._find_wrong_effects()
+            self._find_wrong_effects(effects)
         return self._report
 
     # -- what there is -----------------------------------------------------------------------------------------
@@ -320,9 +321,8 @@ class _Check:
         detail = f"transaction {key[1]} of {key[0]} {ended}, and {len(missing)} of its {total} messages are missing"
         self._report.add(Kind.TORN if torn else Kind.LOST, (outputs[0].topic, outputs[0].partition, -1), detail)
 
-    def _find_wrong_effects(self) -> None:
-        """Each message of the source that a group is past has its outputs once; none has them that it is not past."""
-        ends = {(told.group, told.partition): told for told in self._history.told}
+    def _find_doubled_effects(self) -> dict[tuple[Source, str], int]:
+        """What was made from each message of the source in each topic; twice is once too often."""
         effects: dict[tuple[Source, str], int] = {}
         for message, place in self._visible.items():
             one, output = self._transaction(message), self._output(message)
@@ -333,11 +333,17 @@ class _Check:
             if other != message:
                 what = f"{self._call(message)} and {self._call(other)} at {_show(self._visible[other])}"
                 self._report.add(Kind.DOUBLED, place, f"{what} were both made from {_show(source)}")
-            end, key = ends.get(source[:2]), (one.begun.producer, one.begun.number)
+        return effects
+
+    def _find_wrong_effects(self, effects: Mapping[tuple[Source, str], int]) -> None:
+        """Each message of the source that a group is past has its outputs; none has them that it is not past."""
+        ends = {(told.group, told.partition): told for told in self._history.told}
+        for (source, _), message in effects.items():
+            end, key = ends.get(source[:2]), self._history.messages[message][:2]
             if end is not None and source[2] >= end.offset and key not in self._torn:
                 self._torn.add(key)
                 detail = f"{self._call(message)} was made from {_show(source)}, and the group is at {end.offset}"
-                self._report.add(Kind.TORN, place, detail)
+                self._report.add(Kind.TORN, self._visible[message], detail)
         self._find_missing_effects(ends.values(), effects)
 
     def _find_missing_effects(self, ends: Iterable[Told], effects: Mapping[tuple[Source, str], int]) -> None:

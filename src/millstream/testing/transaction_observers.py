@@ -165,14 +165,21 @@ def places_of(topics: Topics) -> list[Place]:
 
 def ends_of(address: str, topics: Topics, *, committed: bool) -> dict[Place, int]:
     """The ends of all partitions: the high watermarks, or the last stable offsets."""
-    settings = {"bootstrap.servers": address, "group.id": "ends", **QUIET_RECONNECT}
-    client = Consumer({**settings, "isolation.level": "read_committed" if committed else "read_uncommitted"})
+    deadline = time.monotonic() + READ_S_MAX
+    while True:
+        try:
+            return _ask_ends(address, places_of(topics), "read_committed" if committed else "read_uncommitted")
+        except KafkaException as error:
+            # Leaders may still be changing; the client gives some of that up at once.
+            if time.monotonic() > deadline:
+                raise TrialFailed(f"the partitions do not tell their ends: {error}") from error
+        time.sleep(_ASK_EVERY_S)
+
+
+def _ask_ends(address: str, places: Iterable[Place], isolation: str) -> dict[Place, int]:
+    settings = {"bootstrap.servers": address, "group.id": "ends", "isolation.level": isolation}
+    client = Consumer({**settings, **QUIET_RECONNECT})
     try:
-        return {
-            place: int(client.get_watermark_offsets(TopicPartition(*place), timeout=READ_S_MAX)[1])
-            for place in places_of(topics)
-        }
-    except KafkaException as error:
-        raise TrialFailed(f"the partitions do not tell their ends: {error}") from error
+        return {place: int(client.get_watermark_offsets(TopicPartition(*place), timeout=_ASK_S)[1]) for place in places}
     finally:
         client.close()
