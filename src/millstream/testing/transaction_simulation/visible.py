@@ -10,6 +10,7 @@ from millstream.records.batch import BatchHeader, read_header
 from millstream.records.control import read_marker
 from millstream.records.record import decode_batch
 from millstream.testing.simulation.committed import Violation
+from millstream.testing.transaction_simulation.decisions import Decision, Decisions
 from millstream.testing.transaction_simulation.model import Model
 
 
@@ -24,7 +25,7 @@ class Open(NamedTuple):
 class Visible:
     """One partition: which transactions are open, and what the others made visible."""
 
-    def __init__(self, partition: TopicPartition, model: Model) -> None:
+    def __init__(self, partition: TopicPartition, model: Model, decisions: Decisions) -> None:
         self.partition = partition
         self.values: dict[int, str] = {}
         """Every visible record by its offset."""
@@ -32,6 +33,7 @@ class Visible:
         self.batches = 0
         """How many were taken in."""
         self._model = model
+        self._decisions = decisions
         self._open: dict[int, Open] = {}
 
     @property
@@ -56,7 +58,13 @@ class Visible:
     def _end_transaction(self, batch: bytes, header: BatchHeader) -> None:
         marker = read_marker(batch, header)
         opened = self._open.pop(header.producer_id, None)
-        if marker is None or opened is None:
+        if marker is None:
+            return
+        if Decision(marker.producer_id, marker.producer_epoch, marker.commit) not in self._decisions:
+            raise Violation(
+                f"{self.partition}: nobody has decided durably on the marker at {header.base_offset}: {marker}"
+            )
+        if opened is None:
             return
         values = list(opened.values.values())
         self._model.decided(self.partition, {number_of(value) for value in values}, values, commit=marker.commit)

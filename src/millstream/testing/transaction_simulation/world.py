@@ -14,7 +14,7 @@ from typing import cast
 from unittest import mock
 
 from millstream.cluster.keys import PartitionKey
-from millstream.model.ids import NodeId
+from millstream.model.ids import NodeId, PartitionIndex
 from millstream.replication.partition import Partition
 from millstream.testing.simulation.clock import SimulatedClock
 from millstream.testing.simulation.committed import Violation
@@ -23,6 +23,7 @@ from millstream.testing.simulation.world import FINISH_S, Outcome, World, run_wo
 from millstream.testing.transaction_simulation.batch_driver import BatchDriver
 from millstream.testing.transaction_simulation.caller import Stage
 from millstream.testing.transaction_simulation.consumer import CommittedConsumer, OffsetReader
+from millstream.testing.transaction_simulation.decisions import Decisions
 from millstream.testing.transaction_simulation.model import Model
 from millstream.testing.transaction_simulation.node import TransactionNode
 from millstream.testing.transaction_simulation.plan import TransactionPlan
@@ -57,9 +58,13 @@ class TransactionWorld(World):
         super().__init__(plan)
         self.model = Model()
         self._transaction_plan = plan
-        topic = plan.topics[0]
+        data, state = plan.topics[:2]
+        self._decisions = Decisions()
+        self._state = [self.rules.of((state.topic_id, PartitionIndex(index))) for index in range(state.partitions)]
+        self._state_taken = [0] * state.partitions
         self._visible: dict[PartitionKey, Visible] = {
-            (topic.topic_id, partition.partition): Visible(partition, self.model) for partition in plan.data
+            (data.topic_id, partition.partition): Visible(partition, self.model, self._decisions)
+            for partition in plan.data
         }
         self._committed = [(self.rules.of(key), visible) for key, visible in self._visible.items()]
         self._watched: dict[NodeId, tuple[Mapping[PartitionKey, Partition], list[_Stable]]] = {}
@@ -76,10 +81,7 @@ class TransactionWorld(World):
     def stepped(self, node: SimulatedNode) -> None:
         """Something ran on a node: check what is committed, and how far it lets consumers read."""
         super().stepped(node)
-        for committed, visible in self._committed:
-            if len(committed) > visible.batches:
-                for batch in committed.since(visible.batches):
-                    visible.take(batch)
+        self._take_committed()
         replicas = node.replicas()
         watched = self._watched.get(node.node_id)
         if watched is None or watched[0] is not replicas:
@@ -88,6 +90,17 @@ class TransactionWorld(World):
         for stable in watched[1]:
             if stable.partition.is_leader:
                 _check_stable(node, stable)
+
+    def _take_committed(self) -> None:
+        for index, committed in enumerate(self._state):
+            if len(committed) > self._state_taken[index]:
+                for batch in committed.since(self._state_taken[index]):
+                    self._decisions.take(batch)
+                self._state_taken[index] = len(committed)
+        for committed, visible in self._committed:
+            if len(committed) > visible.batches:
+                for batch in committed.since(visible.batches):
+                    visible.take(batch)
 
     # -- the run ----------------------------------------------------------------------------------------------
 

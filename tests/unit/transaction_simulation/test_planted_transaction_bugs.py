@@ -1,0 +1,263 @@
+"""Bugs planted into transactions, each one that somebody could have written: the simulation finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from millstream.cluster.cluster_topics import ClusterTopics
+from millstream.coordination.runtime import Runtime
+from millstream.coordination.shard import Shard
+from millstream.coordination.state import StateRecord
+from millstream.groups.pending_offsets import PendingOffsets
+from millstream.log.producer import ProducedBatch
+from millstream.log.producers import Producers
+from millstream.log.transactions import NO_TRANSACTION, Guard, PackedTransactions
+from millstream.model.ids import Offset, PartitionIndex
+from millstream.model.marker import Marker
+from millstream.model.topic import Topic, TopicPartition
+from millstream.records.batch import BatchHeader
+from millstream.replication.partition import Partition
+from millstream.testing.transaction_simulation.world import simulate_transactions
+from millstream.transactions.batches import Batches
+from millstream.transactions.marker_sender import MarkedShard, MarkerSender, MarkerWriter
+from millstream.transactions.records import transaction_record
+from millstream.transactions.requests import Ending
+from millstream.transactions.shard import TransactionShard
+from millstream.transactions.transaction import Transaction, TransactionState
+
+SEEDS_MAX = 60
+
+
+@dataclass(frozen=True, slots=True)
+class PlantedBug:
+    """What is replaced by what, and the kinds of faults among which it shows soon."""
+
+    name: str
+    patches: tuple[tuple[object, str, Any], ...]
+    faults: tuple[str, ...]
+    first: int = 0
+    """The seed to begin with: the one that found it when it was written, so that this is soon over."""
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """Have the bug while this lasts."""
+        with ExitStack() as stack:
+            for target, attribute, wrong in self.patches:
+                stack.enter_context(mock.patch.object(target, attribute, wrong))
+            yield
+
+
+_write_all = MarkerSender._write_all
+
+
+async def _ask_each_partition_once(self: MarkerSender, shard: MarkedShard, ending: Ending) -> bool:
+    sender = MarkerSender(self._shards, _Satisfied(self._writer), self._random)
+    return await _write_all(sender, shard, ending)
+
+
+class _Satisfied:
+    """Whatever the answers are, they are taken for good ones."""
+
+    def __init__(self, writer: MarkerWriter) -> None:
+        self._writer = writer
+
+    async def write(self, marker: Marker, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, None]:
+        partitions = list(partitions)
+        await self._writer.write(marker, partitions)
+        return dict.fromkeys(partitions)
+
+
+async def _do_not_wait_for_the_decision(self: MarkerSender, shard: MarkedShard) -> None:
+    try:
+        known = [transactional_id for one, transactional_id in self._under_way if one is shard]
+        endings: Any = [] if shard.state is None else shard.state.endings(known)[1]
+        for ending in endings:
+            self._under_way.add((shard, ending.transactional_id))
+            self._start(self._finish(shard, ending), name="end")
+    finally:
+        self._collecting.discard(shard)
+
+
+_loaded = TransactionShard.loaded
+
+
+def _take_what_is_decided_for_done(self: TransactionShard) -> None:
+    for transactional_id in self._ending:
+        self._transactions[transactional_id] = self._transactions[transactional_id].complete(now_ms=0)
+    self._ending.clear()
+    _loaded(self)
+
+
+_unpack = Producers.unpack_transactions
+
+
+def _forget_what_was_open(self: Producers, packed: PackedTransactions) -> None:
+    _unpack(self, packed)
+    for known in self:
+        known.open_from = NO_TRANSACTION
+    self.transactions.open.clear()
+
+
+_check = Producers.check
+
+
+def _take_older_epochs(self: Producers, header: BatchHeader, now_ms: int) -> ProducedBatch | None:
+    known = self.get(header.producer_id)
+    return None if known is not None and header.producer_epoch < known.epoch else _check(self, header, now_ms)
+
+
+def _take_late_markers(self: Producers, marker: Marker) -> Marker | None:
+    known = self.get(marker.producer_id)
+    return marker if known is None or known.open_from != NO_TRANSACTION else None
+
+
+def _abort_without_a_new_epoch(self: TransactionShard, transaction: Transaction) -> Transaction:
+    return transaction.ending(commit=False, version=0, now_ms=self._clock.now_ms())
+
+
+def _time_out_all(self: TransactionShard, transactional_id: str) -> list[StateRecord]:
+    transaction = self._transactions.get(transactional_id)
+    if transaction is None or transaction.deadline_ms is None:
+        return []
+    return [transaction_record(self.aborted(transaction))]
+
+
+def _deadline_of_all(self: Transaction) -> int | None:
+    has_one = self.state in (TransactionState.ONGOING, TransactionState.PREPARED)
+    return self.started_ms + self.timeout_ms if has_one else None
+
+
+_release = Shard._release
+
+
+def _answer_at_once(self: Shard[Any], needed: Offset) -> None:
+    _release(self, Offset(0))
+
+
+_ended_by = PendingOffsets.ended_by
+
+
+def _keep_offsets_of_the_aborted(self: PendingOffsets, marker: Marker, *, now_ms: int) -> list[StateRecord]:
+    return _ended_by(self, replace(marker, commit=True), now_ms=now_ms)
+
+
+_take_state = ClusterTopics._take_state
+
+
+def _tell_of_changes_only(self: ClusterTopics, topic: Topic, index: PartitionIndex) -> Partition | None:
+    partition = self._partitions[topic.name][index]
+    before = None if partition is None else (partition.is_leader, partition.leader_epoch)
+    with mock.patch.object(self, "_tell_leadership"):
+        taken = _take_state(self, topic, index)
+    if taken is not None and before != (taken.is_leader, taken.leader_epoch):
+        self._tell_leadership(taken)
+    return taken
+
+
+_lead = Runtime.lead
+
+
+def _keep_a_closed_shard(self: Runtime[Any], index: PartitionIndex, partition: Any) -> None:
+    if index not in self._shards:
+        _lead(self, index, partition)
+
+
+def _no_guard(self: Producers, header: BatchHeader, guard: Guard | None) -> None:
+    """The answer of the coordinator is enough, whatever has happened since."""
+
+
+BUGS = (
+    PlantedBug(
+        "a transaction is complete before all of its markers are written",
+        ((MarkerSender, "_write_all", _ask_each_partition_once),),
+        ("kill", "isolate"),
+        first=4,
+    ),
+    PlantedBug(
+        "markers are written before the decision is durable",
+        ((MarkerSender, "_collect", _do_not_wait_for_the_decision),),
+        ("isolate", "cut"),
+    ),
+    PlantedBug(
+        "a commit is acknowledged before it is durable",
+        ((Shard, "_release", _answer_at_once),),
+        ("kill", "isolate"),
+        first=4,
+    ),
+    PlantedBug(
+        "whoever takes over believes that what is decided is done",
+        ((TransactionShard, "loaded", _take_what_is_decided_for_done),),
+        ("kill", "isolate"),
+        first=2,
+    ),
+    PlantedBug(
+        "after a restart the last stable offset ignores what is open",
+        ((Producers, "unpack_transactions", _forget_what_was_open),),
+        ("restart",),
+        first=3,
+    ),
+    PlantedBug(
+        "a batch of an epoch that is over is taken",
+        (
+            (Producers, "check", _take_older_epochs),
+            (Producers, "check_epoch", lambda self, producer_id, epoch: None),
+            (Producers, "_check_guard", _no_guard),
+        ),
+        ("lateness", "duplicates"),
+        first=1,
+    ),
+    PlantedBug(
+        "a marker that comes late ends the next transaction",
+        ((Producers, "check_marker", _take_late_markers),),
+        ("lateness", "duplicates"),
+        first=5,
+    ),
+    PlantedBug(
+        "the coordinator aborts without a new epoch",
+        ((TransactionShard, "aborted", _abort_without_a_new_epoch),),
+        ("kill", "duplicates"),
+        first=3,
+    ),
+    PlantedBug(
+        "other attempts at a batch are not ended with it",
+        ((Batches, "_cleared", lambda self, query, batch, but=(): []),),
+        ("kill",),
+        first=1,
+    ),
+    PlantedBug(
+        "what is prepared is aborted after its timeout",
+        (
+            (Transaction, "deadline_ms", property(_deadline_of_all)),
+            (TransactionShard, "_time_out", _time_out_all),
+        ),
+        ("kill",),
+        first=3,
+    ),
+    PlantedBug(
+        "offsets of an aborted transaction count",
+        ((PendingOffsets, "ended_by", _keep_offsets_of_the_aborted),),
+        ("kill",),
+    ),
+    PlantedBug(
+        "a coordinator is not told that another node leads",
+        ((ClusterTopics, "_take_state", _tell_of_changes_only), (Runtime, "lead", _keep_a_closed_shard)),
+        ("restart", "lateness"),
+        first=5,
+    ),
+)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_of_transactions_is_found(bug: PlantedBug) -> None:
+    with bug.planted():
+        found = next(
+            (seed for seed in range(SEEDS_MAX) if simulate_transactions(seed, faults=bug.faults).failure), None
+        )
+    assert found is not None
+    assert simulate_transactions(found, faults=bug.faults).failure is None
