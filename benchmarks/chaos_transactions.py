@@ -21,12 +21,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from millstream.cli.exit_code import CommandFailed
+from millstream.testing.cluster_faults import KINDS
 from millstream.testing.cluster_network import NamespaceNetwork, RelayNetwork, may_have_namespaces
 from millstream.testing.server import ServerFailed
-from millstream.testing.transaction_trial import NODE_KINDS, SETTINGS, Plan, Round, TransactionTrial
+from millstream.testing.transaction_trial import SETTINGS, Plan, Round, TransactionTrial
 from millstream.testing.trial_clients import TrialFailed
 from millstream.testing.trial_cluster import TrialCluster
 from millstream.testing.trial_solo import TrialSolo
+
+ALONE = ("kill", "stop", "pause")
+"""What can happen to a node that has no others."""
 
 
 def main() -> int:
@@ -35,8 +39,10 @@ def main() -> int:
     plan = Plan(kills=arguments.kills, minutes_max=arguments.minutes, heal_s_max=arguments.patience)
     if arguments.seed is not None:
         plan.seed = arguments.seed
+    if arguments.kinds:
+        plan.node_kinds = {kind: KINDS[kind][1] for kind in arguments.kinds.split(",")}
     if arguments.nodes == 1:
-        plan.node_kinds = {kind: weight for kind, weight in NODE_KINDS.items() if kind != "kill-all"}
+        plan.node_kinds = {kind: weight for kind, weight in plan.node_kinds.items() if kind in ALONE}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if arguments.keep is not None:
         return trial(plan, arguments.nodes, arguments.keep, arguments.json)
@@ -53,6 +59,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="repeat the random choices of another run")
     parser.add_argument("--nodes", type=int, default=3, help="how many nodes; the default is 3, and 1 is no cluster")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds to catch up after a round; default: 90")
+    kinds = ",".join(kind for kind in KINDS if kind != "disk")
+    parser.add_argument("--kinds", default="", help=f"what happens to nodes, of {kinds}")
     parser.add_argument("--keep", type=Path, help="leave the data, the logs and the history in this folder")
     parser.add_argument("--json", type=Path, help="write what happened to this file")
     return parser.parse_args()
