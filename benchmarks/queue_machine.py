@@ -38,7 +38,7 @@ def new_queue(*, ordered: bool = False) -> Queue:
     return queue
 
 
-def cycle(queue: Queue, size: int, count: int, now_ms: int) -> None:
+def cycle(queue: Queue, size: int, count: int, now_ms: int, *, encode: bool) -> None:
     """Look at messages, lease and accept them, a range at a time; each turn a millisecond later."""
     for turn in range(count // size):
         now_ms += turn & 1
@@ -46,7 +46,8 @@ def cycle(queue: Queue, size: int, count: int, now_ms: int) -> None:
         queue.look(first, first + size, now_ms=now_ms)
         for lease in queue.acquire("share/worker", now_ms=now_ms, max_records=size):
             queue.settle("share/worker", [Settle(lease.first, lease.last, Verb.ACCEPT)], now_ms=now_ms)
-        queue.drain()
+        if encode:
+            queue.drain()
 
 
 def cpu_us(work: Callable[[], None], messages: int) -> float:
@@ -72,18 +73,21 @@ def fill(queue: Queue, backlog: int) -> None:
 
 
 def by_range() -> None:
-    print("look + acquire + accept + encode, µs a message")
+    print("look + acquire + accept, µs a message; and with the deltas of each range encoded as a frame of its own")
     for size in RANGES:
         count = max(size * 20, 20_000)
-        print(f"  ranges of {size:>5}: {median_us(lambda: _cycles(new_queue(), size, count), count):8.3f}")  # noqa: B023
-    print("the same, ordered by key (all keys differ)")
+        bare = median_us(lambda: _cycles(size, count, encode=False), count)  # noqa: B023
+        encoded = median_us(lambda: _cycles(size, count, encode=True), count)  # noqa: B023
+        print(f"  ranges of {size:>5}: {bare:8.3f} {encoded:8.3f}")
+    print("encoded, ordered by key (all keys differ)")
     for size in RANGES:
         count = max(size * 10, 10_000)
         print(f"  ranges of {size:>5}: {median_us(lambda: _ordered_cycles(size, count), count):8.3f}")  # noqa: B023
 
 
-def _cycles(queue: Queue, size: int, count: int) -> Callable[[], None]:
-    return lambda: cycle(queue, size, count, NOW_MS)
+def _cycles(size: int, count: int, *, encode: bool) -> Callable[[], None]:
+    queue = new_queue()
+    return lambda: cycle(queue, size, count, NOW_MS, encode=encode)
 
 
 def _ordered_cycles(size: int, count: int) -> Callable[[], None]:
