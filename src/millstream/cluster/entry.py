@@ -6,6 +6,7 @@ node that the cluster has let in before starts without the catalog, since all th
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from millstream.model.errors import (
 from millstream.model.ids import NodeId
 
 _logger = logging.getLogger(__name__)
+
+CATALOG_S_MAX = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,11 +148,13 @@ class Entry:
         backoff, since_ms = self._backoff(), self._clock.now_ms()
         while True:
             try:
-                declared = await self._declarations.cluster_id()
+                # Whoever may start without it does not wait long for one that stands still.
+                async with asyncio.timeout(CATALOG_S_MAX if self._owner.was_let_in else None):
+                    declared = await self._declarations.cluster_id()
                 break
             except CatalogDenied:
                 raise
-            except CatalogUnavailable as error:
+            except (CatalogUnavailable, TimeoutError) as error:
                 if self._owner.was_let_in:
                     _logger.warning("starting without the catalog, by what etcd knows", extra={"error": str(error)})
                     return

@@ -168,6 +168,7 @@ class Registration:
         """The revision to write over: that of a run on this folder, which is over; else wait until nobody is there."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._ttl_s * _TAKEN_TTLS
+        waited_for = ""
         while True:
             held = await self._read(key)
             if held is None:
@@ -177,6 +178,9 @@ class Registration:
                 return held[1]
             if loop.time() >= deadline:
                 raise taken(other.node)
+            if waited_for != other.incarnation:
+                waited_for, where = other.incarnation, f"{other.node.host}:{other.node.port}"
+                _logger.info("another process has this node's id; waiting for its session to end", extra={"at": where})
             await asyncio.sleep(self._ttl_s / 4)
 
     async def _read(self, key: str) -> tuple[str, int] | None:

@@ -30,7 +30,7 @@ SETTLED_S = 30.0
 STOP_S = 5.0
 """How long a child may take to finish its requests before it is killed."""
 
-_REASON_MAX = 1000
+_REASON_MAX = 500
 """Characters of a reason: a line of this is written to the pipe as a whole or not at all."""
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from random import Random
 from typing import Any, cast
 
 import pytest
 
+from millstream.cluster import entry
 from millstream.cluster.backoff import Backoff
 from millstream.cluster.declarations import Declarations
 from millstream.cluster.embedded_service import EmbeddedService
@@ -55,8 +57,11 @@ class Catalog:
 
     def __init__(self) -> None:
         self.failures: list[Exception] = []
+        self.moves = asyncio.Event()
+        self.moves.set()
 
     async def cluster_id(self) -> str:
+        await self.moves.wait()
         if self.failures:
             raise self.failures.pop(0)
         return "id"
@@ -190,6 +195,14 @@ async def test_the_catalog_is_waited_for_at_the_first_start_only() -> None:
     await later.knows(cluster_id="id", admitted__2="mine")
     await later.entry.check()
     assert later.told == []
+
+
+async def test_a_catalog_that_stands_still_does_not_hold_up_a_later_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry, "CATALOG_S_MAX", 0.01)
+    scene = Scene(MINE)
+    scene.catalog.moves.clear()
+    await scene.knows(cluster_id="id", admitted__2="mine")
+    await scene.entry.check()
 
 
 async def test_a_catalog_that_denies_the_login_is_told_at_once() -> None:
