@@ -88,11 +88,6 @@ NOT_SERVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "DescribeUserScramCredentials",
             "AlterUserScramCredentials",
         ),
-        "the offsets of share groups are shown and moved by `millstream subscription`": (
-            "DescribeShareGroupOffsets",
-            "AlterShareGroupOffsets",
-            "DeleteShareGroupOffsets",
-        ),
         "Kafka Streams uses classic groups here (`group.protocol=classic`, its default)": (
             "StreamsGroupHeartbeat",
             "StreamsGroupDescribe",

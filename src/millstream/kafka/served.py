@@ -22,6 +22,7 @@ from millstream.kafka.apis.add_partitions_to_txn import AddPartitionsToTxn
 from millstream.kafka.apis.alter_client_quotas import AlterClientQuotas
 from millstream.kafka.apis.alter_configs import AlterConfigs
 from millstream.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
+from millstream.kafka.apis.alter_share_group_offsets import AlterShareGroupOffsets
 from millstream.kafka.apis.api_versions import ApiVersions
 from millstream.kafka.apis.client_list import ClientList
 from millstream.kafka.apis.complete_batch import CompleteBatch
@@ -33,6 +34,7 @@ from millstream.kafka.apis.create_topics import CreateTopics
 from millstream.kafka.apis.delete_acls import DeleteAcls
 from millstream.kafka.apis.delete_groups import DeleteGroups
 from millstream.kafka.apis.delete_records import DeleteRecords
+from millstream.kafka.apis.delete_share_group_offsets import DeleteShareGroupOffsets
 from millstream.kafka.apis.delete_topics import DeleteTopics
 from millstream.kafka.apis.describe_acls import DescribeAcls
 from millstream.kafka.apis.describe_client_quotas import DescribeClientQuotas
@@ -41,6 +43,7 @@ from millstream.kafka.apis.describe_configs import DescribeConfigs
 from millstream.kafka.apis.describe_groups import DescribeGroups
 from millstream.kafka.apis.describe_log_dirs import DescribeLogDirs
 from millstream.kafka.apis.describe_producers import DescribeProducers
+from millstream.kafka.apis.describe_share_group_offsets import DescribeShareGroupOffsets
 from millstream.kafka.apis.describe_topic_partitions import DescribeTopicPartitions
 from millstream.kafka.apis.describe_transactions import DescribeTransactions
 from millstream.kafka.apis.elect_leaders import ElectLeaders
@@ -74,6 +77,7 @@ from millstream.kafka.apis.share_group_heartbeat import ShareGroupHeartbeat
 from millstream.kafka.apis.subscription_alter import SubscriptionAlter
 from millstream.kafka.apis.subscription_create import SubscriptionCreate
 from millstream.kafka.apis.subscription_delete import SubscriptionDelete
+from millstream.kafka.apis.subscription_forget import SubscriptionForget
 from millstream.kafka.apis.subscription_list import SubscriptionList
 from millstream.kafka.apis.subscription_receive import SubscriptionReceive
 from millstream.kafka.apis.subscription_seek import SubscriptionSeek
@@ -87,6 +91,7 @@ from millstream.kafka.dispatch import RawApi
 from millstream.kafka.node_metrics import GroupMetrics, ProcessMetrics
 from millstream.kafka.quota_meter import QuotaMeters
 from millstream.kafka.share_door import ShareDoor
+from millstream.kafka.share_offsets import ShareOffsets
 from millstream.kafka.subscription_service import SubscriptionService
 from millstream.kafka.transaction_service import TransactionService
 from millstream.model.clock import Clock
@@ -179,10 +184,10 @@ class Served:
         yield DeleteTopics(topics)
         yield CreatePartitions(topics, membership)
         yield DeleteRecords(topics)
-        yield DescribeConfigs(topics, membership, self._parts.config)
-        yield IncrementalAlterConfigs(topics)
+        yield DescribeConfigs(topics, membership, self._parts.config, self._parts.subscriptions)
+        yield IncrementalAlterConfigs(topics, self._parts.subscriptions)
         yield AlterConfigs(topics)
-        yield ListConfigResources(topics, membership)
+        yield ListConfigResources(topics, membership, self._parts.subscriptions)
         yield DescribeProducers(topics, self._groups)
         yield DescribeLogDirs(topics, folder=self._parts.node.data)
         yield ElectLeaders(topics)
@@ -201,7 +206,7 @@ class Served:
         yield OffsetDelete(groups, topics)
         yield ListGroups(groups)
         yield DescribeGroups(groups)
-        yield DeleteGroups(groups)
+        yield DeleteGroups(groups, self._parts.subscriptions)
         yield ConsumerGroupHeartbeat(groups)
         yield ConsumerGroupDescribe(groups)
 
@@ -233,6 +238,7 @@ class Served:
         yield SubscriptionDelete(service.declared)
         yield SubscriptionList(service)
         yield SubscriptionSeek(service)
+        yield SubscriptionForget(service)
 
     def _share_apis(self) -> Iterable[Api[Any, Any]]:
         groups, service = self._groups, self._subscriptions
@@ -241,6 +247,10 @@ class Served:
         yield ShareGroupDescribe(groups)
         yield ShareFetch(door, self._parts.membership, bytes_max=self._parts.config.fetch_bytes_max)
         yield ShareAcknowledge(door)
+        offsets = ShareOffsets(service, self._parts.membership)
+        yield DescribeShareGroupOffsets(groups, offsets, self._parts.topics)
+        yield AlterShareGroupOffsets(groups, offsets, self._parts.topics)
+        yield DeleteShareGroupOffsets(groups, offsets, self._parts.topics)
 
     def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         parts = self._parts

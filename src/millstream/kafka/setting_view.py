@@ -10,11 +10,13 @@ from typing import Any, Final
 from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.model.setting import Setting, settings_of
+from millstream.model.subscription import Subscription, SubscriptionSettings
 from millstream.model.topic import Topic, TopicSettings
 
 SOURCE_TOPIC: Final = 1
 SOURCE_NODE: Final = 4
 SOURCE_DEFAULT: Final = 5
+SOURCE_GROUP: Final = 8
 
 _TYPES: Final[dict[type, int]] = {bool: 1, str: 2, int: 5, float: 6}
 _LIST_TYPE: Final = 7
@@ -87,6 +89,16 @@ def node_settings(config: Config) -> Iterator[SettingView]:
         if value != declared.default:
             synonyms.insert(0, Synonym(declared.name, _text(value), SOURCE_NODE))
         yield SettingView(declared, tuple(synonyms), read_only=declared.needs_restart)
+
+
+def group_settings(subscription: Subscription | None) -> Iterator[SettingView]:
+    """Every setting of a share group, which is a subscription; the defaults when it is not declared."""
+    overrides = {} if subscription is None else subscription.overrides
+    for _, declared in settings_of(SubscriptionSettings):
+        synonyms = [Synonym(declared.name, _text(declared.default), SOURCE_DEFAULT)]
+        if declared.name in overrides:
+            synonyms.insert(0, Synonym(declared.name, overrides[declared.name], SOURCE_GROUP))
+        yield SettingView(declared, tuple(synonyms), read_only=False)
 
 
 def _text(value: Any) -> str:

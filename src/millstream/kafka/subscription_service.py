@@ -20,6 +20,7 @@ from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.model.clock import Clock
 from millstream.model.errors import PartitionClosed
+from millstream.model.ids import NodeId
 from millstream.model.metric import Metric, gauge
 from millstream.model.subscription import EARLIEST, READ_COMMITTED, QueueKey, SubscriptionSettings
 from millstream.subscriptions.routed_store import RoutedStateStore
@@ -133,6 +134,10 @@ class SubscriptionService:
         """The queues, if they were needed so far."""
         return self._engine
 
+    async def ask_node(self, node: NodeId, key: int, body: bytes) -> memoryview:
+        """Send another node one of Millstream's own requests."""
+        return await self._peers.ask_privately(node, key, body)
+
     def _changed(self) -> None:
         if self._engine is None and self._making is None and self.declared.all() and not self._closed:
             self._making = asyncio.get_running_loop().create_task(self._make(), name="load subscriptions")
@@ -154,7 +159,7 @@ class SubscriptionService:
                 box=LetterBox(self.topics, self._addresses),
                 next_producer_id=self._producer_ids.next,
                 sieve=Sieve(FilterWorker()),
-                forget_deleted=lambda: self.states.forget(self.declared.is_deleted),
+                forget_deleted=lambda: self.states.forget(lambda key: self.declared.is_deleted(key.subscription_id)),
             )
         )
         engine.start()

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
+from uuid import UUID
 
 from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
@@ -17,6 +18,7 @@ from millstream.model.clock import Clock
 from millstream.model.errors import MillstreamError, NotLeader, PartitionClosed, UnknownSubscription
 from millstream.model.ids import Epoch, Offset, PartitionIndex, ProducerId
 from millstream.model.subscription import EARLIEST, QueueKey, Subscription, SubscriptionSettings
+from millstream.model.topic import Topic
 from millstream.replication.partition import Partition
 from millstream.subscriptions.dead_letters import DeadLetters
 from millstream.subscriptions.delivery import Delivery
@@ -69,7 +71,7 @@ class Engine:
     def start(self) -> None:
         """Begin the queues of everything that is declared, and follow what will be."""
         self._around.subscriptions.when_changed(self._declared)
-        self._around.topics.when_deleted(lambda topic: self._close_all(lambda key: key.topic_id == topic.topic_id))
+        self._around.topics.when_deleted(self._topic_deleted)
         self._declared()
 
     async def close(self) -> None:
@@ -119,6 +121,13 @@ class Engine:
         for opened in self._open.values():
             if opened.delivery.key.subscription_id == subscription.subscription_id:
                 opened.delivery.worker_gone(worker)
+
+    def close_queues(self, subscription_id: UUID, topic_id: UUID) -> None:
+        """Close the queues of a subscription on a topic; they are read back when they are next used."""
+        self._close_all(
+            lambda key: key.subscription_id == subscription_id and key.topic_id == topic_id,
+            NotLeader("the queue begins anew"),
+        )
 
     # Below: how
 
@@ -192,6 +201,10 @@ class Engine:
             return None
         return QueueSieve(self._around.sieve, partition.log.partition, compile_filter(settings.filter))
 
+    def _topic_deleted(self, topic: Topic) -> None:
+        gone = PartitionClosed(f"topic {topic.name!r} was deleted")
+        self._close_all(lambda key: key.topic_id == topic.topic_id, gone)
+
     def _follow(self, topic: str) -> None:
         if topic not in self._followed:
             self._followed.add(topic)
@@ -230,10 +243,10 @@ class Engine:
         except MillstreamError as error:
             _logger.debug("states of deleted subscriptions stay for now", extra={"error": str(error)})
 
-    def _close_all(self, is_gone: Callable[[QueueKey], bool]) -> None:
+    def _close_all(self, is_gone: Callable[[QueueKey], bool], reason: MillstreamError) -> None:
         for key, opened in list(self._open.items()):
             if is_gone(key):
-                opened.delivery.close(PartitionClosed("the topic was deleted"))
+                opened.delivery.close(reason)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self._closed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from uuid import UUID
 
 from millstream.config import Config
 from millstream.coordination.runtime import Runtime, StateTopic, StateTopics
@@ -78,8 +77,8 @@ class StateCoordinator:
             raise CoordinatorUnavailable(f"a write was sent to partition {index}, which does not keep its queue")
         return self._runtime.shard_at(index).submit(lambda state: state.write(writes), pure=True)
 
-    async def forget(self, is_gone: Callable[[UUID], bool]) -> int:
-        """Drop the queues of subscriptions that were deleted, as far as this node keeps them."""
+    async def forget(self, is_gone: Callable[[QueueKey], bool]) -> int:
+        """Drop the queues that are gone, as far as this node keeps them."""
         gone = 0
         for shard in self._runtime.shards:
             if shard.state is not None:

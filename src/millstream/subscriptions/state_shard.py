@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from uuid import UUID
 
 from millstream.coordination.state import Outcome, StateRecord
 from millstream.model.errors import FencedLeaderEpoch, MillstreamError, OutOfOrderSequence
@@ -71,9 +70,9 @@ class StateShard:
                 )
         return records, results
 
-    def forget(self, is_gone: Callable[[UUID], bool]) -> Outcome[int]:
-        """Drop the queues of subscriptions that were deleted; say how many."""
-        gone = [key for key in self._kept if is_gone(key.subscription_id)]
+    def forget(self, is_gone: Callable[[QueueKey], bool]) -> Outcome[int]:
+        """Drop the queues that are gone; say how many."""
+        gone = [key for key in self._kept if is_gone(key)]
         return [write_record(QueueRecord(SNAPSHOT, key, Epoch(-1), NO_SEQUENCE, None)) for key in gone], len(gone)
 
     # The state machine

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from random import Random
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 import msgspec
 import pytest
@@ -215,8 +215,7 @@ async def test_queues_of_deleted_subscriptions_go() -> None:
     for key in (stays, goes):
         await store.load(key, Epoch(0))
         await store.write(QueueWrite(key, Epoch(0), 0, b"x"))
-    is_gone: Callable[[UUID], bool] = goes.subscription_id.__eq__
-    assert await states.forget(is_gone) == 1
+    assert await states.forget(goes.__eq__) == 1
     assert states.queues == 1
     restarted, _, again = await opened(topics.after_crash())
     assert restarted.queues == 1

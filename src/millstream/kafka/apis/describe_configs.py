@@ -1,4 +1,4 @@
-"""DescribeConfigs (key 32), versions 1 to 4: the settings of topics and of this node.
+"""DescribeConfigs (key 32), versions 1 to 4: the settings of topics, of this node, and of share groups.
 
 Each setting tells its value, where that comes from (the topic, this node's configuration, or the built-in default),
 on request what it would be otherwise (synonyms) and its documentation. A node's settings need a restart to change
@@ -23,11 +23,12 @@ from kio.schema.errors import ErrorCode
 from kio.static.primitive import i8
 
 from millstream.cluster.membership import Membership
+from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code, error_message
-from millstream.kafka.setting_view import SettingView, node_settings, topic_settings
+from millstream.kafka.setting_view import SettingView, group_settings, node_settings, topic_settings
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.kafka.topic_lookup import topic_named
 from millstream.model.errors import InvalidRequest, MillstreamError
@@ -35,6 +36,7 @@ from millstream.model.topic import check_topic_name
 
 TOPIC_RESOURCE: Final = 2
 NODE_RESOURCE: Final = 4
+GROUP_RESOURCE: Final = 32
 
 
 class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
@@ -43,8 +45,11 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
     key = 32
     versions = (1, 4)
 
-    def __init__(self, topics: Topics, membership: Membership, config: Config) -> None:
+    def __init__(
+        self, topics: Topics, membership: Membership, config: Config, subscriptions: Subscriptions | None = None
+    ) -> None:
         self._topics = topics
+        self._subscriptions = subscriptions
         self._membership = membership
         self._config = config
 
@@ -81,7 +86,12 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
             if name != str(self._membership.me.node_id):
                 raise InvalidRequest(f"this is node {self._membership.me.node_id}; ask node {name} for its settings")
             return node_settings(self._config)
-        raise InvalidRequest(f"resource type {resource.resource_type} has no settings here; topics and nodes have")
+        if resource.resource_type == GROUP_RESOURCE and self._subscriptions is not None:
+            # A group that nobody has declared has the defaults, as in Kafka.
+            return group_settings(self._subscriptions.get(name))
+        raise InvalidRequest(
+            f"resource type {resource.resource_type} has no settings here; topics, nodes and groups have"
+        )
 
 
 def _described(view: SettingView, request: DescribeConfigsRequest) -> DescribeConfigsResourceResult:

@@ -54,6 +54,7 @@ FIRST_WITH_SESSIONS = 7
 FIRST_WITH_LEADER_EPOCH = 9
 FIRST_WITH_RACK = 11
 FIRST_WITH_LAST_EPOCH = 12
+FIRST_FLEXIBLE = 12
 FIRST_WITH_TOPIC_IDS = 13
 FIRST_WITHOUT_REPLICA_ID = 15
 MAX_WAIT_S_MAX = 300.0
@@ -70,6 +71,9 @@ _WANTED = struct.Struct(">iqi")
 _WANTED_WITH_START = struct.Struct(">iq8xi")
 _WANTED_WITH_EPOCH = struct.Struct(">iiq8xi")
 _WANTED_WITH_LAST_EPOCH = struct.Struct(">iiq4x8xi")
+# A partition up to its records, with no aborted transactions and no preferred replica; the latter with compact lengths.
+_PLAIN = struct.Struct(">ihqqqii")
+_PLAIN_COMPACT = struct.Struct(">ihqqqBi")
 _FOUND = struct.Struct(">ihqq")
 _FOUND_WITH_START = struct.Struct(">ihqqq")
 
@@ -104,6 +108,13 @@ class _Found(NamedTuple):
         return 0 if self.stretch is None else self.stretch.size
 
 
+_FoundByKey = dict[PartitionKey, _Found]
+
+
+def _size_of(found: _FoundByKey) -> int:
+    return sum([one.stretch.size for one in found.values() if one.stretch is not None])
+
+
 class _Context(NamedTuple):
     """One request with the partitions it is about, of its own or of its session."""
 
@@ -116,15 +127,19 @@ class _Context(NamedTuple):
 
 
 class _Wait:
-    """A long poll: done at the first advance of any of its partitions, or of what is committed there."""
+    """A long poll: woken at the first advance of any of its partitions, or of what is committed there."""
 
-    __slots__ = ("_bounds", "moved")
+    __slots__ = ("_bounds", "_partitions", "moved", "woken")
 
     def __init__(self, *, committed: bool) -> None:
-        self.moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._bounds: dict[Partition, tuple[Offset, Offset]] | None = {} if committed else None
+        self._partitions: dict[Partition, PartitionKey] = {}
+        self.moved: dict[PartitionKey, None] = {}
+        """The partitions to which something has happened."""
+        self.woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def listen(self, partition: Partition) -> None:
+    def listen(self, partition: Partition, key: PartitionKey) -> None:
+        self._partitions[partition] = key
         if self._bounds is not None:
             self._bounds[partition] = self._bounds_of(partition)
         partition.listen(self)
@@ -133,13 +148,26 @@ class _Wait:
         return partition.log_start, partition.last_stable_offset
 
     def advanced(self, partition: Partition) -> None:
+        self.moved[self._partitions[partition]] = None
         # What is written behind an open transaction is nothing to wake up for.
         if self._bounds is None or not partition.is_leader or self._bounds_of(partition) != self._bounds[partition]:
             self.finish()
 
     def finish(self) -> None:
-        if not self.moved.done():
-            self.moved.set_result(None)
+        if not self.woken.done():
+            self.woken.set_result(None)
+
+    def go_on(self) -> list[PartitionKey]:
+        """Wait once more; tells what has moved."""
+        moved, self.moved = list(self.moved), {}
+        self.woken = asyncio.get_running_loop().create_future()
+        if self._bounds is not None:
+            self._bounds = {partition: self._bounds_of(partition) for partition in self._partitions}
+        return moved
+
+    def close(self) -> None:
+        for partition in self._partitions:
+            partition.forget(self)
 
 
 class Fetch:
@@ -184,10 +212,10 @@ class Fetch:
         context = self._context(request, header, client)
         if isinstance(context, ErrorCode):
             return _write(header, context, 0, [])
-        found, size = self._look(context)
-        if self._is_enough(context, found, size):
-            return self._answer(header, context, found, size)
-        return self._wait(header, context)
+        found = self._look(context)
+        if self._is_enough(context, found):
+            return self._answer(header, context, found)
+        return self._wait(header, context, found)
 
     # -- sessions -------------------------------------------------------------------------------------------
 
@@ -212,26 +240,29 @@ class Fetch:
 
     def _partition(self, key: PartitionKey) -> Partition:
         topic, index = key
-        if isinstance(topic, UUID):
-            return self._topics.partition_by_id(topic, index)
-        return self._topics.partition(topic, index)
+        if isinstance(topic, str):
+            return self._topics.partition(topic, index)
+        return self._topics.partition_by_id(topic, index)
 
-    def _look(self, context: _Context) -> tuple[list[_Found], int]:
-        """Read what is there now, within the limits of the request and of the broker."""
+    def _look(self, context: _Context) -> _FoundByKey:
+        """What there is now, within the limits of the request and of the broker."""
+        found: _FoundByKey = {}
+        self._look_again(context, found, context.positions)
+        return found
+
+    def _look_again(self, context: _Context, found: _FoundByKey, keys: Iterable[PartitionKey]) -> None:
+        """The same of some of the partitions; what was found of the others stands."""
+        size = _size_of(found)
         # A share of what is left, so that consumers who read nothing of what they asked for leave some for the others.
-        left = min(context.bytes_max, -(-self._budget.room_bytes // ROOM_SHARE))
-        found: list[_Found] = []
-        size = 0
+        left = min(context.bytes_max, -(-self._budget.room_bytes // ROOM_SHARE)) - size
         committed = context.request.read_committed
-        for key, position in context.positions.items():
+        for key in keys:
             at_once = READ_BYTES_MAX if size < READ_ALL_BYTES_MAX else 0
-            one = self._look_at(key, position, left, committed=committed, at_once=at_once)
+            one = self._look_at(key, context.positions[key], left, committed=committed, at_once=at_once)
+            found[key] = one
             if one.stretch is not None:
                 left -= one.stretch.size
                 size += one.stretch.size
-            if not context.incremental or _is_news(one, position):
-                found.append(one)
-        return found, size
 
     def _look_at(self, key: PartitionKey, position: Position, left: int, *, committed: bool, at_once: int) -> _Found:
         try:
@@ -254,54 +285,78 @@ class Fetch:
         except MillstreamError as error:
             return _Found(key, error_code(error), -1, -1, None, -1, () if committed else None)
 
-    def _is_enough(self, context: _Context, found: list[_Found], size: int) -> bool:
+    def _is_enough(self, context: _Context, found: _FoundByKey) -> bool:
         return (
-            size >= min(context.request.min_bytes, max(context.bytes_max, 1))
+            _size_of(found) >= min(context.request.min_bytes, max(context.bytes_max, 1))
             or context.request.max_wait_ms <= 0
             or not context.positions
             or self._stopping
             or context.client.presence.has_left
-            or any(one.code is not ErrorCode.none for one in found)
+            or any(one.code is not ErrorCode.none for one in found.values())
         )
 
     # -- waiting --------------------------------------------------------------------------------------------
 
-    async def _wait(self, header: RequestHeader, context: _Context) -> Reply:
+    async def _wait(self, header: RequestHeader, context: _Context, found: _FoundByKey) -> Reply:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(context.request.max_wait_ms / 1000, MAX_WAIT_S_MAX)
-        while True:
-            wait = _Wait(committed=context.request.read_committed)
-            context.client.presence.when_left = wait.finish
-            listening = self._listen(context, wait)
-            try:
-                # The look comes after the listening, so that no advance falls between the two.
-                found, size = self._look(context)
-                if loop.time() >= deadline or self._is_enough(context, found, size):
-                    return self._answer(header, context, found, size)
-                async with asyncio.timeout_at(deadline):
-                    await wait.moved
-            except TimeoutError:
-                continue
-            finally:
-                self._waits.discard(wait)
-                self._budget.stop_waiting(wait)
-                for partition in listening:
-                    partition.forget(wait)
-
-    def _listen(self, context: _Context, wait: _Wait) -> list[Partition]:
+        wait = _Wait(committed=context.request.read_committed)
         self._waits.add(wait)
-        if not self._budget.has_room:
-            self._budget.wait(wait, wait.finish)
-        listening: list[Partition] = []
-        for key in context.positions:
-            # A topic that went away in the meantime is what the next look reports to the client.
-            with suppress(MillstreamError):
-                partition = self._partition(key)
-                wait.listen(partition)
-                listening.append(partition)
-        return listening
+        try:
+            if self._listen(context, wait, found):
+                found = self._look(context)
+            while loop.time() < deadline and not self._is_enough(context, found):
+                is_short_of_memory = self._wait_for_memory(wait)
+                context.client.presence.when_left = wait.finish
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(deadline):
+                        await wait.woken
+                moved = wait.go_on()
+                if is_short_of_memory or not moved:
+                    found = self._look(context)
+                else:
+                    self._look_at_moved(context, found, moved)
+            return self._answer(header, context, found)
+        finally:
+            self._waits.discard(wait)
+            self._budget.stop_waiting(wait)
+            wait.close()
 
-    def _answer(self, header: RequestHeader, context: _Context, found: list[_Found], size: int) -> Reply:
+    def _wait_for_memory(self, wait: _Wait) -> bool:
+        if self._budget.has_room:
+            return False
+        self._budget.wait(wait, wait.finish)
+        return True
+
+    def _look_at_moved(self, context: _Context, found: _FoundByKey, moved: list[PartitionKey]) -> None:
+        """Look at the partitions to which something has happened, and once more at what there is to send already."""
+        keys = dict.fromkeys(moved) | {key: None for key, one in found.items() if one.size}
+        for key in keys:
+            found.pop(key, None)
+        self._look_again(context, found, [key for key in context.positions if key in keys])
+
+    def _listen(self, context: _Context, wait: _Wait, found: _FoundByKey) -> bool:
+        """Be told of every advance from now on; whether something has changed already since the partitions were seen."""
+        changed = self._stopping or context.client.presence.has_left
+        for key in context.positions:
+            try:
+                partition = self._partition(key)
+            except MillstreamError:
+                # A topic that went away in the meantime is what the next look reports to the client.
+                changed = True
+                continue
+            wait.listen(partition, key)
+            one = found.get(key)
+            changed = changed or one is None or one.high_watermark != partition.high_watermark
+            changed = changed or one.last_stable != partition.last_stable_offset or not partition.is_leader
+        return changed
+
+    def _answer(self, header: RequestHeader, context: _Context, looked: _FoundByKey) -> Reply:
+        size = _size_of(looked)
+        found = list(looked.values())
+        if context.incremental:
+            positions = context.positions
+            found = [one for one in found if one.key in positions and _is_news(one, positions[one.key])]
         context.client.fetched_bytes += size
         throttle_ms = self._quota.charge(context.client, size) if self._quota.is_limiting else 0
         session = context.session
@@ -435,6 +490,20 @@ def _write(
 
 
 def _write_found(writer: Writer, version: int, one: _Found) -> None:
+    if version >= FIRST_WITH_RACK and one.aborted is None:
+        # What most consumers ask for all day long, without a call for each field.
+        is_flexible = version >= FIRST_FLEXIBLE
+        writer.buffer += (_PLAIN_COMPACT if is_flexible else _PLAIN).pack(
+            one.key[1],
+            one.code,
+            one.high_watermark,
+            one.last_stable,
+            one.log_start,
+            0 if is_flexible else -1,
+            _NO_PREFERRED_REPLICA,
+        )
+        writer.blob_length(one.size)
+        return
     if version >= FIRST_WITH_LOG_START:
         writer.buffer += _FOUND_WITH_START.pack(
             one.key[1], one.code, one.high_watermark, one.last_stable, one.log_start

@@ -1,7 +1,8 @@
 """IncrementalAlterConfigs (key 44), versions 0 and 1: sets some settings of topics and leaves the others.
 
 The operations are set, delete (back to the node's default), and, for settings that take a list, append and subtract.
-All changes of one topic are made together or not at all. A node's settings live in its configuration and need a
+All changes of one topic are made together or not at all. The settings of a share group are those of the subscription of
+that name. A node's settings live in its configuration and need a
 restart, so a request to change them is refused with a sentence that says where they are.
 
 Version notes: 1 is flexible.
@@ -23,9 +24,10 @@ from kio.schema.incremental_alter_configs.v1.response import (
     IncrementalAlterConfigsResponse,
 )
 
+from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
 from millstream.kafka.api import Api, ClientInfo
-from millstream.kafka.apis.describe_configs import NODE_RESOURCE, TOPIC_RESOURCE
+from millstream.kafka.apis.describe_configs import GROUP_RESOURCE, NODE_RESOURCE, TOPIC_RESOURCE
 from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.setting_view import is_list
 from millstream.kafka.throttle import NO_THROTTLE
@@ -46,8 +48,9 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
     key = 44
     versions = (0, 1)
 
-    def __init__(self, topics: Topics) -> None:
+    def __init__(self, topics: Topics, subscriptions: Subscriptions | None = None) -> None:
         self._topics = topics
+        self._subscriptions = subscriptions
 
     async def handle(
         self, request: IncrementalAlterConfigsRequest, client: ClientInfo
@@ -66,11 +69,34 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         return IncrementalAlterConfigsResponse(throttle_time=NO_THROTTLE, responses=tuple(responses))
 
     async def _alter(self, resource: AlterConfigsResource, *, validate_only: bool) -> None:
+        if resource.resource_type == GROUP_RESOURCE and self._subscriptions is not None:
+            await self._alter_group(self._subscriptions, resource, validate_only=validate_only)
+            return
         check_alterable(resource.resource_type)
         check_topic_name(resource.resource_name)
         topic = topic_named(self._topics, resource.resource_name)
         changes = self._changes(topic, resource.configs)
         await self._topics.alter(topic.name, changes, validate_only=validate_only)
+
+    async def _alter_group(
+        self, subscriptions: Subscriptions, resource: AlterConfigsResource, *, validate_only: bool
+    ) -> None:
+        """Change a share group's settings; one that does not exist yet will have them."""
+        name = resource.resource_name
+        changes: dict[str, str | None] = {}
+        for config in resource.configs:
+            if config.name in changes:
+                raise InvalidRequest(f"{config.name} is named more than once for group {name!r}")
+            if config.config_operation not in (SET, DELETE):
+                raise InvalidSetting(f"{config.name} takes one value; set it")
+            if config.config_operation == SET and config.value is None:
+                raise InvalidRequest(f"{config.name} has no value")
+            changes[config.name] = config.value if config.config_operation == SET else None
+        if subscriptions.get(name) is None:
+            wanted = {key: value for key, value in changes.items() if value is not None}
+            await subscriptions.create(name, (), wanted, validate_only=validate_only)
+        else:
+            await subscriptions.alter(name, changes, validate_only=validate_only)
 
     def _changes(self, topic: Topic, configs: tuple[AlterableConfig, ...]) -> dict[str, str | None]:
         changes: dict[str, str | None] = {}

@@ -1,6 +1,6 @@
-"""ListConfigResources (key 74), versions 0 and 1: what has settings: topics and nodes.
+"""ListConfigResources (key 74), versions 0 and 1: what has settings: topics, nodes, and groups whose settings were set.
 
-Client metrics, loggers and groups have none here, so none are listed. No types means all types; a type that Kafka does
+Client metrics and loggers have none here, so none are listed. No types means all types; a type that Kafka does
 not know is UNSUPPORTED_VERSION for the whole request.
 
 Version notes: 0 is about client metrics alone, and is always empty; 1 adds the types.
@@ -17,6 +17,7 @@ from kio.schema.list_config_resources.v1.response import ConfigResource, ListCon
 from kio.static.primitive import i8
 
 from millstream.cluster.membership import Membership
+from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.apis.describe_configs import NODE_RESOURCE, TOPIC_RESOURCE
@@ -34,8 +35,9 @@ class ListConfigResources(Api[ListConfigResourcesRequest, ListConfigResourcesRes
     key = 74
     versions = (0, 1)
 
-    def __init__(self, topics: Topics, membership: Membership) -> None:
+    def __init__(self, topics: Topics, membership: Membership, subscriptions: Subscriptions | None = None) -> None:
         self._topics = topics
+        self._subscriptions = subscriptions
         self._membership = membership
 
     def upgrade(self, version: int, request: Any) -> ListConfigResourcesRequest:
@@ -65,3 +67,6 @@ class ListConfigResources(Api[ListConfigResourcesRequest, ListConfigResourcesRes
             yield TOPIC_RESOURCE, topic.name
         for node in self._membership.nodes():
             yield NODE_RESOURCE, str(node.node_id)
+        for subscription in () if self._subscriptions is None else self._subscriptions.all():
+            if subscription.overrides:
+                yield _GROUP_RESOURCE, subscription.name
