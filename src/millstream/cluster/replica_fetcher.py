@@ -48,7 +48,7 @@ class FetchLimits:
 
     wait_ms: int = 500
     bytes_max: int = 10 * 1024 * 1024
-    partition_bytes_max: int = 4 * 1024 * 1024
+    partition_bytes_max: int = 4096 * 1024
 
 
 class _Followed:

@@ -160,14 +160,20 @@ class DiskFiles:
         return max(OPEN_FILES_MIN, min(OPEN_FILES_MAX, soft // 4))
 
 
+WRITE_BYTES = 1024 * 1024
+"""What is larger is written in pieces: the system finds room for these in memory that it has used before."""
+
+
 def write_fully(files: Files, descriptor: int, data: Readable, position: int) -> None:
     """Write all of the data, however short each write is; raise `OSError` when the disk takes no more."""
-    written = files.write_at(descriptor, data, position)
-    if written == len(data):
-        return
+    written = 0
+    if len(data) <= WRITE_BYTES:
+        written = files.write_at(descriptor, data, position)
+        if written == len(data):
+            return
     rest = memoryview(data)
     while written < len(rest):
-        taken = files.write_at(descriptor, rest[written:], position + written)
+        taken = files.write_at(descriptor, rest[written : written + WRITE_BYTES], position + written)
         if taken <= 0:
             raise OSError(errno.EIO, "the disk took nothing of a write")
         written += taken
