@@ -109,6 +109,8 @@ class Shard(Generic[S]):
     ) -> None:
         self.name = name
         self.partition = partition
+        self.epoch = partition.leader_epoch
+        """In which this node leads; the partition itself may have heard of a later one, in which another node does."""
         self._make_state = make_state
         self._clock = clock
         self._gate = gate
@@ -359,6 +361,7 @@ class Shard(Generic[S]):
             await asyncio.wait(self._unacknowledged)
         # A leader that took over holds what the one before it may have acknowledged.
         await self.partition.settled()
+        self.epoch = self.partition.leader_epoch
         async with self._gate:
             state = self._make_state(self._timers)
             end, replayed = await read_back(self.name, self.partition, state)

@@ -163,7 +163,7 @@ class MarkerSender:
         while left:
             if shard.state is None:
                 return False
-            epoch = max(shard.partition.leader_epoch, claimed)
+            epoch = max(shard.epoch, claimed)
             answers = await self._writer.write(_marker(ending, epoch), left)
             if any(isinstance(error, TransactionCoordinatorFenced) for error in answers.values()):
                 claimed = self._latest_epoch()

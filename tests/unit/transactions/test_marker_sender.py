@@ -150,6 +150,18 @@ async def test_a_partition_that_knows_a_later_epoch_needs_no_marker(node: Node) 
     assert await node.ended() == "CompleteCommit"
 
 
+async def test_a_marker_never_has_the_epoch_in_which_another_node_leads(node: Node) -> None:
+    who = await node.begin()
+    node.writer.errors[PARTITION] = [NotLeader("wait")]
+    topic = node.topics.get(TRANSACTION_STATE)
+    assert topic is not None
+    # The partition hears of it before whoever tells the coordinator to resign.
+    node.topics.partitions_of(topic)[0].leader_epoch = Epoch(7)
+    await node.coordinator.end(who, commit=True, version=0)
+    assert await node.ended() == "CompleteCommit"
+    assert [marker.coordinator_epoch for _, marker in node.writer.written] == [0]
+
+
 async def test_a_coordinator_that_was_replaced_stops(node: Node) -> None:
     who = await node.begin()
     node.writer.errors = {PARTITION: [TransactionCoordinatorFenced("replaced")] * 1}

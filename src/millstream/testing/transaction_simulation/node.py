@@ -72,10 +72,12 @@ class TransactionRun(Run):
         topics, clock = self.cluster.topics, node.clock
         self.groups = GroupCoordinator(topics, node.config, clock)
         self.coordinator = TransactionCoordinator(topics, node.config, clock, ProducerIds(around.declarations))
-        markers = PartitionMarkers(topics, self.groups)
+        latest_epoch = self.coordinator.latest_epoch
+        markers = PartitionMarkers(topics, self.groups, latest_epoch)
         peers = SimulatedPeers(around.network, node.have_answered, chance, duplicate_chance=plan.duplicate_chance)
         self._routes = MarkerRoutes(topics, markers, peers, me=node.node_id)
-        self.sender = MarkerSender(lambda: self.coordinator.shards, OrderedRoutes(self._routes), chance)
+        routes = OrderedRoutes(self._routes)
+        self.sender = MarkerSender(lambda: self.coordinator.shards, routes, chance, latest_epoch=latest_epoch)
         self.coordinator.when_ending(self.sender.wake)
         gate = CoordinatorGate(self.coordinator, peers, me=node.node_id)
         self.produce = Produce(topics, QuotaMeters(self.cluster.quotas).produce, gate)
