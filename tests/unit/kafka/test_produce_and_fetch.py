@@ -27,6 +27,7 @@ from millstream.log.files import DiskFiles
 from millstream.log.store import LogStore
 from millstream.model.clock import SystemClock
 from millstream.model.errors import ProtocolViolation
+from millstream.model.ids import Offset
 from millstream.model.quota import PRODUCER_BYTE_RATE
 from millstream.net.budget import Budget
 from millstream.net.connection import Answer
@@ -34,6 +35,7 @@ from millstream.net.promise import Promise
 from millstream.net.stream import Stream
 from millstream.records.batch import COMPRESSION_ZSTD
 from millstream.records.record import NewRecord, decode_records, encode_batch
+from millstream.replication.partition import Partition
 from millstream.wire.codec import load_request_class, read_request_header, read_response, write_request
 from millstream.wire.shape import reshape
 
@@ -327,6 +329,48 @@ async def test_a_long_poll_ends_after_its_time_with_nothing(tmp_path: Path) -> N
         topic = await topics.create("t")
         response = await ask(fetch_api(topics), fetch_request(12, "t", topic.topic_id, 0, max_wait_ms=20))
         assert response.responses[0].partitions[0].records == b""
+
+
+async def test_what_comes_before_a_long_poll_has_begun_to_wait_is_seen(tmp_path: Path) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t", partitions=3)
+        request = fetch_request(
+            12, "t", topic.topic_id, 0, partitions=[(index, 0) for index in range(3)], max_wait_ms=60_000
+        )
+        frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
+        answer = fetch_api(topics).handle_frame(frame, read_request_header(frame), CLIENT)
+        await topics.partition("t", 1).append(bytearray(batch(b"x")))
+        reply = await asyncio.wait_for(settled(answer), 30)
+        found = read_response(1, 12, (reply or b"")[4:]).responses[0].partitions
+        assert {one.partition_index: values(one) for one in found} == {0: [], 1: [b"x"], 2: []}
+
+
+async def test_a_long_poll_looks_only_at_what_has_moved_and_sends_all_there_is(tmp_path: Path) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t", partitions=20)
+        partitions = [(index, 0) for index in range(20)]
+        request = fetch_request(
+            12, "t", topic.topic_id, 0, partitions=partitions, max_wait_ms=60_000, min_bytes=3 * len(batch(b"x"))
+        )
+        waiting = asyncio.create_task(ask(fetch_api(topics), request))
+        await asyncio.sleep(0.01)
+        looked: list[int] = []
+        stretch = Partition.stretch
+
+        def counted(partition: Partition, offset: Offset, **limits: int) -> Any:
+            looked.append(partition.index)
+            return stretch(partition, offset, **limits)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Partition, "stretch", counted)
+            for index in (7, 3, 7):
+                assert not waiting.done()
+                await topics.partition("t", index).append(bytearray(batch(b"x")))
+                await asyncio.sleep(0.01)
+            response = await asyncio.wait_for(waiting, 30)
+        assert sorted(looked) == [3, 3, 7, 7, 7]
+        found = {one.partition_index: values(one) for one in response.responses[0].partitions}
+        assert found == {index: [b"x"] * {3: 1, 7: 2}.get(index, 0) for index in range(20)}
 
 
 async def test_a_client_that_leaves_ends_its_long_poll(tmp_path: Path) -> None:

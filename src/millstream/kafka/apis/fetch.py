@@ -336,7 +336,7 @@ class Fetch:
         self._look_again(context, found, [key for key in context.positions if key in keys])
 
     def _listen(self, context: _Context, wait: _Wait, found: _FoundByKey) -> bool:
-        """Be told of every advance from now on; whether something has changed already since the partitions were seen."""
+        """Be told of every advance from now on; whether something has changed since the partitions were looked at."""
         changed = self._stopping or context.client.presence.has_left
         for key in context.positions:
             try:
@@ -347,8 +347,17 @@ class Fetch:
                 continue
             wait.listen(partition, key)
             one = found.get(key)
-            changed = changed or one is None or one.high_watermark != partition.high_watermark
-            changed = changed or one.last_stable != partition.last_stable_offset or not partition.is_leader
+            if (
+                one is None
+                or not partition.is_leader
+                or (one.high_watermark, one.log_start, one.last_stable)
+                != (
+                    partition.high_watermark,
+                    partition.log_start,
+                    partition.last_stable_offset,
+                )
+            ):
+                changed = True
         return changed
 
     def _answer(self, header: RequestHeader, context: _Context, looked: _FoundByKey) -> Reply:
