@@ -18,6 +18,7 @@ from millstream.cluster.keys import PartitionKey
 from millstream.cluster.reassignment import Reassignment
 from millstream.cluster.told import Placement
 from millstream.config import Config
+from millstream.log.retention import DeliveryFloor
 from millstream.log.store import LogStore
 from millstream.model.clock import Clock
 from millstream.model.errors import (
@@ -103,6 +104,10 @@ class Topics:
     def version(self) -> int:
         """A number that changes whenever a topic comes, grows or goes; it does not outlive the process."""
         return self._version
+
+    def use_delivery_floor(self, floor: DeliveryFloor) -> None:
+        """Have retention ask `floor` how far subscriptions have come, where a topic wants that."""
+        self._store.delivery_floor = floor
 
     def get(self, name: str) -> Topic | None:
         """The topic of this name, if there is one."""

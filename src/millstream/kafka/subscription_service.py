@@ -23,6 +23,7 @@ from millstream.model.errors import PartitionClosed
 from millstream.model.ids import NodeId
 from millstream.model.metric import Metric, gauge
 from millstream.model.subscription import EARLIEST, READ_COMMITTED, QueueKey, SubscriptionSettings
+from millstream.model.topic import TopicPartition
 from millstream.subscriptions.routed_store import RoutedStateStore
 from millstream.subscriptions.state_coordinator import StateCoordinator
 from millstream.subscriptions.state_store import QueueImage
@@ -81,6 +82,7 @@ class SubscriptionService:
         """Begin to load what the log has, and the queues of what is declared."""
         self.declared.use_filters(_compiled)
         self.declared.when_changed(self._changed)
+        self.topics.use_delivery_floor(self._floor)
         await self.states.start()
         self._changed()
 
@@ -165,6 +167,19 @@ class SubscriptionService:
         engine.start()
         self._engine = engine
         return engine
+
+    def _floor(self, place: TopicPartition) -> int | None:
+        """From where on subscriptions need a partition; all of it while that is not known."""
+        topic = self.topics.get(place.topic)
+        if topic is None:
+            return None
+        partition = self.topics.partition(place.topic, place.partition)
+        subscribed = [one for one in self.declared.all() if place.topic in one.topics]
+        if not partition.is_leader or (subscribed and self._engine is None):
+            # The leader knows, and others begin where it does.
+            return partition.log_start
+        needed = [] if self._engine is None else self._engine.needed(topic.topic_id, place.partition, subscribed)
+        return min(needed, default=None)
 
     def _name_of(self, subscription_id: UUID) -> str | None:
         declared = self.declared.by_id(subscription_id)

@@ -7,16 +7,21 @@ a deleted segment for a lost one.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from millstream.log.segment import Segment
 from millstream.model.errors import OffsetOutOfRange, StorageFailure
 from millstream.model.ids import Offset
+from millstream.model.topic import TopicPartition
 
 if TYPE_CHECKING:
     from millstream.log.log import Log
 
 _logger = logging.getLogger(__name__)
+
+DeliveryFloor = Callable[[TopicPartition], int | None]
+"""The first offset of a partition that a subscription is not done with; None when no subscription has it."""
 
 
 def delete_expired(log: Log, now_ms: int) -> int:
@@ -27,9 +32,12 @@ def delete_expired(log: Log, now_ms: int) -> int:
     excess = log.size_bytes - log.settings.retention_bytes if log.settings.retention_bytes >= 0 else 0
     # What is not acknowledged may still be cut off, and then a start beyond it would be beyond the end.
     limit = log.synced_offset if log.acknowledged_offset is None else min(log.synced_offset, log.acknowledged_offset())
+    needed_from = _needed_from(log)
     freed = count = 0
     for segment in log.segments[:-1]:
-        too_old = _expired(log, segment, now_ms)
+        too_old = _expired(log, segment, now_ms) and (
+            segment.next_offset <= needed_from or _beyond_cap(log, segment, now_ms)
+        )
         if segment.next_offset > limit or not (too_old or freed + segment.size <= excess):
             break
         freed += segment.size
@@ -43,11 +51,25 @@ def delete_expired(log: Log, now_ms: int) -> int:
     return freed
 
 
+def _needed_from(log: Log) -> int:
+    """From which offset on age alone is no reason to delete."""
+    if not log.settings.retention_until_delivered:
+        return log.end_offset
+    undelivered = log.keeper.delivery_floor(log.partition)
+    return log.end_offset if undelivered is None else undelivered
+
+
+def _beyond_cap(log: Log, segment: Segment, now_ms: int) -> bool:
+    return _age_ms(segment, now_ms) > log.settings.retention_until_max_ms
+
+
 def _expired(log: Log, segment: Segment, now_ms: int) -> bool:
-    if log.settings.retention_ms < 0:
-        return False
+    return log.settings.retention_ms >= 0 and _age_ms(segment, now_ms) > log.settings.retention_ms
+
+
+def _age_ms(segment: Segment, now_ms: int) -> int:
     newest = segment.max_timestamp_ms if segment.max_timestamp_ms >= 0 else segment.last_append_ms
-    return now_ms - newest > log.settings.retention_ms
+    return now_ms - newest
 
 
 def _roll_expired(log: Log, now_ms: int) -> None:

@@ -29,6 +29,7 @@ from millstream.log.log import Log
 from millstream.log.recovery import Opening, open_contents
 from millstream.log.recovery_told import RecoveryTold
 from millstream.log.replay import Replay
+from millstream.log.retention import DeliveryFloor
 from millstream.log.state import LogState, decode_state
 from millstream.log.truncation import Cut, told_when_done
 from millstream.model.clock import Clock
@@ -68,6 +69,7 @@ class LogStore:
         self.stop_failure: str | None = None
         """Why the last stop is not a clean one, once the store is closed."""
         self.clean_start = True
+        self.delivery_floor: DeliveryFloor = lambda _partition: 0  # Nobody knows yet, so all may be needed.
         self._folder = folder
         self._files = files
         self._clock = clock
@@ -82,8 +84,8 @@ class LogStore:
         self._ledger = Ledger(files, folder.path)
         self._logs: dict[LogKey, Log] = {}
         self._unrecovered: set[LogKey] = set()
+        # Logs that wait to be recovered, and all of whose files are on the disk.
         self._durable: set[LogKey] = set()
-        """Logs that wait to be recovered, and all of whose files are on the disk."""
         self._replayed: dict[str, int] = {}
         self._told = RecoveryTold()
         self._wanted: dict[Log, None] = {}

@@ -53,6 +53,21 @@ class TopicSettings:
         minimum=-1,
         needs_restart=False,
     )
+    retention_until_delivered: bool = setting(
+        "retention.until.delivered",
+        False,
+        "Whether records that are older than `retention.ms` stay until every subscription is done with them, but not "
+        "longer than `retention.until.max.ms`. `retention.bytes` holds all the same.",
+        needs_restart=False,
+    )
+    retention_until_max_ms: int = setting(
+        "retention.until.max.ms",
+        30 * 24 * 3600 * 1000,
+        "With `retention.until.delivered`: the longest time that a record waits for subscriptions, so that a forgotten "
+        "one cannot fill the disk.",
+        minimum=1,
+        needs_restart=False,
+    )
     segment_bytes: int = setting(
         "segment.bytes",
         1024 * 1024 * 1024,

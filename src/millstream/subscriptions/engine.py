@@ -122,6 +122,13 @@ class Engine:
             if opened.delivery.key.subscription_id == subscription.subscription_id:
                 opened.delivery.worker_gone(worker)
 
+    def needed(self, topic_id: UUID, partition: PartitionIndex, subscribed: Iterable[Subscription]) -> list[Offset]:
+        """The oldest message that each queue on a partition is not done with; all, where a queue is not open."""
+        keys = {QueueKey(one.subscription_id, topic_id, partition) for one in subscribed}
+        keys.update(key for key in self._open if key.topic_id == topic_id and key.partition == partition)
+        opened = [self._open.get(key) for key in keys]
+        return [Offset(0) if one is None else one.delivery.queue.oldest for one in opened]
+
     def close_queues(self, subscription_id: UUID, topic_id: UUID) -> None:
         """Close the queues of a subscription on a topic; they are read back when they are next used."""
         self._close_all(

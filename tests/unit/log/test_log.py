@@ -354,6 +354,40 @@ def test_old_segments_go_and_so_does_an_old_active_one(store: LogStore, clock: M
     assert log.append(a_batch(b"y"), leader_epoch=EPOCH).base_offset == 3
 
 
+def test_old_records_wait_for_subscriptions_but_not_for_ever(store: LogStore, clock: ManualClock) -> None:
+    floor: list[int | None] = [1]
+    settings = TopicSettings(retention_ms=1000, retention_until_delivered=True, retention_until_max_ms=100_000)
+    log = open_log(store, settings)
+    for _ in range(4):
+        log.append(a_batch(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
+        log.roll()
+    store.sync_soon(log)
+    store.commit_once()
+    clock.advance_ms(10_000)
+
+    assert store.delete_expired() == 0, "as long as nobody knows what is needed, everything is"
+    store.delivery_floor = lambda _partition: floor[0]
+    store.delete_expired()
+    assert log.start_offset == 1
+    floor[0] = 3
+    store.delete_expired()
+    assert log.start_offset == 3
+    clock.advance_ms(100_000)
+    store.delete_expired()
+    assert log.start_offset == 4, "a forgotten subscription does not fill the disk"
+
+
+def test_without_subscriptions_only_the_age_counts(store: LogStore, clock: ManualClock) -> None:
+    log = open_log(store, TopicSettings(retention_ms=1000, retention_until_delivered=True))
+    store.delivery_floor = lambda _partition: None
+    log.append(a_batch(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
+    store.sync_soon(log)
+    store.commit_once()
+    clock.advance_ms(10_000)
+    store.delete_expired()
+    assert log.start_offset == 1
+
+
 def test_what_is_not_synced_is_not_deleted(store: LogStore, clock: ManualClock) -> None:
     log = open_log(store, TopicSettings(retention_ms=1000))
     log.append(a_batch(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
