@@ -170,6 +170,11 @@ class Partition(Replica):
         waiting = self._waiting if acks == ACKS_ALL or self._in_sync is None else self._waiting_here
         waiting.add(appended.next_offset, listener)
 
+    @property
+    def waiting(self) -> int:
+        """How many are to be told of an acknowledgement."""
+        return len(self._waiting) + len(self._waiting_here)
+
     def drop_over(self) -> None:
         """Forget those who were to be told and wait no more."""
         self._waiting.drop_over()

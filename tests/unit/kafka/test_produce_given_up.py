@@ -1,0 +1,80 @@
+"""Produce requests whose time is over before they are acknowledged: answered, and kept by nobody."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import cast
+from uuid import UUID
+
+from kio.schema.errors import ErrorCode
+from kio.schema.produce.v9 import request as messages
+
+from millstream.catalog.catalog import Catalog
+from millstream.cluster.declarations import CatalogDeclarations
+from millstream.cluster.quotas import ClientQuotas
+from millstream.cluster.topics import Topics
+from millstream.kafka.api import ClientInfo
+from millstream.kafka.apis.produce import Produce
+from millstream.kafka.quota_meter import QuotaMeter
+from millstream.log.store import LogStore
+from millstream.model.ids import Epoch, NodeId, PartitionIndex
+from millstream.model.partition_state import PartitionState, Versioned
+from millstream.model.quota import PRODUCER_BYTE_RATE
+from millstream.model.topic import Topic, TopicPartition, TopicSettings
+from millstream.net.promise import Promise
+from millstream.records.record import NewRecord, encode_batch
+from millstream.replication.partition import Partition
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import MemoryFiles
+from millstream.wire.codec import read_request_header, read_response, write_request
+
+ME, OTHER = NodeId(1), NodeId(2)
+TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=1, replication=2, overrides={}, created_ms=0)
+STATE = PartitionState(replicas=(ME, OTHER), leader=ME, leader_epoch=Epoch(1), in_sync=(ME, OTHER))
+
+
+class OnePartition:
+    """Topics with one partition, whose follower never fetches."""
+
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
+
+    def partition(self, _name: str, _index: int) -> Partition:
+        return self._partition
+
+
+async def test_those_who_gave_up_are_answered_and_forgotten_while_the_watermark_stands_still() -> None:
+    store = LogStore.open(
+        Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
+    )
+    log = store.open_log(TOPIC.topic_id, TopicPartition("orders", PartitionIndex(0)), TopicSettings(flush="os"))
+    partition = Partition(TOPIC, PartitionIndex(0), log, store, alone=False, clock=ManualClock())
+    partition.apply(Versioned(STATE, 1), me=ME)
+    quota = QuotaMeter(ClientQuotas(CatalogDeclarations(Catalog("sqlite://"))), PRODUCER_BYTE_RATE)
+    produce = Produce(cast("Topics", OnePartition(partition)), quota)
+    promises = []
+    for number in range(10):
+        records = bytes(encode_batch([NewRecord(None, b"%d" % number, (), 1000)]))
+        data = messages.TopicProduceData(
+            name="orders",  # type: ignore[arg-type]
+            partition_data=(messages.PartitionProduceData(index=0, records=records),),  # type: ignore[arg-type]
+        )
+        request = messages.ProduceRequest(
+            transactional_id=None,
+            acks=-1,  # type: ignore[arg-type]
+            timeout=timedelta(0),  # type: ignore[arg-type]
+            topic_data=(data,),
+        )
+        frame = memoryview(bytearray(write_request(number, "test", request)[4:]))
+        answer = produce.handle_frame(frame, read_request_header(frame), ClientInfo(connection_id=1, host="here"))
+        assert isinstance(answer, Promise)
+        promises.append(answer)
+    assert partition.waiting == 10
+    for promise in promises:
+        buffers = await promise
+        reply = b"".join(map(bytes, cast("list[bytes]", buffers)))
+        response = read_response(0, 9, reply[4:])
+        assert response.responses[0].partition_responses[0].error_code == ErrorCode.request_timed_out
+    assert partition.waiting == 0
+    store.close_now()
