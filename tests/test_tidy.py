@@ -135,7 +135,7 @@ def test_the_package_exports_its_version_and_nothing_else() -> None:
 
 def test_the_commands_are_pinned() -> None:
     commands = (
-        "serve topic publish tail message group transaction client cluster doctor demo "
+        "serve topic publish tail message group subscription dlq transaction client cluster doctor demo "
         "config-reference protocol-reference"
     )
     assert " ".join(ORDER) == commands
