@@ -1,0 +1,27 @@
+"""Coordinators follow the leadership of their partitions, whoever tells the partition of it first."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+from uuid import UUID
+
+from millstream.cluster.cluster_topics import ClusterTopics
+from millstream.model.ids import NodeId, PartitionIndex
+from millstream.model.topic import Topic
+
+
+def test_coordinators_are_told_of_a_role_that_their_partition_knows_already() -> None:
+    topic = Topic(name="t", topic_id=UUID(int=1), partitions=1, replication=1, overrides={}, created_ms=0)
+    # The writer of in-sync sets has read the state back before the view shows it, so that applying it changes nothing.
+    partition: Any = SimpleNamespace(is_leader=False, leader_epoch=3, apply=lambda versioned, *, me: None)
+    told: list[object] = []
+    topics = SimpleNamespace(
+        _view=SimpleNamespace(states={(topic.topic_id, 0): object()}),
+        _partitions={"t": [partition]},
+        _active=True,
+        _me=NodeId(1),
+        _tell_leadership=told.append,
+    )
+    assert ClusterTopics._take_state(cast("Any", topics), topic, PartitionIndex(0)) is partition
+    assert told == [partition]
