@@ -42,9 +42,11 @@ class TransactionNotes:
         if self.failure is None:
             self.failure = reason
 
-    def check(self, *, complete: Sequence[str] = ()) -> Report:
-        """Judge the history."""
+    def check(self, written: Iterable[Event], *, complete: Sequence[str] = ()) -> Report:
+        """Judge the history with what programs wrote down meanwhile, which is ahead of whatever was read by now."""
         with self.lock:
+            for event in written:
+                self.history.note(event)
             return check(self.history, complete=complete)
 
 

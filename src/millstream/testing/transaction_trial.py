@@ -357,11 +357,7 @@ class TransactionTrial:
 
     def _check(self, complete: tuple[str, ...] = ()) -> Report:
         """Take what the programs noted, and judge everything so far."""
-        with self._notes.lock:
-            for worker in self._workers:
-                for event in worker.events():
-                    self._notes.history.note(event)
-        return self._notes.check(complete=complete)
+        return self._notes.check((event for worker in self._workers for event in worker.events()), complete=complete)
 
     def _check_everything(self) -> Outcome:
         """The last check: programs ended, nothing open, everything read to the end by old and new readers."""
