@@ -256,8 +256,10 @@ class Fetch:
         # A share of what is left, so that consumers who read nothing of what they asked for leave some for the others.
         left = min(context.bytes_max, -(-self._budget.room_bytes // ROOM_SHARE)) - size
         committed = context.request.read_committed
+        # A single partition's records are one piece, and sooner read at once than found first.
+        most_at_once = READ_BYTES_MAX if len(context.positions) > 1 else READ_ALL_BYTES_MAX
         for key in keys:
-            at_once = READ_BYTES_MAX if size < READ_ALL_BYTES_MAX else 0
+            at_once = most_at_once if size < READ_ALL_BYTES_MAX else 0
             one = self._look_at(key, context.positions[key], left, committed=committed, at_once=at_once)
             found[key] = one
             if one.stretch is not None:
