@@ -55,6 +55,7 @@ class RoutedStateStore:
         while True:
             try:
                 await self._local.ensure()
+                await self._settled(key, deadline)
                 return await self._load(key, leader_epoch)
             except FencedLeaderEpoch:
                 raise
@@ -80,6 +81,14 @@ class RoutedStateStore:
         if answer.error:
             raise refusal(answer.error, answer.message, about="the state of a queue")
         return StoredQueue(answer.snapshot, answer.sequence)
+
+    async def _settled(self, key: QueueKey, deadline: float) -> None:
+        """What this node has written of a queue before has numbers too, so its state is read behind all of that."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._lane(key).settled(key)
+        except TimeoutError:
+            raise CoordinatorUnavailable("what was written of the queue before is still on its way") from None
 
     def _lane(self, key: QueueKey) -> StateLane:
         index = self._local.partition_of(key)

@@ -25,6 +25,7 @@ from millstream.model.errors import (
     OutOfOrderSequence,
     RequestTimedOut,
 )
+from millstream.model.subscription import QueueKey
 from millstream.subscriptions.state_shard import WriteResult
 from millstream.subscriptions.state_store import QueueWrite
 
@@ -90,6 +91,12 @@ class StateLane:
             loop.call_soon(self._flush)
         return entry.future
 
+    async def settled(self, key: QueueKey) -> None:
+        """Wait until it is known of every write of a queue whether it is in."""
+        under_way = [entry.future for entry in self._unsettled.values() if entry.write.key == key]
+        if under_way:
+            await asyncio.wait(under_way)
+
     async def close(self, *, patience_s: float) -> None:
         """Wait for what is under way, for a bounded time; what is left then is told so."""
         if self._unsettled:
@@ -149,8 +156,9 @@ class StateLane:
         return again
 
     def _is_behind_others(self, entry: _Entry) -> bool:
-        first = next(iter(self._unsettled), entry.number)
-        return first < entry.number
+        """Whether writes of the same queue before it are still on their way. If not, they are lost, and so is it."""
+        key = entry.write.key
+        return any(other.number < entry.number and other.write.key == key for other in self._unsettled.values())
 
     def _begin_again(self) -> None:
         self._generation += 1
