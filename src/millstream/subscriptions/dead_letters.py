@@ -2,7 +2,11 @@
 
 The plan names the producer id and sequence number under which the letter is written. It is durable before the letter
 is, so whoever takes the queue over after a crash writes the same letter under the same number, and the topic takes it
-once. Not more letters are under way than a log remembers of a producer.
+once. Not more letters are under way than a log remembers of a producer, and no further ones are planned before these
+are written; so a letter whose number the log does not take is not in it, and gets another number.
+
+A letter that the topic refuses for what it is (it is too large, or cannot be opened) is tried again and again, with
+growing pauses, and the others go past it.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Final, NamedTuple
 
 from millstream.cluster.backoff import Backoff
 from millstream.model.clock import Clock
-from millstream.model.errors import MillstreamError, OffsetOutOfRange
+from millstream.model.errors import BatchRejected, DamagedRange, MillstreamError, OffsetOutOfRange, ProducerRejected
 from millstream.model.ids import Offset, ProducerId
 from millstream.records.record import Headers, NewRecord, Record, decode_records, encode_batch
 from millstream.subscriptions.delivery import Delivery
@@ -30,6 +34,7 @@ UNDER_WAY_MAX: Final = 5
 MESSAGE_ID: Final = "message-id"
 PREFIX: Final = "dlq-"
 READ_BYTES: Final = 1
+GONE: Final = "the log has the message no more"
 _PLAN: Final = struct.Struct(">qii")
 _WHERE: Final = struct.Struct(">iq")
 
@@ -73,6 +78,8 @@ class DeadLetters:
         self._backoff = Backoff(random, max_s=30.0)
         self._producer_id: ProducerId | None = None
         self._sequences: dict[int, int] = {}
+        # Letters that were refused for what they are, until the next pause is over.
+        self._refused: set[Offset] = set()
         self._task: asyncio.Task[None] | None = None
         delivery.when_rejecting = self.wake
 
@@ -90,57 +97,105 @@ class DeadLetters:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _logger.error("dead letters are not written any more", exc_info=error)
+        # Some may have come after the last look at them.
+        if not task.cancelled() and not self._delivery.is_closed and self._delivery.queue.counts.rejecting:
+            self.wake()
 
     async def _run(self) -> None:
-        while not self._delivery.is_closed and (rejected := self._delivery.queue.rejecting(UNDER_WAY_MAX)):
+        while not self._delivery.is_closed and self._delivery.queue.counts.rejecting:
             try:
-                await self._write_away(rejected)
-                self._backoff.succeeded()
+                letters = self._next()
+                if letters:
+                    await self._write_away(letters)
+                    self._backoff.succeeded()
+                else:
+                    # Only such are left as were refused.
+                    await self._backoff.pause()
+                    self._refused.clear()
             except MillstreamError as error:
-                _logger.warning(
-                    "dead letters could not be written; trying again",
-                    extra={"subscription": self._subscription, "error": str(error)},
-                )
+                self._tell("dead letters could not be written; trying again", error)
+                await self._backoff.pause()
+            except Exception as error:
+                _logger.exception("dead letters failed", extra={"subscription": self._subscription}, exc_info=error)
                 await self._backoff.pause()
 
-    async def _write_away(self, rejected: list[Rejected]) -> None:
-        topic = self._delivery.settings.dead_letter_topic
-        partitions = await self._box.partitions(topic) if topic else 0
-        planned = [(one, await self._planned(one, partitions)) for one in rejected] if topic else []
+    def _next(self) -> list[Rejected]:
+        """Those that are planned, and when there are none, those that come next."""
+        queue = self._delivery.queue
+        planned = queue.planned()
+        if planned:
+            return planned
+        found = queue.rejecting(UNDER_WAY_MAX + len(self._refused))
+        return [one for one in found if one.offset not in self._refused][:UNDER_WAY_MAX]
+
+    async def _write_away(self, letters: list[Rejected]) -> None:
+        queue, topic = self._delivery.queue, self._delivery.settings.dead_letter_topic
+        if not topic:
+            # The declaration lost its topic meanwhile: nothing can take them any more.
+            for one in letters:
+                queue.drop(one.offset, one.reason, now_ms=self._clock.now_ms())
+            self._delivery.news()
+            return
+        partitions = await self._box.partitions(topic)
+        planned = [(one, plan) for one in letters if (plan := await self._planned(one, partitions)) is not None]
         await self._delivery.durable()
         # In the order of their numbers, which is the only one that the log takes.
         for one, plan in sorted(planned, key=lambda pair: pair[1]):
-            record = self._find(one.offset)
-            where = b""
-            if record is not None:
-                offset = await self._box.append(topic, plan.partition, self._letter(one, plan, record))
-                where = _WHERE.pack(plan.partition, offset)
-            self._delivery.queue.dead_lettered(one.offset, where, now_ms=self._clock.now_ms())
-        if not topic:
-            # The declaration lost its topic meanwhile: nothing can take them any more.
-            for one in rejected:
-                self._delivery.queue.drop(one.offset, one.reason, now_ms=self._clock.now_ms())
+            if plan.partition >= partitions:
+                # The topic was made anew, with fewer partitions.
+                self._unplan(one)
+            else:
+                await self._write_one(topic, one, plan)
         self._delivery.news()
 
-    async def _planned(self, one: Rejected, partitions: int) -> Plan:
+    async def _write_one(self, topic: str, one: Rejected, plan: Plan) -> None:
+        queue = self._delivery.queue
+        try:
+            record = self._find(one.offset)
+            if record is None:
+                queue.drop(one.offset, GONE, now_ms=self._clock.now_ms())
+                # Its number is not used, so no later one of the same producer will be taken.
+                self._producer_id = None
+                return
+            offset = await self._box.append(topic, plan.partition, self._letter(one, plan, record))
+        except BatchRejected as error:
+            self._tell("a dead letter is refused; trying again later", error, offset=one.offset)
+            self._refused.add(one.offset)
+            self._unplan(one)
+        except ProducerRejected as error:
+            self._tell("a dead letter gets another number", error, offset=one.offset)
+            self._unplan(one)
+        else:
+            queue.dead_lettered(one.offset, _WHERE.pack(plan.partition, offset), now_ms=self._clock.now_ms())
+
+    def _unplan(self, one: Rejected) -> None:
+        """The letter is surely not in the topic, and will be written under another number."""
+        self._delivery.queue.plan(one.offset, b"", now_ms=self._clock.now_ms())
+        self._producer_id = None
+
+    def _tell(self, what: str, error: MillstreamError, **more: object) -> None:
+        _logger.warning(what, extra={"subscription": self._subscription, "error": str(error), **more})
+
+    async def _planned(self, one: Rejected, partitions: int) -> Plan | None:
+        """The plan of a letter, made now if there is none; None if the message is not rejected any more."""
         if one.plan:
             return Plan.read(one.plan)
         if self._producer_id is None:
             self._producer_id = await self._next_producer_id()
+            self._sequences.clear()
         index = self._delivery.key.partition % partitions
         sequence = self._sequences.get(index, 0)
-        self._sequences[index] = sequence + 1
         plan = Plan(self._producer_id, sequence, index)
-        self._delivery.queue.plan(one.offset, plan.write(), now_ms=self._clock.now_ms())
+        if not self._delivery.queue.plan(one.offset, plan.write(), now_ms=self._clock.now_ms()):
+            return None
+        self._sequences[index] = sequence + 1
         return plan
 
     def _find(self, offset: Offset) -> Record | None:
         """The message itself; None when the log has it no more."""
         try:
             records = self._delivery.partition.read(offset, max_bytes=READ_BYTES)
-        except OffsetOutOfRange:
+        except (OffsetOutOfRange, DamagedRange):
             return None
         return next((record for record in decode_records(records) if record.offset == offset), None)
 

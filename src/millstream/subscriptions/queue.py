@@ -19,6 +19,7 @@ import numpy.typing as npt
 from millstream.model.errors import CorruptState, InvalidRecordState
 from millstream.model.ids import Offset
 from millstream.model.subscription import AT_MOST_ONCE, QueueKey, SubscriptionSettings
+from millstream.subscriptions.aside import Aside
 from millstream.subscriptions.delta import Delta, DeltaKind
 from millstream.subscriptions.due_index import NEVER_MS, DueIndex
 from millstream.subscriptions.fold import Fold
@@ -29,6 +30,7 @@ from millstream.subscriptions.look import Look
 from millstream.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
 from millstream.subscriptions.snapshot import read_snapshot
 from millstream.subscriptions.supply import Supply
+from millstream.subscriptions.window import Window
 
 WINDOW_MAX: Final = 1_000_000
 PARKED_MAX: Final = 1_000_000
@@ -525,16 +527,23 @@ class Queue:
         for columns in (self._fold.aside, self._fold.window):
             place = columns.states.find(REJECTING)
             while place >= 0 and len(found) < count_max:
-                offset = Offset(columns.offset_at(place))
-                reason = self._fold.reasons.texts[columns.holders[place]]
-                plan = self._fold.plans.get(offset, b"")
-                times = columns.firsts[place], columns.dues[place]
-                found.append(Rejected(offset, columns.attempts[place], reason, *times, plan))
+                found.append(self._rejected(columns, place))
                 place = columns.states.find(REJECTING, place + 1)
         return found
 
+    def planned(self) -> list[Rejected]:
+        """Those of them for which a plan was made."""
+        places = [place for offset, plan in self._fold.plans.items() if plan and (place := self._fold.place(offset))]
+        return [self._rejected(*place) for place in places if place[0].states[place[1]] == REJECTING]
+
+    def _rejected(self, columns: Window | Aside, place: int) -> Rejected:
+        offset = Offset(columns.offset_at(place))
+        reason = self._fold.reasons.texts[columns.holders[place]]
+        times = columns.firsts[place], columns.dues[place]
+        return Rejected(offset, columns.attempts[place], reason, *times, self._fold.plans.get(offset, b""))
+
     def plan(self, offset: int, plan: bytes, *, now_ms: int) -> bool:
-        """Keep how a message will be produced to the dead letter topic; False if it is not on its way there."""
+        """Keep how a message will be produced to the dead letter topic, or that it was not; False if it will not be."""
         return self._dead(DeltaKind.PLANNED, offset, now_ms, "", plan)
 
     def dead_lettered(self, offset: int, where: bytes, *, now_ms: int) -> bool:
