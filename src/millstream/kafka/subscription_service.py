@@ -161,7 +161,7 @@ class SubscriptionService:
                 box=LetterBox(self.topics, self._addresses),
                 next_producer_id=self._producer_ids.next,
                 sieve=Sieve(FilterWorker()),
-                forget_deleted=lambda: self.states.forget(lambda key: self.declared.is_deleted(key.subscription_id)),
+                forget=self.states.forget,
             )
         )
         engine.start()

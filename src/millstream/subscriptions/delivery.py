@@ -20,13 +20,19 @@ import numpy as np
 import numpy.typing as npt
 
 from millstream.model.clock import Clock
-from millstream.model.errors import MillstreamError, NotLeader, OffsetOutOfRange
+from millstream.model.errors import (
+    CoordinatorUnavailable,
+    DamagedRange,
+    MillstreamError,
+    NotLeader,
+    OffsetOutOfRange,
+)
 from millstream.model.ids import Epoch, Offset
 from millstream.model.metric import LATENCY_BOUNDS_S, Histogram
 from millstream.model.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSettings
 from millstream.records.batch import Buffer, iterate_whole_headers
 from millstream.replication.partition import Partition
-from millstream.subscriptions.lease import Lease, Settle
+from millstream.subscriptions.lease import Lease, Settle, Verb
 from millstream.subscriptions.look_ahead import Stretch, batches_with, look, read, readable_end
 from millstream.subscriptions.queue import Queue
 from millstream.subscriptions.sieve import QueueSieve
@@ -40,6 +46,11 @@ LOOKS_AT_ONCE: Final = 8
 """How many stretches are looked at in one turn of the loop when none of them holds a message to deliver."""
 WAITING_MAX: Final = 10_000
 SIEVE_RETRY_S: Final = 1.0
+ALARM_S_MAX: Final = 3600.0
+"""No alarm is set for later: the time of day may be corrected meanwhile."""
+
+_NOBODY: Final = "millstream/nobody"
+_INT64_MAX: Final = 2**63 - 1
 
 
 class Received(NamedTuple):
@@ -112,8 +123,13 @@ class Delivery:
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at_ms = 0
         self._is_due = False
+        self._is_serving = False
+        # Whether there is more to look at than one turn of the loop should take, and whether the store had no room.
+        self._is_cut_short = False
+        self._is_starved = False
         self._last_write: asyncio.Future[None] | None = None
         self._closed: MillstreamError | None = None
+        self._note_filter()
         partition.listen(self)
 
     @property
@@ -164,7 +180,7 @@ class Delivery:
         """Lease what is there now. The leases are written, and `handed_out` tells when they may be answered."""
         self._check()
         self.last_used_ms = self._clock.now_ms()
-        if self.settings.paused or not self._store.has_room(self.key):
+        if not self._may_give:
             return NOTHING
         found = self._lease(wanted)
         self._after()
@@ -175,6 +191,8 @@ class Delivery:
         self._check()
         if len(self._waiting) < WAITING_MAX:
             self._waiting[waiter] = None
+            if self._is_cut_short or self._has_available:
+                self._wake()
             self._set_alarm()
 
     def forget(self, waiter: Waiter) -> None:
@@ -224,16 +242,21 @@ class Delivery:
         if self._sieve is not None:
             self._sieve.close()
         self._sieve = sieve
+        self._note_filter()
         self._wake()
 
     # Being told
 
     def advanced(self, partition: Partition) -> None:
         """The log has grown, or it is led by another node now."""
-        if not partition.is_leader or partition.leader_epoch != self.leader_epoch:
-            self.close(NotLeader(f"{partition.log.partition} is led by another node now"))
-        elif self._waiting:
-            self._wake()
+        try:
+            if not partition.is_leader or partition.leader_epoch != self.leader_epoch:
+                self.close(NotLeader(f"{partition.log.partition} is led by another node now"))
+            elif self._waiting:
+                self._wake()
+        except Exception:
+            # Whoever appends to the partition has nothing to do with it.
+            _logger.exception("a queue could not follow its partition", extra={"queue": str(self.key)})
 
     def close(self, reason: MillstreamError) -> None:
         """Send whoever waits away: the queue is led elsewhere, or gone."""
@@ -262,6 +285,17 @@ class Delivery:
     def _has_available(self) -> bool:
         return self.queue.next_available is not None
 
+    @property
+    def _may_give(self) -> bool:
+        if self.settings.paused:
+            return False
+        self._is_starved = not self._store.has_room(self.key)
+        return not self._is_starved
+
+    def _note_filter(self) -> None:
+        """Have the ledger know which filter decides from now on."""
+        self.queue.filter_version = 0 if self._sieve is None else int(self._sieve.filter.version, 16) & _INT64_MAX
+
     def _check(self) -> None:
         if self._closed is not None:
             raise self._closed
@@ -271,13 +305,18 @@ class Delivery:
 
     def _lease(self, wanted: Wanted) -> Received:
         queue, now_ms = self.queue, self._clock.now_ms()
-        queue.drop_before(self.partition.log_start, now_ms=now_ms)
-        queue.tick(now_ms)
-        self._look_ahead(wanted.max_records)
+        self._prepare(wanted.max_records)
         oldest = queue.next_available
         if oldest is None:
             return NOTHING
-        records, _ = read(self.partition, oldest, self.settings.isolation, max_bytes=wanted.max_bytes)
+        try:
+            records, _ = read(self.partition, oldest, self.settings.isolation, max_bytes=wanted.max_bytes)
+        except OffsetOutOfRange:
+            # The log is shorter than it was; what comes in its place is looked at when the queue is opened again.
+            return NOTHING
+        except DamagedRange as damage:
+            self._give_up(oldest, damage)
+            return NOTHING
         ends, until = _ends(records)
         if until <= oldest:
             return NOTHING
@@ -293,6 +332,22 @@ class Delivery:
             self._observe(batches, now_ms)
         return Received(leases, batches)
 
+    def _prepare(self, wanted: int) -> None:
+        """Bring the queue up to date with the log and the clock, and look ahead for so many messages."""
+        now_ms = self._clock.now_ms()
+        self.queue.drop_before(self.partition.log_start, now_ms=now_ms)
+        self.queue.tick(now_ms)
+        self._look_ahead(wanted)
+
+    def _give_up(self, oldest: Offset, damage: DamagedRange) -> None:
+        """The disk has lost messages that were to be delivered; they hold up nothing."""
+        now_ms = self._clock.now_ms()
+        count = damage.next_offset - oldest
+        leases = self.queue.acquire(_NOBODY, now_ms=now_ms, max_records=count, until=damage.next_offset)
+        lost = [Settle(lease.first, lease.last, Verb.REJECT, None, str(damage)) for lease in leases]
+        self.queue.settle(_NOBODY, lost, now_ms=now_ms)
+        self._is_cut_short = True
+
     def _observe(self, batches: list[memoryview], now_ms: int) -> None:
         """Note how long the batches of a first delivery have waited."""
         for batch in batches:
@@ -301,6 +356,7 @@ class Delivery:
 
     def _look_ahead(self, wanted: int) -> None:
         """Look further until enough is known to be there, or nothing more is."""
+        self._is_cut_short = False
         if self._sieve is not None:
             self._look_through_sieve(wanted)
             return
@@ -309,8 +365,7 @@ class Delivery:
             if seen is None:
                 return
             self._take_in(seen, None)
-        # There is more to look at than one turn of the loop should take.
-        self._wake()
+        self._is_cut_short = True
 
     def _look_through_sieve(self, wanted: int) -> None:
         """Have the filter look further, beside the loop; whoever waits is woken when it has."""
@@ -318,10 +373,10 @@ class Delivery:
             self._looking = asyncio.get_running_loop().create_task(self._sift(wanted), name=f"filter {self.key}")
             self._looking.add_done_callback(self._sifted)
 
-    async def looked(self) -> None:
-        """Wait until the filter has looked at what it is asked for now."""
+    async def looked(self, *, patience_s: float) -> None:
+        """Wait until the filter has looked at what it is asked for now, but not for long."""
         if self._looking is not None:
-            await asyncio.wait([self._looking])
+            await asyncio.wait([self._looking], timeout=patience_s)
 
     async def _sift(self, wanted: int) -> None:
         while self._closed is None and (sieve := self._sieve) is not None:
@@ -336,35 +391,37 @@ class Delivery:
     def _sifted(self, looking: asyncio.Task[None]) -> None:
         self._looking = None
         error = None if looking.cancelled() else looking.exception()
+        if self._closed is not None:
+            return
         if error is not None:
             _logger.warning("a filter could not be asked", extra={"queue": str(self.key), "error": str(error)})
             asyncio.get_running_loop().call_later(SIEVE_RETRY_S, self._wake)
-        elif self._closed is None:
+            return
+        try:
             self._after()
+        except Exception as failure:
+            self._failed(failure)
 
     def _needs_more(self, wanted: int) -> bool:
         queue = self.queue
-        if queue.counts.available >= wanted or queue.room <= 0:
+        # Of what counts as available, some may turn out to wait behind its key; and there may be keys to be learned.
+        if (queue.next_available is not None and queue.counts.available >= wanted) or queue.room <= 0:
             return False
         return max(queue.next_look, self.partition.log_start) < readable_end(self.partition, self.settings.isolation)
 
     def _look_once(self, wanted: int) -> Stretch | None:
         """Look at the next stretch of the log; None when no more is wanted, or there."""
         partition, settings = self.partition, self.settings
-        while self._needs_more(wanted):
-            try:
-                return look(
-                    partition,
-                    Offset(max(self.queue.next_look, partition.log_start)),
-                    settings.isolation,
-                    max_bytes=LOOK_BYTES,
-                    offsets_max=min(LOOK_OFFSETS, self.queue.room),
-                    with_keys=settings.ordered,
-                )
-            except OffsetOutOfRange:
-                # Retention was faster; the next look begins where the log does now.
-                self.queue.drop_before(partition.log_start, now_ms=self._clock.now_ms())
-        return None
+        if not self._needs_more(wanted):
+            return None
+        return look(
+            partition,
+            Offset(max(self.queue.next_look, partition.log_start)),
+            settings.isolation,
+            max_bytes=LOOK_BYTES,
+            offsets_max=min(LOOK_OFFSETS, self.queue.room),
+            with_keys=settings.ordered,
+        )
 
     def _take_in(self, seen: Stretch, matches: npt.NDArray[np.bool_] | None) -> None:
         self.queue.look(
@@ -382,7 +439,7 @@ class Delivery:
         self._write()
         if self.queue.counts.rejecting:
             self.when_rejecting()
-        if self._waiting and self._has_available:
+        if self._waiting and not self._is_serving and self._has_available:
             self._wake()
         self._set_alarm()
 
@@ -405,6 +462,8 @@ class Delivery:
             # What is in memory is not what the store has: the queue is read back when it is next needed.
             _logger.warning("a queue begins anew", extra={"queue": str(self.key), "error": str(error)})
             self.close(NotLeader(f"the state of the queue could not be written: {error}"))
+        elif self._is_starved:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiting and not self._is_due and self._closed is None:
@@ -414,13 +473,39 @@ class Delivery:
     def _serve_waiting(self) -> None:
         """Give what is there to those who wait, in turn and in equal parts."""
         self._is_due = False
+        if self._closed is not None:
+            return
+        self._is_serving = True
         try:
-            for waiter in list(self._waiting):
-                if self._closed is not None or not self._serve(waiter):
-                    break
+            self._serve_all()
         except MillstreamError as error:
             self.close(error)
+        except Exception as error:
+            self._failed(error)
+        finally:
+            self._is_serving = False
+        if self._is_cut_short:
+            self._wake()
         self._set_alarm()
+
+    def _serve_all(self) -> None:
+        self._check()
+        if not self._may_give:
+            return
+        self._prepare(self._wanted_by_all())
+        for waiter in list(self._waiting):
+            if self._closed is not None or not self._serve(waiter):
+                break
+        if self._closed is None:
+            self._after()
+
+    def _wanted_by_all(self) -> int:
+        wanted = 0
+        for waiter in self._waiting:
+            wanted += waiter.wanted.max_records
+            if wanted >= LOOK_OFFSETS:
+                return LOOK_OFFSETS
+        return wanted
 
     def _serve(self, waiter: Waiter) -> bool:
         """Serve one; whether it is worth to go on with the next."""
@@ -437,6 +522,11 @@ class Delivery:
         # This one may hold as many as it can; others may not.
         return self._has_available
 
+    def _failed(self, error: Exception) -> None:
+        """Something went wrong that nobody has thought of: begin anew from what is stored."""
+        _logger.error("a queue begins anew", extra={"queue": str(self.key)}, exc_info=error)
+        self.close(CoordinatorUnavailable(f"the queue failed: {error}"))
+
     def _set_alarm(self) -> None:
         due_ms = self.queue.next_due_ms
         if self._closed is not None or due_ms is None or (self._alarm is not None and self._alarm_at_ms <= due_ms):
@@ -444,14 +534,18 @@ class Delivery:
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm_at_ms = due_ms
-        delay_s = max(0, due_ms - self._clock.now_ms()) / 1000
+        delay_s = min(max(0, due_ms - self._clock.now_ms()) / 1000, ALARM_S_MAX)
         self._alarm = asyncio.get_running_loop().call_later(delay_s, self._alarm_rings)
 
     def _alarm_rings(self) -> None:
         self._alarm = None
-        if self._closed is None:
+        if self._closed is not None:
+            return
+        try:
             self.queue.tick(self._clock.now_ms())
             self._after()
+        except Exception as error:
+            self._failed(error)
 
 
 def _ends(records: Buffer) -> tuple[list[int], Offset]:

@@ -21,7 +21,7 @@ _COUNTED: Final[tuple[tuple[str, Kind, str, Count], ...]] = (
         "parked",
         "gauge",
         "Messages that wait for a time, or behind their key.",
-        lambda one: one.queue.counts.parked + one.queue.counts.blocked + one.queue.counts.aside,
+        lambda one: one.queue.counts.parked + one.queue.counts.blocked,
     ),
     ("rejecting", "gauge", "Messages on their way to the dead letter topic.", lambda one: one.queue.counts.rejecting),
     ("workers_waiting", "gauge", "Workers that wait for a message.", lambda one: one.waiting),

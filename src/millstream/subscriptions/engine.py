@@ -12,10 +12,17 @@ from random import Random
 from typing import Any, Final
 from uuid import UUID
 
+from millstream.cluster.backoff import Backoff
 from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
 from millstream.model.clock import Clock
-from millstream.model.errors import MillstreamError, NotLeader, PartitionClosed, UnknownSubscription
+from millstream.model.errors import (
+    MillstreamError,
+    NotLeader,
+    PartitionClosed,
+    RequestTimedOut,
+    UnknownSubscription,
+)
 from millstream.model.ids import Epoch, Offset, PartitionIndex, ProducerId
 from millstream.model.subscription import EARLIEST, QueueKey, Subscription, SubscriptionSettings
 from millstream.model.topic import Topic
@@ -32,6 +39,10 @@ from millstream.subscriptions.state_store import StateStore
 _logger = logging.getLogger(__name__)
 
 OPENING_AT_ONCE: Final = 16
+OPENING_S: Final = 1.0
+"""How long a worker waits for queues that are being opened while others are there to ask."""
+SETTLED_S: Final = 30.0
+RETRY_S_MAX: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +57,8 @@ class Surroundings:
     box: LetterBox
     next_producer_id: Callable[[], Awaitable[ProducerId]]
     sieve: Sieve
-    forget_deleted: Callable[[], Awaitable[object]]
-    """Has the states of deleted subscriptions go."""
+    forget: Callable[[Callable[[QueueKey], bool]], Awaitable[object]]
+    """Has the states of queues go that are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +124,30 @@ class Engine:
         if opening is None:
             opening = asyncio.get_running_loop().create_task(self._begin(subscription, partition, key))
             self._opening[key] = opening
-            opening.add_done_callback(lambda _done: self._opening.pop(key, None))
+            opening.add_done_callback(lambda done: self._was_opened(key, done))
         return await asyncio.shield(opening)
+
+    async def deliveries_of(self, subscription: Subscription, partitions: Iterable[Partition]) -> list[Delivery]:
+        """The queues on some partitions. One that cannot be opened now does not keep others from being asked."""
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(self.delivery(subscription, partition)) for partition in partitions]
+        if not tasks:
+            return []
+        try:
+            await asyncio.wait(tasks, timeout=OPENING_S)
+            if not any(task.done() and task.exception() is None for task in tasks):
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # The opening goes on by itself.
+            for task in tasks:
+                task.cancel()
+        done = [task for task in tasks if task.done() and not task.cancelled()]
+        opened = [task.result() for task in done if task.exception() is None]
+        return opened or [task.result() for task in done]
 
     def worker_gone(self, subscription: Subscription, worker: str) -> None:
         """Give what a worker of a subscription holds to others."""
-        for opened in self._open.values():
+        for opened in list(self._open.values()):
             if opened.delivery.key.subscription_id == subscription.subscription_id:
                 opened.delivery.worker_gone(worker)
 
@@ -145,6 +174,9 @@ class Engine:
                 raise NotLeader(f"{partition.log.partition} is not led by this node")
             epoch = Epoch(partition.leader_epoch)
             stored = await around.store.load(key, epoch)
+        if stored.snapshot is None:
+            # Only then it is known where the partition ends.
+            await _settled(partition)
         declared = around.subscriptions.by_id(subscription.subscription_id)
         if declared is None:
             raise UnknownSubscription(f"subscription {subscription.name!r} was deleted")
@@ -155,6 +187,8 @@ class Engine:
         if not queue.is_started:
             now_ms = around.clock.now_ms()
             queue.begin(_start_of(declared, settings, partition, now_ms), now_ms=now_ms)
+        elif queue.next_look > partition.log.end_offset:
+            _go_back(queue, partition, around.clock.now_ms())
         sieve = self._sieve_for(settings, partition)
         delivery = Delivery(
             key, queue, partition, around.store, around.clock, next_sequence=stored.sequence + 1, sieve=sieve
@@ -173,6 +207,12 @@ class Engine:
         await delivery.durable()
         return delivery
 
+    def _was_opened(self, key: QueueKey, opening: asyncio.Task[Delivery]) -> None:
+        self._opening.pop(key, None)
+        if not opening.cancelled():
+            # Whoever asked for it may have gone, and nobody else wants to know.
+            opening.exception()
+
     def _was_closed(self, delivery: Delivery) -> None:
         found = self._open.get(delivery.key)
         if found is not None and found.delivery is delivery:
@@ -187,6 +227,9 @@ class Engine:
             if declared is None:
                 opened.delivery.close(UnknownSubscription("the subscription was deleted"))
                 continue
+            if declared.topics and opened.delivery.topic not in declared.topics:
+                opened.delivery.close(UnknownSubscription("the subscription has this topic no more"))
+                continue
             settings = around.subscriptions.settings_of(declared)
             if settings != opened.delivery.settings:
                 self._change(opened.delivery, settings)
@@ -194,14 +237,18 @@ class Engine:
             for topic in subscription.topics:
                 self._follow(topic)
         self._begin_all()
-        self._spawn(self._forget())
+        self._spawn(self._forget(lambda key: around.subscriptions.is_deleted(key.subscription_id)))
 
     def _change(self, delivery: Delivery, settings: SubscriptionSettings) -> None:
         if settings.ordered != delivery.settings.ordered:
             # It knows other things of its messages then, and begins anew from what is stored.
             delivery.close(NotLeader("the queue begins anew, since its order was changed"))
             return
-        delivery.change(settings, self._sieve_for(settings, delivery.partition))
+        try:
+            delivery.change(settings, self._sieve_for(settings, delivery.partition))
+        except MillstreamError as error:
+            # A newer node may have declared a filter that cannot be read here.
+            delivery.close(error)
 
     def _sieve_for(self, settings: SubscriptionSettings, partition: Partition) -> QueueSieve | None:
         if not settings.filter:
@@ -211,6 +258,7 @@ class Engine:
     def _topic_deleted(self, topic: Topic) -> None:
         gone = PartitionClosed(f"topic {topic.name!r} was deleted")
         self._close_all(lambda key: key.topic_id == topic.topic_id, gone)
+        self._spawn(self._forget(lambda key: key.topic_id == topic.topic_id))
 
     def _follow(self, topic: str) -> None:
         if topic not in self._followed:
@@ -238,17 +286,22 @@ class Engine:
                 self._spawn(self._begin_quietly(subscription, partition))
 
     async def _begin_quietly(self, subscription: Subscription, partition: Partition) -> None:
-        try:
-            await self.delivery(subscription, partition)
-        except MillstreamError as error:
-            # Whoever uses the queue tries again, and is told.
-            _logger.debug("a queue could not be opened", extra={"queue": subscription.name, "error": str(error)})
+        """Open a queue, again until it works: it may have dead letters to write, or leases to take back."""
+        backoff = Backoff(self._around.random, max_s=RETRY_S_MAX)
+        while partition.is_leader and self._around.subscriptions.by_id(subscription.subscription_id) is not None:
+            try:
+                await self.delivery(subscription, partition)
+            except MillstreamError as error:
+                _logger.debug("a queue could not be opened", extra={"queue": subscription.name, "error": str(error)})
+                await backoff.pause()
+            else:
+                return
 
-    async def _forget(self) -> None:
+    async def _forget(self, is_gone: Callable[[QueueKey], bool]) -> None:
         try:
-            await self._around.forget_deleted()
+            await self._around.forget(is_gone)
         except MillstreamError as error:
-            _logger.debug("states of deleted subscriptions stay for now", extra={"error": str(error)})
+            _logger.debug("states of queues that are gone stay for now", extra={"error": str(error)})
 
     def _close_all(self, is_gone: Callable[[QueueKey], bool], reason: MillstreamError) -> None:
         for key, opened in list(self._open.items()):
@@ -261,15 +314,41 @@ class Engine:
             return
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _logger.error("a task of the subscriptions failed", exc_info=error)
+
+
+async def _settled(partition: Partition) -> None:
+    try:
+        async with asyncio.timeout(SETTLED_S):
+            await partition.settled()
+    except TimeoutError:
+        raise RequestTimedOut(f"{partition.log.partition} has records that are not acknowledged yet") from None
+
+
+def _go_back(queue: Queue, partition: Partition, now_ms: int) -> None:
+    """The log has lost messages that the queue has seen, and others come in their place: they are to be delivered."""
+    place = min(queue.oldest, partition.log.end_offset)
+    _logger.warning(
+        "a queue goes back, since its partition has lost messages",
+        extra={"partition": str(partition.log.partition), "from": queue.next_look, "to": place},
+    )
+    queue.seek(place, now_ms=now_ms)
 
 
 def _start_of(subscription: Subscription, settings: SubscriptionSettings, partition: Partition, now_ms: int) -> Offset:
     """Where a queue begins that nobody has looked at yet."""
     if subscription.topics:
         start = subscription.start_on(partition.topic.name, partition.index)
-        # What was published to a partition that came after the subscription was published for it too.
-        return partition.log_start if start is None else Offset(max(start, partition.log_start))
+        # What was published to a partition that came after the subscription was published for it too; so it was if
+        # the topic has been made anew since.
+        if start is None or start > partition.log.end_offset:
+            return partition.log_start
+        return Offset(max(start, partition.log_start))
     return place_of(settings, partition, now_ms)
 
 

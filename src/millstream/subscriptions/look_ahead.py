@@ -5,12 +5,13 @@ them are delayed, and their keys. Batches that raise none of these questions are
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from millstream.model.errors import BatchRejected
+from millstream.model.errors import BatchRejected, DamagedRange
 from millstream.model.ids import Offset
 from millstream.model.subscription import READ_COMMITTED
 from millstream.records.aborted_batches import AbortedBatches
@@ -71,7 +72,10 @@ def look(
     with_keys: bool = False,
 ) -> Stretch | None:
     """Look at the log from an offset on; None when there is nothing to see yet."""
-    records, aborted = read(partition, offset, isolation, max_bytes=max_bytes)
+    try:
+        records, aborted = read(partition, offset, isolation, max_bytes=max_bytes)
+    except DamagedRange as damage:
+        return _lost(offset, min(damage.next_offset, readable_end(partition, isolation)), with_keys=with_keys)
     absent: Ranges = []
     due: Ranges = []
     left_out = AbortedBatches(aborted)
@@ -100,6 +104,14 @@ def look(
         due,
         _keys(records, offset, position) if with_keys else None,
     )
+
+
+def _lost(offset: Offset, next_offset: int, *, with_keys: bool) -> Stretch | None:
+    """A stretch that the disk has lost: nothing is there, and what follows goes on."""
+    if next_offset <= offset:
+        return None
+    keys = np.zeros(next_offset - offset, np.int64) if with_keys else None
+    return Stretch(b"", offset, Offset(next_offset), [(offset, next_offset - 1)], [], keys)
 
 
 def _open_if_needed(records: Buffer, header: BatchHeader, first: int, absent: Ranges, due: Ranges) -> None:
@@ -142,15 +154,26 @@ def deliver_at_ms(record: Record) -> int | None:
 
 def _keys(records: Buffer, first: Offset, next_offset: Offset) -> npt.NDArray[np.int64]:
     """A number for the key of every offset; 0 where there is none."""
+    keys = np.zeros(next_offset - first, np.int64)
+    try:
+        _put_keys(keys, records, first, next_offset)
+    except BatchRejected:
+        # One batch cannot be opened, and so has no keys; the others have.
+        view = memoryview(records)
+        for header in iterate_whole_headers(records):
+            with suppress(BatchRejected):
+                _put_keys(keys, view[header.position : header.end_position], first, next_offset)
+    return keys
+
+
+def _put_keys(keys: npt.NDArray[np.int64], records: Buffer, first: Offset, next_offset: Offset) -> None:
     # Compiled code, loaded when the first ordered subscription needs it.
     from millstream.records.decoder import KEY, decode_columns
     from millstream.records.partitioner import choose_partitions
 
-    keys = np.zeros(next_offset - first, np.int64)
     for columns in decode_columns(records, fields={KEY}, start_offset=first, end_offset=next_offset, verify_crc=False):
         if columns.keys is not None:
             keys[columns.offsets - first] = choose_partitions(columns.keys, _KEYS).astype(np.int64) + 1
-    return keys
 
 
 def batches_with(records: Buffer, leased: list[tuple[int, int]]) -> Iterator[memoryview]:

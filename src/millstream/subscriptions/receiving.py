@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from millstream.model.errors import MillstreamError
 from millstream.subscriptions.delivery import Delivery, Received, Wanted
 from millstream.subscriptions.lease import Settle, Verb
+
+NOWHERE_S: Final = 1.0
+"""How long an answer is held back at most when no queue of the subscription is here."""
+FILTER_S: Final = 5.0
+"""How long a worker that does not wait for messages waits for a filter."""
 
 
 class Given(NamedTuple):
@@ -42,25 +48,33 @@ class _Waiting:
 async def receive(deliveries: Sequence[Delivery], wanted: Wanted, *, wait_s: float, first: int = 0) -> list[Given]:
     """Lease messages to a worker, beginning with one of the queues; wait for some when there are none.
 
-    What comes back may be told to the worker: where the subscription promises it, the leases are durable.
+    What comes back may be told to the worker: where the subscription promises it, the leases are durable. A queue that
+    cannot give anything now does not keep others from it; an error is raised when no queue can.
     """
+    if not deliveries:
+        # Nothing is led here yet. Whoever asks again and again is not answered again and again.
+        await asyncio.sleep(min(wait_s, NOWHERE_S))
+        return []
     given = _look_round(deliveries, wanted, first)
-    if not given:
+    if not given and wait_s > 0:
+        given = await _wait(deliveries, _Waiting(wanted), wait_s)
+    elif not given:
         # A filter may just be looking at what is there.
         for delivery in deliveries:
-            await delivery.looked()
+            await delivery.looked(patience_s=FILTER_S)
         given = _look_round(deliveries, wanted, first)
-    if not given and wait_s > 0 and deliveries:
-        given = await _wait(deliveries, _Waiting(wanted), wait_s)
-    for delivery, _ in given:
-        await delivery.handed_out()
-    return given
+    return await _certain(given, wanted.worker)
 
 
 def _look_round(deliveries: Sequence[Delivery], wanted: Wanted, first: int) -> list[Given]:
     given: list[Given] = []
+    errors: list[MillstreamError] = []
     for delivery in chain(deliveries[first:], deliveries[:first]):
-        received = delivery.try_receive(wanted)
+        try:
+            received = delivery.try_receive(wanted)
+        except MillstreamError as error:
+            errors.append(error)
+            continue
         if received.leases:
             given.append(Given(delivery, received))
             records = wanted.max_records - sum(lease.last - lease.first + 1 for lease in received.leases)
@@ -68,21 +82,20 @@ def _look_round(deliveries: Sequence[Delivery], wanted: Wanted, first: int) -> l
             if records <= 0 or left_bytes <= 0:
                 break
             wanted = wanted._replace(max_records=records, max_bytes=left_bytes)
+    if len(errors) == len(deliveries):
+        raise errors[0]
     return given
 
 
 async def _wait(deliveries: Sequence[Delivery], waiting: _Waiting, wait_s: float) -> list[Given]:
-    found: Given | None = None
     try:
         for delivery in deliveries:
-            delivery.park(waiting)
-        async with asyncio.timeout(wait_s):
-            await asyncio.wait([waiting.found])
-    except TimeoutError:
-        pass
+            if not delivery.is_closed:
+                delivery.park(waiting)
+        await asyncio.wait([waiting.found], timeout=wait_s)
     except asyncio.CancelledError:
-        if waiting.found.done():
-            _give_back(waiting)
+        if waiting.found.done() and (found := waiting.found.result()) is not None:
+            _give_back([found], waiting.wanted.worker)
         raise
     finally:
         for delivery in deliveries:
@@ -92,9 +105,29 @@ async def _wait(deliveries: Sequence[Delivery], waiting: _Waiting, wait_s: float
     return [] if found is None else [found]
 
 
-def _give_back(waiting: _Waiting) -> None:
+async def _certain(given: list[Given], worker: str) -> list[Given]:
+    """Wait until what is given may be told; of several queues, some may lose their partition meanwhile."""
+    certain: list[Given] = []
+    errors: list[MillstreamError] = []
+    try:
+        for one in given:
+            try:
+                await one.delivery.handed_out()
+            except MillstreamError as error:
+                errors.append(error)
+            else:
+                certain.append(one)
+    except asyncio.CancelledError:
+        _give_back(given, worker)
+        raise
+    if errors and not certain:
+        raise errors[0]
+    return certain
+
+
+def _give_back(given: list[Given], worker: str) -> None:
     """The worker went in the moment in which it was served; nobody will ever settle these leases."""
-    found = waiting.found.result()
-    if found is not None and not found.delivery.is_closed:
-        verbs = [Settle(lease.first, lease.last, Verb.RELEASE, 0) for lease in found.received.leases]
-        found.delivery.settle_now(waiting.wanted.worker, verbs)
+    for delivery, received in given:
+        verbs = [Settle(lease.first, lease.last, Verb.RELEASE, 0) for lease in received.leases]
+        with suppress(MillstreamError):
+            delivery.settle_now(worker, verbs)

@@ -12,10 +12,10 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from millstream.model.errors import CorruptBatch
+from millstream.model.errors import BatchRejected
 from millstream.model.ids import Offset
 from millstream.model.topic import TopicPartition
-from millstream.records.batch import Buffer
+from millstream.records.batch import Buffer, iterate_whole_headers
 from millstream.subscriptions.filter.evaluation import Messages
 from millstream.subscriptions.filter.filter import Filter
 from millstream.subscriptions.filter.worker import FilterWorker
@@ -61,11 +61,14 @@ class Sieve:
             del counts[wanted]
         if not counts:
             del self._filters[partition]
+            # The next queue may find other messages there: a topic that was made anew, another leader's log.
+            for place in [place for place in self._kept if place[0] == partition]:
+                self._kept_bytes -= self._kept.pop(place).size_bytes
 
     async def matches(
         self, partition: TopicPartition, wanted: Filter, records: Buffer, first: Offset, next_offset: Offset
     ) -> Bits:
-        """For every offset of a stretch, whether its message matches; what cannot be decoded does."""
+        """For every offset of a stretch, whether its message matches; what cannot be opened does."""
         kept = self._kept.get((partition, first))
         if kept is not None and kept.next_offset == next_offset and wanted in kept.by_filter:
             self._kept.move_to_end((partition, first))
@@ -73,6 +76,22 @@ class Sieve:
         filters = list(self._filters.get(partition, {wanted: 1}))
         if wanted not in filters:
             filters.append(wanted)
+        by_filter = {one: np.zeros(next_offset - first, np.bool_) for one in filters}
+        try:
+            await self._evaluate(partition, records, first, next_offset, by_filter)
+        except BatchRejected:
+            await self._evaluate_one_by_one(partition, records, first, next_offset, by_filter)
+        self._keep((partition, first), _Kept(next_offset, by_filter))
+        return by_filter[wanted]
+
+    async def _evaluate(
+        self,
+        partition: TopicPartition,
+        records: Buffer,
+        first: Offset,
+        next_offset: Offset,
+        by_filter: dict[Filter, Bits],
+    ) -> None:
         messages = Messages(
             topic=partition.topic,
             partition=partition.partition,
@@ -80,17 +99,30 @@ class Sieve:
             start_offset=first,
             end_offset=next_offset,
         )
-        try:
-            evaluation = await self._worker.evaluate(messages, filters)
-        except CorruptBatch:
-            # Workers see it as it is, and the dead letter topic takes it when they cannot read it either.
-            return np.ones(next_offset - first, np.bool_)
-        by_filter: dict[Filter, Bits] = {}
-        for one, bits in zip(filters, evaluation.matches, strict=True):
-            by_filter[one] = dense = np.zeros(next_offset - first, np.bool_)
+        evaluation = await self._worker.evaluate(messages, list(by_filter))
+        for dense, bits in zip(by_filter.values(), evaluation.matches, strict=True):
             dense[evaluation.offsets - first] = bits
-        self._keep((partition, first), _Kept(next_offset, by_filter))
-        return by_filter[wanted]
+
+    async def _evaluate_one_by_one(
+        self,
+        partition: TopicPartition,
+        records: Buffer,
+        first: Offset,
+        next_offset: Offset,
+        by_filter: dict[Filter, Bits],
+    ) -> None:
+        """Some batch cannot be opened. Workers see it as it is, and can reject it; the others are filtered."""
+        view = memoryview(records)
+        for header in iterate_whole_headers(records):
+            begin, end = max(first, header.base_offset), min(next_offset, header.next_offset)
+            if begin >= end:
+                continue
+            try:
+                one = view[header.position : header.end_position]
+                await self._evaluate(partition, one, first, next_offset, by_filter)
+            except BatchRejected:
+                for dense in by_filter.values():
+                    dense[begin - first : end - first] = True
 
     def _keep(self, place: tuple[TopicPartition, Offset], kept: _Kept) -> None:
         old = self._kept.pop(place, None)

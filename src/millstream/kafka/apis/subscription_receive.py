@@ -56,7 +56,7 @@ class SubscriptionReceive(PackedApi[Receive]):
         subscription = self._subscriptions.existing(request.subscription)
         partitions = self._partitions(subscription.topics, request.partitions)
         engine = await self._service.engine()
-        deliveries = [await engine.delivery(subscription, partition) for partition in partitions]
+        deliveries = await engine.deliveries_of(subscription, partitions)
         # Imported when the first worker asks, with what queues are made of.
         from millstream.subscriptions.delivery import Wanted
         from millstream.subscriptions.receiving import receive
