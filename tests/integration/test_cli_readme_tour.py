@@ -76,6 +76,9 @@ def test_the_tour_works_as_written(server: Server, tmp_path: Path, environment: 
         "b'customer-9' b'{\"order_id\": 3}'",
         "billing  (Empty, 0 members, 0 messages behind)",
         "Moved group billing in 3 partitions.",
+        "Created subscription shipping on orders.",
+        "shipping: no such address (attempts: 1)",
+        "Redrove 1 letter to orders (1).",
         "Nothing is wrong.",
     ):
         assert expected in everything
