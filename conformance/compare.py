@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.peers.kafka import kafka
 from benchmarks.peers.unavailable import PeerUnavailable
-from conformance import consumer_dialogues, dialogues
+from conformance import consumer_dialogues, dialogues, share_dialogues
 from conformance.question import Broker
 from conformance.questions import (
     administration,
@@ -96,7 +96,7 @@ def asked() -> Iterator[tuple[str, Callable[[Broker], Any]]]:
     for part in parts:
         for question in part.QUESTIONS:
             yield question.name, question.ask
-    for dialogue in (*dialogues.DIALOGUES, *consumer_dialogues.DIALOGUES):
+    for dialogue in (*dialogues.DIALOGUES, *consumer_dialogues.DIALOGUES, *share_dialogues.DIALOGUES):
         yield (dialogue.__doc__ or "").rstrip("."), dialogue
 
 

@@ -132,8 +132,7 @@ class GroupShard:
 
     def consumer_heartbeat(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
         """A member of a consumer group joins, lives or goes."""
-        if self.shares.get(request.group_id) is not None:
-            raise UnknownGroup(f"{request.group_id!r} is a share group, and no consumer group")
+        self._check_not_shared(request.group_id)
         return self.consumers.heartbeat(request)
 
     # Membership
@@ -223,11 +222,13 @@ class GroupShard:
 
     def commit(self, request: CommitRequest) -> Outcome[CommitAnswer]:
         """Keep offsets. The state changes when the records are replayed, not before."""
+        self._check_not_shared(request.member.group_id)
         self._check_commit(request)
         return self._kept(request, offset_record)
 
     def commit_in_transaction(self, request: CommitRequest, producer: Producer) -> Outcome[CommitAnswer]:
         """Keep offsets that count only when the transaction is committed."""
+        self._check_not_shared(request.member.group_id)
         self._check_transactional_commit(request)
         return self._kept(request, self.transactional.recorder(producer))
 
@@ -264,6 +265,7 @@ class GroupShard:
         epoch: int = -1,
     ) -> Outcome[FetchedOffsets]:
         """Committed offsets of some partitions, or of all when `wanted` is None."""
+        self._check_not_shared(group_id)
         self.consumers.check_fetch(group_id, member_id, epoch)
         offsets = self._offsets
         fetched = offsets.fetch_all(group_id) if wanted is None else offsets.fetch(group_id, wanted)
@@ -414,6 +416,10 @@ class GroupShard:
                 return Left(leaver, error)
         self._rebalance.remove(group, member_id, left)
         return Left(leaver)
+
+    def _check_not_shared(self, group_id: str) -> None:
+        if self.shares.get(group_id) is not None:
+            raise UnknownGroup(f"{group_id!r} is a share group, which commits no offsets")
 
     def _check_commit(self, request: CommitRequest) -> None:
         who = request.member

@@ -242,10 +242,10 @@ class Served:
 
     def _share_apis(self) -> Iterable[Api[Any, Any]]:
         groups, service = self._groups, self._subscriptions
-        door = ShareDoor(service)
+        door = ShareDoor(service, self._parts.membership)
         yield ShareGroupHeartbeat(groups, service.declared)
         yield ShareGroupDescribe(groups)
-        yield ShareFetch(door, self._parts.membership, bytes_max=self._parts.config.fetch_bytes_max)
+        yield ShareFetch(door, bytes_max=self._parts.config.fetch_bytes_max)
         yield ShareAcknowledge(door)
         offsets = ShareOffsets(service, self._parts.membership)
         yield DescribeShareGroupOffsets(groups, offsets, self._parts.topics)

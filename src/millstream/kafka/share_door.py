@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from uuid import UUID
 
 from kio.schema.errors import ErrorCode
 
+from millstream.cluster.membership import Membership, Node
+from millstream.kafka.errors import error_code
 from millstream.kafka.share_session import CLOSES, OPENS, PARTITIONS_MAX, SharePartition, ShareSession, ShareSessions
 from millstream.kafka.subscription_service import SubscriptionService
 from millstream.model.errors import InvalidRequest, MillstreamError, UnknownTopicId
-from millstream.model.ids import Offset
-from millstream.model.subscription import Subscription
+from millstream.model.ids import NodeId, Offset, PartitionIndex
+from millstream.model.subscription import QueueKey, Subscription
+from millstream.net.presence import Presence
 from millstream.replication.partition import Partition
 from millstream.subscriptions.lease import Settle, Verb
 
@@ -25,9 +28,12 @@ GAP: Final = 0
 RENEW: Final = 4
 _VERBS: Final = {GAP: Verb.ACCEPT, 1: Verb.ACCEPT, 2: Verb.RELEASE, 3: Verb.REJECT, RENEW: Verb.EXTEND}
 """A gap is an offset without a message: nothing is left to be done about it."""
+_KINDS: Final = frozenset(_VERBS)
+_WITHOUT_RENEW: Final = _KINDS - {RENEW}
 
-RANGES_MAX: Final = 100_000
 OFFSETS_MAX: Final = 1_000_000
+MEMBER_ID_LENGTH_MAX: Final = 36
+_MOVED: Final = (ErrorCode.not_leader_or_follower, ErrorCode.fenced_leader_epoch)
 
 
 class AcknowledgementBatch(Protocol):
@@ -50,12 +56,23 @@ Acknowledgements = dict[SharePartition, Sequence[AcknowledgementBatch]]
 """What a request acknowledges."""
 
 
+class Leader(NamedTuple):
+    """Who leads a partition."""
+
+    node_id: int
+    epoch: int
+
+
+NO_LEADER: Final = Leader(-1, -1)
+
+
 class ShareDoor:
     """Where share consumers come in; one for a node."""
 
-    def __init__(self, service: SubscriptionService) -> None:
+    def __init__(self, service: SubscriptionService, membership: Membership) -> None:
         self.service = service
-        self._sessions = ShareSessions()
+        self._membership = membership
+        self._sessions = ShareSessions(self.release)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -75,35 +92,27 @@ class ShareDoor:
 
     def session(
         self,
-        group_id: str,
-        member_id: str,
+        member: tuple[str, str],
         epoch: int,
+        presence: Presence,
         *,
-        wanted: Iterable[SharePartition],
-        forgotten: Iterable[SharePartition],
-        acknowledges: bool,
+        wanted: Iterable[SharePartition] = (),
+        forgotten: Iterable[SharePartition] = (),
     ) -> ShareSession | ErrorCode:
         """The session of a request, with what it changes; the last request of a session still has it."""
-        member = (group_id, member_id)
-        if epoch == OPENS:
-            if acknowledges:
-                return ErrorCode.invalid_request
-            session = self._sessions.open(member)
-        elif epoch == CLOSES:
+        if epoch == CLOSES:
             closed = self._sessions.close(member)
             return ErrorCode.share_session_not_found if closed is None else closed
-        else:
-            resumed = self._sessions.resume(member, epoch)
-            if isinstance(resumed, ErrorCode):
-                return resumed
-            session = resumed
+        opened = self._sessions.open(member, presence) if epoch == OPENS else self._sessions.resume(member, epoch)
+        if isinstance(opened, ErrorCode):
+            return opened
         for partition in forgotten:
-            session.partitions.pop(partition, None)
-        session.partitions.update(dict.fromkeys(wanted))
-        if len(session.partitions) > PARTITIONS_MAX:
+            opened.partitions.pop(partition, None)
+        opened.partitions.update(dict.fromkeys(wanted))
+        if len(opened.partitions) > PARTITIONS_MAX:
             self._sessions.close(member)
             return ErrorCode.share_session_limit_reached
-        return session
+        return opened
 
     def partition(self, topic_id: UUID, index: int) -> Partition:
         """A partition that this node leads."""
@@ -120,11 +129,11 @@ class ShareDoor:
         return await engine.delivery(subscription, self.partition(*place))
 
     async def acknowledge(
-        self, subscription: Subscription, member_id: str, asked: Acknowledgements
+        self, subscription: Subscription, member_id: str, asked: Acknowledgements, *, renews: bool
     ) -> dict[SharePartition, MillstreamError | None]:
-        """Settle what a member acknowledges, each partition on its own."""
+        """Settle what a member acknowledges: of each partition everything, or nothing."""
         results = await asyncio.gather(
-            *(self._acknowledge(subscription, member_id, place, batches) for place, batches in asked.items())
+            *(self._acknowledge(subscription, member_id, place, batches, renews) for place, batches in asked.items())
         )
         return dict(zip(asked, results, strict=True))
 
@@ -134,48 +143,85 @@ class ShareDoor:
         member_id: str,
         place: SharePartition,
         batches: Sequence[AcknowledgementBatch],
+        renews: bool,
     ) -> MillstreamError | None:
+        # Loaded with the first subscription; the node has one now.
+        from millstream.subscriptions.settling import settle_all
+
         try:
-            verbs = list(verbs_of(batches))
+            verbs, gaps = verbs_of(batches, renews=renews)
             delivery = await self.delivery(subscription, place)
-            results = await delivery.settle(self.worker(member_id), verbs)
+            await settle_all(delivery, self.worker(member_id), verbs, gaps)
         except MillstreamError as error:
             return error
-        return next((error for error in results if error is not None), None)
+        return None
 
-    async def release(self, subscription: Subscription, member_id: str, places: Iterable[SharePartition]) -> None:
-        """A member ends its session: others get what it holds."""
-        for place in places:
-            try:
-                delivery = await self.delivery(subscription, place)
-            except MillstreamError:
-                # Whoever leads the queue now lets the leases run out.
-                continue
-            delivery.worker_gone(self.worker(member_id))
+    def release(self, session: ShareSession) -> None:
+        """A session has ended: others get what its member holds."""
+        group_id, member_id = session.member
+        engine, subscription = self.service.loaded, self.service.declared.get(group_id)
+        if engine is None or subscription is None:
+            return
+        for topic_id, index in session.partitions:
+            # Whoever leads a queue that is not open here lets the leases run out.
+            found = engine.opened(QueueKey(subscription.subscription_id, topic_id, PartitionIndex(index)))
+            if found is not None:
+                found.worker_gone(self.worker(member_id))
+
+    def leader(self, place: SharePartition, error: MillstreamError | None) -> Leader:
+        """Where to ask instead, for a partition that is not led here."""
+        topics = self.service.topics
+        topic = topics.by_id(place[0]) if error is not None and error_code(error) in _MOVED else None
+        state = None if topic is None else topics.state_of(topic, place[1])
+        return Leader(state.leader, state.leader_epoch) if state is not None and state.has_leader else NO_LEADER
+
+    def leaders(self, errors: Mapping[SharePartition, MillstreamError | None]) -> list[Node]:
+        """The nodes to ask instead."""
+        leaders = {self.leader(place, error).node_id for place, error in errors.items()}
+        return [node for leader in sorted(leaders) if (node := self._membership.node(NodeId(leader))) is not None]
 
 
-def verbs_of(batches: Sequence[AcknowledgementBatch]) -> Iterator[Settle]:
-    """The acknowledgements of one partition as the queue takes them; raises `InvalidRequest` for what cannot be."""
+def check_member_id(member_id: str | None) -> str:
+    """The id of a member as Kafka has them, or `InvalidRequest`."""
+    if not member_id or len(member_id) > MEMBER_ID_LENGTH_MAX:
+        raise InvalidRequest(f"a member id has 1 to {MEMBER_ID_LENGTH_MAX} characters")
+    return member_id
+
+
+def verbs_of(batches: Sequence[AcknowledgementBatch], *, renews: bool = False) -> tuple[list[Settle], list[Settle]]:
+    """The acknowledgements of one partition as the queue takes them, and the gaps; or `InvalidRequest`."""
+    verbs: list[Settle] = []
+    gaps: list[Settle] = []
     before = -1
     offsets = 0
     for batch in batches:
-        first, last, types = batch.first_offset, batch.last_offset, batch.acknowledge_types
-        size = last - first + 1
-        offsets += max(size, 0)
-        if first < 0 or size < 1 or first <= before:
-            raise InvalidRequest(f"acknowledgements of {first} to {last} are out of order")
+        _check_batch(batch, before, renews=renews)
+        before = batch.last_offset
+        offsets += before - batch.first_offset + 1
         if offsets > OFFSETS_MAX:
             raise InvalidRequest(f"more than {OFFSETS_MAX} messages are acknowledged at once")
-        if len(types) not in (1, size):
-            raise InvalidRequest(f"{len(types)} acknowledgements are given for {size} messages")
-        if any(kind not in _VERBS for kind in types):
-            raise InvalidRequest(f"an acknowledgement is one of {sorted(_VERBS)}")
-        before = last
-        if len(types) == 1:
-            yield Settle(Offset(first), Offset(last), _VERBS[types[0]])
-            continue
-        at = first
-        for verb, run in groupby(_VERBS[kind] for kind in types):
-            length = sum(1 for _ in run)
-            yield Settle(Offset(at), Offset(at + length - 1), verb)
-            at += length
+        at = batch.first_offset
+        for kind, size in _runs(batch):
+            (gaps if kind == GAP else verbs).append(Settle(Offset(at), Offset(at + size - 1), _VERBS[kind]))
+            at += size
+    return verbs, gaps
+
+
+def _check_batch(batch: AcknowledgementBatch, before: int, *, renews: bool) -> None:
+    first, last, types = batch.first_offset, batch.last_offset, batch.acknowledge_types
+    size = last - first + 1
+    if first < 0 or size < 1 or first <= before:
+        raise InvalidRequest(f"acknowledgements of {first} to {last} are out of order")
+    if len(types) not in (1, size):
+        raise InvalidRequest(f"{len(types)} acknowledgements are given for {size} messages")
+    known = _KINDS if renews else _WITHOUT_RENEW
+    if not known.issuperset(types):
+        raise InvalidRequest(f"an acknowledgement is one of {sorted(known)} here")
+
+
+def _runs(batch: AcknowledgementBatch) -> list[tuple[int, int]]:
+    """Kinds of acknowledgements, each with how many messages in a row have it."""
+    types = batch.acknowledge_types
+    if len(types) == 1:
+        return [(types[0], batch.last_offset - batch.first_offset + 1)]
+    return [(kind, sum(1 for _ in run)) for kind, run in groupby(types)]

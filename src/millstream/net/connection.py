@@ -153,6 +153,7 @@ class Connection(asyncio.BufferedProtocol):
             half, self._half = self._half, None
             give_back(self._budget, half.buffer)
         self._hold_out(0)
+        self.presence.end()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: the frame under way, or the scratch buffer."""

@@ -53,7 +53,6 @@ class ShareGroup:
         self.metadata_hash = 0
         self.members: dict[str, ShareMember] = {}
         # Soft, all of it.
-        self.told: dict[str, ToldMember] = {}
         self.checked_version: int | None = None
         self._target: dict[str, Assignment] = {}
         self._target_for: tuple[int, int] | None = None

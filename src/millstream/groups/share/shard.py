@@ -68,6 +68,8 @@ class ShareShard:
         self._is_taken = is_taken
         self._check_room = check_room
         self._groups: dict[str, ShareGroup] = {}
+        # Soft; beside the groups, since the first member of a group is told before there is one.
+        self._told: dict[tuple[str, str], ToldMember] = {}
 
     def __iter__(self) -> Iterator[ShareGroup]:
         return iter(self._groups.values())
@@ -87,7 +89,7 @@ class ShareShard:
             return self._leave(group, request)
         if known is None and request.epoch != JOIN_EPOCH:
             raise UnknownMember(f"share group {request.group_id!r} has no member {request.member_id!r}")
-        told = group.told.get(request.member_id) or ToldMember()
+        told = self._told.get((request.group_id, request.member_id)) or ToldMember()
         if request.epoch != JOIN_EPOCH:
             _check_epoch(group, request, told)
         member = self._member(group, known, request)
@@ -102,7 +104,7 @@ class ShareShard:
             heartbeat_ms=request.heartbeat_ms,
             assignment=assignment if request.epoch == JOIN_EPOCH or assignment != told.assignment else None,
         )
-        self._tell(group, member.member_id, epoch, assignment)
+        self._tell(request.group_id, member.member_id, epoch, assignment)
         return records, answer
 
     def describe(self, group_id: str) -> Outcome[ShareGroupDescription]:
@@ -113,7 +115,7 @@ class ShareShard:
             ShareMemberDescription(
                 member_id=member.member_id,
                 rack_id=member.rack_id,
-                epoch=max(0, group.told.get(member.member_id, ToldMember()).epoch),
+                epoch=max(0, self._told.get((group_id, member.member_id), ToldMember()).epoch),
                 client_id=member.client_id,
                 client_host=member.client_host,
                 topics=member.topics,
@@ -250,12 +252,15 @@ class ShareShard:
     def _replay_removal(self, group: ShareGroup, key: ShareKey) -> None:
         if key.kind is ShareKind.GROUP:
             for member_id in group.members:
-                self._timers.cancel((_SESSION, group.group_id, member_id))
+                self._forget(group.group_id, member_id)
             del self._groups[key.group_id]
             return
         group.members.pop(key.member_id, None)
-        group.told.pop(key.member_id, None)
-        self._timers.cancel((_SESSION, group.group_id, key.member_id))
+        self._forget(group.group_id, key.member_id)
+
+    def _forget(self, group_id: str, member_id: str) -> None:
+        self._told.pop((group_id, member_id), None)
+        self._timers.cancel((_SESSION, group_id, member_id))
 
     def _keep_alive(self, group_id: str, member_id: str, session_ms: int) -> None:
         self._timers.schedule(
@@ -265,13 +270,15 @@ class ShareShard:
     def _expire(self, group_id: str, member_id: str) -> Records:
         group = self._groups.get(group_id)
         if group is None or member_id not in group.members:
+            # It was told that it is in, but the log did not take it.
+            self._told.pop((group_id, member_id), None)
             return []
         # Set once more, in case that the log does not take it now.
         self._keep_alive(group_id, member_id, _RETRY_MS)
         return self._removed(group, member_id)
 
-    def _tell(self, group: ShareGroup, member_id: str, epoch: int, assignment: Assignment) -> None:
-        told = group.told.setdefault(member_id, ToldMember())
+    def _tell(self, group_id: str, member_id: str, epoch: int, assignment: Assignment) -> None:
+        told = self._told.setdefault((group_id, member_id), ToldMember())
         if told.epoch != epoch:
             told.previous_epoch, told.epoch = told.epoch, epoch
         told.assignment = assignment

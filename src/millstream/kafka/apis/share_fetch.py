@@ -5,11 +5,13 @@ batches in which they are, with the ranges that are the member's. Without any, i
 remembers the partitions: epoch 0 opens it, each further request counts one up, -1 closes it and gives what the member
 holds to others.
 
-What a session gets wrong is SHARE_SESSION_NOT_FOUND or INVALID_SHARE_SESSION_EPOCH; an acknowledgement of a message
-that the member does not hold (any more) is INVALID_RECORD_STATE for that partition.
+What a session gets wrong is SHARE_SESSION_NOT_FOUND or INVALID_SHARE_SESSION_EPOCH; a session also ends with its
+connection. An acknowledgement of a message that the member does not hold (any more) is INVALID_RECORD_STATE for that
+partition, of which then nothing is acknowledged. NOT_LEADER_OR_FOLLOWER comes with the leader.
 
-Version 2 adds renewals (the acknowledgement 4) and `share_acquire_mode`: by default a batch is acquired as a whole,
-beyond `max_records`; in mode 1 that is a limit.
+Version 2 adds renewals (the acknowledgement 4), which `is_renew_ack` announces: such a request acquires nothing, and
+its limits must be 0. It also adds `share_acquire_mode`: by default a batch is acquired as a whole, beyond
+`max_records`; in mode 1 that is a limit.
 """
 
 from __future__ import annotations
@@ -32,21 +34,18 @@ from kio.schema.share_fetch.v2.response import (
 from kio.schema.types import BrokerId
 from kio.static.primitive import Records, i16, i32, i32Timedelta, i64
 
-from millstream.cluster.membership import Membership
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code, error_message
-from millstream.kafka.share_door import Acknowledgements, ShareDoor
-from millstream.kafka.share_session import CLOSES, SharePartition, ShareSession
+from millstream.kafka.share_door import Acknowledgements, ShareDoor, check_member_id
+from millstream.kafka.share_session import CLOSES, OPENS, SharePartition, ShareSession
 from millstream.kafka.throttle import NO_THROTTLE
-from millstream.model.errors import InvalidRequest, MillstreamError, NotLeader
-from millstream.model.ids import NodeId
+from millstream.model.errors import InvalidRequest, MillstreamError
 from millstream.model.subscription import Subscription
 from millstream.subscriptions.lease import Lease
 
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _RECORD_LIMIT: Final = 1
 _WAIT_MS_MAX: Final = 300_000
-_NO_LEADER: Final = LeaderIdAndEpoch(leader_id=i32(-1), leader_epoch=i32(-1))
 
 
 class _Told:
@@ -66,32 +65,31 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
     versions = (1, 2)
     waits_for_others = True
 
-    def __init__(self, door: ShareDoor, membership: Membership, *, bytes_max: int) -> None:
+    def __init__(self, door: ShareDoor, *, bytes_max: int) -> None:
         self._door = door
-        self._membership = membership
         self._bytes_max = bytes_max
 
     async def handle(self, request: ShareFetchRequest, client: ClientInfo) -> ShareFetchResponse:
         """Acknowledge, then acquire."""
-        member_id = request.member_id or ""
-        _check(request)
+        member_id = check_member_id(request.member_id)
+        group_id, epoch = request.group_id or "", request.share_session_epoch
         acknowledged = _acknowledgements(request)
+        _check(request, acknowledged)
         session = self._door.session(
-            request.group_id or "",
-            member_id,
-            request.share_session_epoch,
-            wanted=_wanted(request),
-            forgotten=_forgotten(request),
-            acknowledges=bool(acknowledged),
+            (group_id, member_id), epoch, client.presence, wanted=_wanted(request), forgotten=_forgotten(request)
         )
         if isinstance(session, ErrorCode):
             return _refused(session)
-        subscription = await self._door.subscription(request.group_id)
         told = _Told()
-        told.acknowledged = await self._door.acknowledge(subscription, member_id, acknowledged)
-        if request.share_session_epoch == CLOSES:
-            await self._door.release(subscription, member_id, session.partitions)
-        elif not request.is_renew_ack:
+        try:
+            subscription = await self._door.subscription(group_id)
+            told.acknowledged = await self._door.acknowledge(
+                subscription, member_id, acknowledged, renews=request.is_renew_ack
+            )
+        finally:
+            if epoch == CLOSES:
+                self._door.release(session)
+        if epoch != CLOSES and request.max_records > 0:
             await self._acquire(request, subscription, session, told)
         client.fetched_bytes += sum(map(len, told.records.values()))
         return self._answer(subscription, told)
@@ -116,7 +114,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         places = {delivery.key: place for place, delivery in deliveries.items()}
         wanted = Wanted(
             self._door.worker(request.member_id or ""),
-            max(1, request.max_records),
+            request.max_records,
             max(1, min(request.max_bytes, self._bytes_max)),
             whole_batches=request.share_acquire_mode != _RECORD_LIMIT,
         )
@@ -146,19 +144,23 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
                 ShareFetchableTopicResponse(topic_id=topic_id, partitions=tuple(partitions))
                 for topic_id, partitions in by_topic.items()
             ),
-            node_endpoints=self._leaders(told),
+            node_endpoints=tuple(
+                NodeEndpoint(node_id=BrokerId(node.node_id), host=node.host, port=i32(node.port), rack=node.rack)
+                for node in self._door.leaders({**told.acknowledged, **told.failed})
+            ),
         )
 
     def _partition(self, place: SharePartition, told: _Told) -> PartitionData:
         failed = told.failed.get(place)
         refused = told.acknowledged.get(place)
+        leader = self._door.leader(place, failed or refused)
         return PartitionData(
             partition_index=i32(place[1]),
             error_code=ErrorCode.none if failed is None else error_code(failed),
             error_message=None if failed is None else error_message(failed),
             acknowledge_error_code=i16(0) if refused is None else i16(int(error_code(refused))),
             acknowledge_error_message=None if refused is None else error_message(refused),
-            current_leader=self._leader(place, failed or refused),
+            current_leader=LeaderIdAndEpoch(leader_id=i32(leader.node_id), leader_epoch=i32(leader.epoch)),
             records=Records(told.records.get(place, b"")),
             acquired_records=tuple(
                 AcquiredRecords(
@@ -168,29 +170,13 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             ),
         )
 
-    def _leader(self, place: SharePartition, error: MillstreamError | None) -> LeaderIdAndEpoch:
-        topics = self._door.service.topics
-        topic = topics.by_id(place[0]) if isinstance(error, NotLeader) else None
-        state = None if topic is None else topics.state_of(topic, place[1])
-        if state is None or not state.has_leader:
-            return _NO_LEADER
-        return LeaderIdAndEpoch(leader_id=i32(state.leader), leader_epoch=i32(state.leader_epoch))
 
-    def _leaders(self, told: _Told) -> tuple[NodeEndpoint, ...]:
-        errors = {**told.failed, **{place: error for place, error in told.acknowledged.items() if error is not None}}
-        leaders = {int(self._leader(place, error).leader_id) for place, error in errors.items()}
-        nodes = [node for leader in sorted(leaders) if (node := self._membership.node(NodeId(leader))) is not None]
-        return tuple(
-            NodeEndpoint(node_id=BrokerId(node.node_id), host=node.host, port=i32(node.port), rack=node.rack)
-            for node in nodes
-        )
-
-
-def _check(request: ShareFetchRequest) -> None:
-    if not request.group_id or not request.member_id:
-        raise InvalidRequest("a share consumer tells its group and its member id")
-    if request.share_session_epoch < CLOSES:
-        raise InvalidRequest(f"there is no share session epoch {request.share_session_epoch}")
+def _check(request: ShareFetchRequest, acknowledged: Acknowledgements) -> None:
+    if acknowledged and request.share_session_epoch == OPENS:
+        raise InvalidRequest("a session that is opened has nothing to acknowledge yet")
+    limits = (request.max_wait // _MILLISECOND, request.min_bytes, request.max_bytes, request.max_records)
+    if request.is_renew_ack and any(limits):
+        raise InvalidRequest("a request that renews leases fetches nothing, so its limits have to be 0")
 
 
 def _wanted(request: ShareFetchRequest) -> list[SharePartition]:
