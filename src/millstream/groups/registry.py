@@ -43,10 +43,10 @@ class Registry:
         """The consumer group of this id, if there is one."""
         return self._consumers.get(group_id)
 
-    def check_room(self) -> None:
-        """Raise when no further group may be made."""
-        if len(self) >= self._groups_max:
-            raise PolicyViolation(f"there are {len(self)} groups already; no more are made")
+    def check_room(self, others: int = 0) -> None:
+        """Raise when no further group may be made; `others` are those that are kept elsewhere."""
+        if len(self) + others >= self._groups_max:
+            raise PolicyViolation(f"there are {len(self) + others} groups already; no more are made")
 
     def put(self, group: Group) -> Group:
         """Keep a group, in place of another one of the same id."""

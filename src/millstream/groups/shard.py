@@ -120,7 +120,7 @@ class GroupShard:
             limits=limits,
             topics=(topics or ConsumerTopics.of(NoTopics())).topics,
             is_taken=lambda group_id: self._taker(group_id) is not None,
-            check_room=self._groups.check_room,
+            check_room=lambda: self._groups.check_room(len(self.shares)),
         )
         self._loaded = False
         self._to_sweep: list[str] = []

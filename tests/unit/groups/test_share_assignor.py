@@ -1,0 +1,51 @@
+"""Who fetches what in a share group: every partition has somebody, everybody has a partition."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.groups.share.assignor import share_out
+
+TOPICS = [UUID(int=number) for number in range(1, 5)]
+_members = st.text("abcdef", min_size=1, max_size=3)
+_wanted = st.dictionaries(_members, st.frozensets(st.sampled_from(TOPICS)), max_size=12)
+_partitions = st.dictionaries(st.sampled_from(TOPICS), st.integers(1, 9))
+
+
+@given(_wanted, _partitions)
+def test_every_partition_has_somebody_and_everybody_a_partition(
+    wanted: dict[str, frozenset[UUID]], partitions: dict[UUID, int]
+) -> None:
+    shares = share_out(wanted, partitions)
+    assert shares.keys() == wanted.keys()
+    for topic, number in partitions.items():
+        interested = [member for member, topics in wanted.items() if topic in topics]
+        dealt = [partition for member in interested for partition in shares[member].get(topic, ())]
+        if interested:
+            assert set(dealt) == set(range(number))
+            # Nobody has two partitions that others could have, and no partition has two members too many.
+            counts = [dealt.count(partition) for partition in range(number)]
+            assert max(counts) - min(counts) <= 1
+            sizes = [len(shares[member].get(topic, ())) for member in interested]
+            assert min(sizes) >= 1
+            assert max(sizes) - min(sizes) <= 1
+    for member, share in shares.items():
+        assert share.keys() == wanted[member] & partitions.keys()
+
+
+@given(_wanted, _partitions)
+def test_the_same_members_have_the_same(wanted: dict[str, frozenset[UUID]], partitions: dict[UUID, int]) -> None:
+    backwards = dict(reversed(wanted.items()))
+    assert share_out(wanted, partitions) == share_out(backwards, partitions)
+
+
+def test_topics_of_one_partition_go_round_the_members() -> None:
+    wanted = {name: frozenset(TOPICS) for name in "abcd"}
+    shares = share_out(wanted, dict.fromkeys(TOPICS, 1))
+    # With more members than partitions everybody has all of them.
+    assert all(len(share) == len(TOPICS) for share in shares.values())
+    assert share_out({}, {TOPICS[0]: 3}) == {}
+    assert share_out({"a": frozenset()}, {TOPICS[0]: 3}) == {"a": {}}

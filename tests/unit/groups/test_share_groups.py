@@ -1,0 +1,365 @@
+"""Share groups by hand: joining, living, leaving, epochs, time running out, topics changing, failover."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.coordination.later import Later
+from millstream.coordination.state import StateRecord
+from millstream.groups.consumer.requests import ConsumerHeartbeat
+from millstream.groups.share.group import ShareGroupState, ShareMember
+from millstream.groups.share.records import (
+    ShareKey,
+    ShareKind,
+    group_record,
+    member_record,
+    read_group,
+    read_member,
+    read_share_key,
+    tombstone,
+)
+from millstream.groups.share.requests import ShareAnswer, ShareGroupDescription, ShareHeartbeat
+from millstream.model.errors import (
+    FencedMemberEpoch,
+    GroupFull,
+    GroupNotEmpty,
+    InconsistentProtocol,
+    InvalidRequest,
+    PolicyViolation,
+    ProtocolViolation,
+    UnknownGroup,
+    UnknownMember,
+)
+from millstream.testing.consumer_trial import ConsumerTrial, SimulatedConsumer
+from millstream.testing.group_trial import GROUP
+
+SESSION_MS = 45_000
+HEARTBEAT_MS = 5_000
+
+
+@dataclass
+class Sharer:
+    """A share consumer that a test steps by hand."""
+
+    trial: ConsumerTrial
+    member_id: str
+    topics: frozenset[str] = frozenset({"orders"})
+    epoch: int = 0
+    assigned: Any = field(default_factory=dict)
+
+    def send(self, epoch: int | None = None, *, group_id: str = GROUP, **given: Any) -> Later[ShareAnswer]:
+        sent = self.epoch if epoch is None else epoch
+        values: dict[str, Any] = {"topics": self.topics if sent == 0 else None, "rack_id": None, "client_id": "client"}
+        request = ShareHeartbeat(
+            group_id=group_id,
+            member_id=self.member_id,
+            epoch=sent,
+            **{**values, "client_host": "/127.0.0.1", "session_ms": SESSION_MS, "heartbeat_ms": HEARTBEAT_MS, **given},
+        )
+        return self.trial.run(lambda shard: shard.shares.heartbeat(request))
+
+    def beat(self, **given: Any) -> ShareAnswer:
+        answer = self.send(**given).result()
+        self.epoch = answer.epoch
+        if answer.assignment is not None:
+            self.assigned = answer.assignment
+        return answer
+
+
+@pytest.fixture
+def trial() -> ConsumerTrial:
+    return new_trial()
+
+
+def new_trial(**limits: Any) -> ConsumerTrial:
+    made = ConsumerTrial(**limits)
+    made.topics.clear()
+    made.add_topic("orders", 4)
+    made.add_topic("bills", 2)
+    return made
+
+
+def described(trial: ConsumerTrial, group_id: str = GROUP) -> ShareGroupDescription:
+    return trial.run(lambda shard: shard.shares.describe(group_id)).result()
+
+
+# Living
+
+
+def test_the_first_member_gets_everything_and_is_told_once(trial: ConsumerTrial) -> None:
+    one = Sharer(trial, "one")
+    joined = one.beat()
+    assert joined == ShareAnswer(
+        member_id="one", epoch=1, heartbeat_ms=HEARTBEAT_MS, assignment=trial.partitions(orders={0, 1, 2, 3})
+    )
+    written = len(trial.log)
+    lives = one.beat()
+    assert (lives.epoch, lives.assignment) == (1, None)
+    assert len(trial.log) == written
+
+
+def test_members_share_partitions_without_waiting_for_each_other(trial: ConsumerTrial) -> None:
+    members = [Sharer(trial, f"m{number}") for number in range(6)]
+    for member in members:
+        member.beat()
+    for member in members:
+        member.beat()
+    covered = [member.assigned[trial.id_of("orders")] for member in members]
+    assert set().union(*covered) == {0, 1, 2, 3}
+    assert all(covered)
+    assert {member.epoch for member in members} == {6}
+
+
+def test_a_member_that_joins_again_is_told_everything(trial: ConsumerTrial) -> None:
+    one = Sharer(trial, "one")
+    one.beat()
+    again = one.beat(epoch=0)
+    assert (again.epoch, again.assignment) == (1, trial.partitions(orders={0, 1, 2, 3}))
+
+
+def test_topics_are_changed_and_taken_back(trial: ConsumerTrial) -> None:
+    one = Sharer(trial, "one")
+    one.beat()
+    more = one.beat(topics=frozenset({"orders", "bills"}))
+    assert (more.epoch, more.assignment) == (2, trial.partitions(orders={0, 1, 2, 3}, bills={0, 1}))
+    less = one.beat(topics=frozenset())
+    assert (less.epoch, less.assignment) == (3, {})
+    assert trial.shard.shares.get(GROUP) is not None
+
+
+def test_topics_that_come_grow_and_go_are_noticed(trial: ConsumerTrial) -> None:
+    one = Sharer(trial, "one", frozenset({"orders", "late"}))
+    one.beat()
+    trial.add_topic("late", 1)
+    assert one.beat().assignment == trial.partitions(orders={0, 1, 2, 3}, late={0})
+    trial.cluster.grow("late", 2)
+    assert one.beat().assignment == trial.partitions(orders={0, 1, 2, 3}, late={0, 1})
+    trial.remove_topic("orders")
+    assert one.beat().assignment == trial.partitions(late={0, 1})
+    assert one.epoch == 4
+
+
+def test_a_change_of_the_client_alone_is_no_new_epoch(trial: ConsumerTrial) -> None:
+    one = Sharer(trial, "one")
+    one.beat()
+    assert one.beat(rack_id="cellar", client_id="other").epoch == 1
+    (member,) = described(trial).members
+    assert (member.rack_id, member.client_id) == ("cellar", "other")
+
+
+def test_a_member_leaves_and_the_group_is_empty(trial: ConsumerTrial) -> None:
+    one, two = Sharer(trial, "one"), Sharer(trial, "two")
+    one.beat()
+    two.beat()
+    one.beat()
+    left = two.beat(epoch=-1)
+    assert (left.member_id, left.epoch, left.assignment) == ("two", -1, None)
+    assert one.beat().assignment == trial.partitions(orders={0, 1, 2, 3})
+    one.beat(epoch=-1)
+    assert described(trial).state == ShareGroupState.EMPTY.value
+    assert isinstance(one.send(1).error, UnknownMember)
+    assert one.beat(epoch=0).epoch == 5
+
+
+# What is refused
+
+
+def test_epochs_that_are_not_the_members(trial: ConsumerTrial) -> None:
+    one, two = Sharer(trial, "one"), Sharer(trial, "two")
+    one.beat()
+    two.beat()
+    one.beat()
+    # The answer may have been lost, so the epoch before is taken too.
+    assert one.send(1).error is None
+    assert isinstance(one.send(7).error, FencedMemberEpoch)
+    assert isinstance(two.send(1).error, FencedMemberEpoch)
+    assert isinstance(Sharer(trial, "three").send(2).error, UnknownMember)
+    assert isinstance(Sharer(trial, "three").send(-1).error, UnknownMember)
+
+
+def test_groups_that_are_not_there(trial: ConsumerTrial) -> None:
+    one = Sharer(trial, "one")
+    assert isinstance(one.send(3).error, UnknownGroup)
+    assert isinstance(one.send(-1).error, UnknownGroup)
+    assert isinstance(trial.run(lambda shard: shard.shares.describe(GROUP)).error, UnknownGroup)
+    assert isinstance(one.send(topics=None).error, InvalidRequest)
+    assert isinstance(one.send(topics=frozenset()).error, InvalidRequest)
+    assert len(trial.shard.shares) == 0
+
+
+def test_groups_of_another_kind_stay_what_they_are(trial: ConsumerTrial) -> None:
+    trial.beat(SimulatedConsumer("consumer", "orders"))
+    assert isinstance(Sharer(trial, "one").send().error, UnknownGroup)
+    trial.leave(SimulatedConsumer("consumer", "orders"))
+    one = Sharer(trial, "one")
+    assert isinstance(one.send().error, UnknownGroup)
+    one.beat(group_id="shared")
+    consumer = SimulatedConsumer("consumer", "orders").request(group_id="shared")
+    assert isinstance(trial.run(lambda shard: shard.consumer_heartbeat(consumer)).error, UnknownGroup)
+    assert isinstance(trial.join(group_id="shared").error, InconsistentProtocol)
+    assert isinstance(trial.run(lambda shard: shard.describe("shared")).error, UnknownGroup)
+    assert isinstance(trial.run(lambda shard: shard.fetch("shared", None)).error, UnknownGroup)
+
+
+def test_a_full_group_and_too_many_groups() -> None:
+    trial = new_trial(members_max=2)
+    for name in ("one", "two"):
+        Sharer(trial, name).beat()
+    assert isinstance(Sharer(trial, "three").send().error, GroupFull)
+    # Whoever is in may join again.
+    assert Sharer(trial, "two").beat().epoch == 2
+    trial = new_trial(groups_max=2)
+    Sharer(trial, "one").beat()
+    Sharer(trial, "one").beat(group_id="second")
+    assert isinstance(Sharer(trial, "one").send(group_id="third").error, PolicyViolation)
+
+
+def test_only_an_empty_group_is_deleted(trial: ConsumerTrial) -> None:
+    one = Sharer(trial, "one")
+    one.beat()
+    assert isinstance(trial.run(lambda shard: shard.delete(GROUP)).error, GroupNotEmpty)
+    one.beat(epoch=-1)
+    assert trial.run(lambda shard: shard.delete(GROUP)).result()
+    assert isinstance(trial.run(lambda shard: shard.shares.describe(GROUP)).error, UnknownGroup)
+    # Its id is free for groups of any kind.
+    assert trial.beat(SimulatedConsumer("consumer", "orders")).epoch == 1
+
+
+# Time, and what is left after a failure
+
+
+def test_who_is_silent_for_too_long_is_put_out(trial: ConsumerTrial) -> None:
+    one, two = Sharer(trial, "one"), Sharer(trial, "two")
+    one.beat()
+    two.beat(session_ms=10_000)
+    trial.pass_ms(9_999)
+    one.beat()
+    assert {member.member_id for member in described(trial).members} == {"one", "two"}
+    trial.pass_ms(1)
+    assert [member.member_id for member in described(trial).members] == ["one"]
+    assert one.beat().assignment is not None
+    assert isinstance(two.send().error, UnknownMember)
+    trial.pass_ms(SESSION_MS)
+    assert described(trial).state == "Empty"
+
+
+def test_another_node_goes_on_where_the_log_ends(trial: ConsumerTrial) -> None:
+    one, two = Sharer(trial, "one"), Sharer(trial, "two", frozenset({"bills"}))
+    one.beat()
+    two.beat(rack_id="cellar")
+    one.beat()
+    before = described(trial)
+    trial.reload()
+    # It does not know what members were told: it tells them once more.
+    assert one.beat() == ShareAnswer(
+        member_id="one", epoch=2, heartbeat_ms=HEARTBEAT_MS, assignment=trial.partitions(orders={0, 1, 2, 3})
+    )
+    assert two.beat().assignment == trial.partitions(bills={0, 1})
+    assert one.beat().assignment is None
+    assert described(trial) == before
+    trial.reload()
+    assert isinstance(one.send(9).error, FencedMemberEpoch)
+    # Whoever does not come back is put out.
+    trial.pass_ms(SESSION_MS)
+    assert described(trial).members == ()
+
+
+def test_a_member_whose_record_was_lost_joins_again(trial: ConsumerTrial) -> None:
+    one, two = Sharer(trial, "one"), Sharer(trial, "two")
+    one.beat()
+    two.beat()
+    trial.lose(1)
+    assert isinstance(two.send().error, UnknownMember)
+    assert two.beat(epoch=0).epoch == 2
+    trial.lose(2)
+    assert isinstance(one.send().error, UnknownGroup)
+
+
+def test_what_the_log_must_hold_is_what_was_written(trial: ConsumerTrial) -> None:
+    for name in ("one", "two"):
+        Sharer(trial, name).beat()
+    Sharer(trial, "one").beat(group_id="other")
+    shares = trial.shard.shares
+    kept = [shares.durable_record(key) for key in shares.durable_keys()]
+    fresh = new_trial()
+    fresh.cluster, fresh.topics = trial.cluster, trial.topics
+    fresh.log = [record for record in kept if record is not None]
+    assert len(fresh.log) == len(kept) == 5
+    fresh.reload()
+    for group_id in (GROUP, "other"):
+        found, expected = fresh.shard.shares.get(group_id), shares.get(group_id)
+        assert found is not None
+        assert expected is not None
+        assert (found.epoch, found.metadata_hash, found.members) == (
+            expected.epoch,
+            expected.metadata_hash,
+            expected.members,
+        )
+    assert shares.durable_record(ShareKey(ShareKind.GROUP, "gone")) is None
+
+
+def test_groups_are_listed_and_described(trial: ConsumerTrial) -> None:
+    one = Sharer(trial, "one")
+    one.beat()
+    (listing,) = trial.run(lambda shard: shard.list_groups()).result()
+    assert (listing.group_id, listing.protocol_type, listing.state, listing.group_type) == (
+        GROUP,
+        "share",
+        "Stable",
+        "share",
+    )
+    told = described(trial)
+    (member,) = told.members
+    assert (told.state, told.epoch, member.epoch) == ("Stable", 1, 1)
+    assert member.assigned == ((trial.id_of("orders"), "orders", (0, 1, 2, 3)),)
+
+
+# Records
+
+_texts = st.text(max_size=20)
+_member_of_any_kind = st.builds(
+    ShareMember,
+    member_id=_texts,
+    rack_id=st.none() | _texts,
+    client_id=_texts,
+    client_host=_texts,
+    topics=st.frozensets(_texts, max_size=5),
+)
+
+
+@given(_texts, _member_of_any_kind)
+def test_a_member_is_read_back(group_id: str, member: ShareMember) -> None:
+    record = member_record(group_id, member)
+    key = read_share_key(record.key)
+    assert key == ShareKey(ShareKind.MEMBER, group_id, member.member_id)
+    assert read_member(key, record) == member
+    assert tombstone(key) == StateRecord(record.key, None)
+
+
+@given(_texts, st.integers(0, 2**31 - 1), st.integers(-(2**63), 2**63 - 1))
+def test_a_group_is_read_back(group_id: str, epoch: int, rests_on: int) -> None:
+    record = group_record(group_id, epoch, rests_on)
+    assert read_share_key(record.key) == ShareKey(ShareKind.GROUP, group_id)
+    assert read_group(record) == (epoch, rests_on)
+
+
+def test_records_of_others_and_of_versions_to_come() -> None:
+    assert read_share_key(b"\x00\x03\x00\x01g") is None
+    record = group_record("g", 1, 2)
+    with pytest.raises(ProtocolViolation):
+        read_group(StateRecord(record.key, b"\x00\x01" + (record.value or b"")[2:]))
+    with pytest.raises(ProtocolViolation):
+        read_group(StateRecord(record.key, b"\x00\x00\x00"))
+
+
+def test_a_consumer_group_of_the_same_id_is_not_disturbed_by_a_refused_share_consumer(trial: ConsumerTrial) -> None:
+    consumer = SimulatedConsumer("consumer", "orders")
+    trial.beat(consumer)
+    Sharer(trial, "one").send()
+    heartbeat: ConsumerHeartbeat = consumer.request()
+    assert trial.send(heartbeat).error is None
