@@ -283,6 +283,7 @@ class Catalog:
                         starts=_starts(subscription),
                         overrides=dict(subscription.overrides),
                         created_ms=subscription.created_ms,
+                        used_ms=subscription.used_ms,
                     )
                 )
         except IntegrityError as error:
@@ -300,6 +301,7 @@ class Catalog:
                 "topics": list(changed.topics),
                 "starts": _starts(changed),
                 "overrides": dict(changed.overrides),
+                "used_ms": changed.used_ms,
             }
             connection.execute(update(subscriptions).where(here).values(values))
             return changed
@@ -429,6 +431,7 @@ def _subscription(row: Any) -> Subscription:
         overrides=dict(row.overrides),
         created_ms=row.created_ms,
         starts={topic: tuple(offsets) for topic, offsets in row.starts.items()},
+        used_ms=row.used_ms,
     )
 
 

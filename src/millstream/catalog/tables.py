@@ -62,6 +62,7 @@ subscriptions = Table(
     Column("starts", JSON, nullable=False),
     Column("overrides", JSON, nullable=False),
     Column("created_ms", BigInteger, nullable=False),
+    Column("used_ms", BigInteger, nullable=False),
 )
 
 deleted_subscriptions = Table(

@@ -155,6 +155,23 @@ class Subscriptions:
         self._tell()
         return stored
 
+    async def note_use(self, name: str, used_ms: int) -> None:
+        """Note durably that somebody uses a subscription."""
+        found = self.existing(name)
+        async with self._changing:
+            stored = await self._declarations.alter_subscription(
+                found.subscription_id, lambda now: dataclasses.replace(now, used_ms=max(now.used_ms, used_ms))
+            )
+            self._show(stored)
+
+    async def delete_unused(self, name: str, *, before_ms: int) -> None:
+        """Delete a subscription unless another node has noted a use since `before_ms`."""
+        await self.load()
+        found = self.existing(name)
+        if max(found.used_ms, found.created_ms) < before_ms:
+            _logger.info("a subscription is deleted, since nobody uses it", extra={"subscription": name})
+            await self.delete(name)
+
     async def delete(self, name: str) -> Subscription:
         """Take a subscription out, durably; what its queues hold goes after that."""
         async with self._changing:

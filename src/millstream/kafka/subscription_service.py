@@ -24,6 +24,7 @@ from millstream.model.ids import NodeId
 from millstream.model.metric import Metric, gauge
 from millstream.model.subscription import EARLIEST, READ_COMMITTED, QueueKey, SubscriptionSettings
 from millstream.model.topic import TopicPartition
+from millstream.subscriptions.expiry import Expiry
 from millstream.subscriptions.routed_store import RoutedStateStore
 from millstream.subscriptions.state_coordinator import StateCoordinator
 from millstream.subscriptions.state_store import QueueImage
@@ -66,6 +67,8 @@ class SubscriptionService:
         self._engine: Engine | None = None
         self._making: asyncio.Task[Engine] | None = None
         self._client: Client | None = None
+        self._expiry = Expiry(subscriptions, clock, self._last_used_ms)
+        self._looking_after: asyncio.Task[None] | None = None
         self._closed = False
 
     def metrics(self) -> Iterable[Metric]:
@@ -85,10 +88,15 @@ class SubscriptionService:
         self.topics.use_delivery_floor(self._floor)
         await self.states.start()
         self._changed()
+        self._looking_after = asyncio.get_running_loop().create_task(self._expiry.run(), name="unused subscriptions")
+        self._looking_after.add_done_callback(_ended)
 
     async def close(self) -> None:
         """Send workers who wait away, and let what was written become durable."""
         self._closed = True
+        if self._looking_after is not None:
+            self._looking_after.cancel()
+            await asyncio.wait([self._looking_after])
         if self._making is not None:
             await asyncio.wait([self._making])
         if self._engine is not None:
@@ -181,12 +189,24 @@ class SubscriptionService:
         needed = [] if self._engine is None else self._engine.needed(topic.topic_id, place.partition, subscribed)
         return min(needed, default=None)
 
+    def _last_used_ms(self, subscription_id: UUID) -> int:
+        deliveries = () if self._engine is None else self._engine.deliveries
+        ours = [one for one in deliveries if one.key.subscription_id == subscription_id]
+        if any(one.waiting for one in ours):
+            return self._clock.now_ms()
+        return max((one.last_used_ms for one in ours), default=0)
+
     def _name_of(self, subscription_id: UUID) -> str | None:
         declared = self.declared.by_id(subscription_id)
         return None if declared is None else declared.name
 
     def _addresses(self) -> str:
         return ",".join(f"{node.host}:{node.port}" for node in self._membership.nodes())
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _logger.error("unused subscriptions are not looked after any more", exc_info=error)
 
 
 def _import_engine() -> None:

@@ -246,6 +246,8 @@ class Subscription:
     created_ms: int
     starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Where its queues begin, by topic and partition, as it was when the topic was subscribed to."""
+    used_ms: int = 0
+    """When it was last noted that somebody uses it; only where it expires otherwise."""
 
     def start_on(self, topic: str, partition: int) -> int | None:
         """Where a queue begins; None for a partition that came later, which is delivered from its beginning."""

@@ -107,7 +107,8 @@ class Delivery:
         self.queue = queue
         self.partition = partition
         self.leader_epoch = Epoch(partition.leader_epoch)
-        self.last_used_ms = clock.now_ms()
+        self.last_used_ms = 0
+        """When a worker was last heard of; 0 since it was opened never."""
         self.latency = Histogram(LATENCY_BOUNDS_S)
         """How long messages took from their batch's timestamp to their first delivery."""
         self.when_rejecting: Callable[[], None] = lambda: None

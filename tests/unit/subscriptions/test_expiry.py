@@ -1,0 +1,87 @@
+"""Subscriptions that nobody uses go, where they say so; any node's use counts, also after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from millstream.catalog.catalog import Catalog
+from millstream.cluster.declarations import CatalogDeclarations
+from millstream.cluster.subscriptions import Subscriptions
+from millstream.model.errors import UnknownSubscription
+from millstream.model.subscription import EXPIRES
+from millstream.subscriptions import expiry as expiry_module
+from millstream.subscriptions.expiry import Expiry
+from millstream.testing.clock import ManualClock
+
+LIFE_MS = 80_000
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    opened = Catalog.open_folder(tmp_path)
+    yield opened
+    opened.close()
+
+
+class Node:
+    """The subscriptions as one node knows them, and when they were used there."""
+
+    def __init__(self, catalog: Catalog, clock: ManualClock) -> None:
+        self.subscriptions = Subscriptions(CatalogDeclarations(catalog), clock)
+        self.used_ms: dict[UUID, int] = {}
+        self.expiry = Expiry(self.subscriptions, clock, lambda one: self.used_ms.get(one, 0))
+
+    async def look(self) -> None:
+        """One round of looking."""
+        running = asyncio.ensure_future(self.expiry.run())
+        while not running.done() and not self.waits():
+            await asyncio.sleep(0.001)
+        running.cancel()
+        await asyncio.wait([running])
+
+    def waits(self) -> bool:
+        return bool(self.expiry._changed._waiters)
+
+
+@pytest.fixture(autouse=True)
+def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expiry_module, "LOOK_S_MIN", 600.0)
+
+
+async def test_a_subscription_that_nobody_uses_goes(catalog: Catalog) -> None:
+    clock = ManualClock()
+    node = Node(catalog, clock)
+    await node.subscriptions.create("stays", ["orders"], {})
+    await node.subscriptions.create("goes", ["orders"], {EXPIRES: str(LIFE_MS)})
+    clock.advance_ms(LIFE_MS - 1)
+    await node.look()
+    assert len(node.subscriptions.all()) == 2
+    clock.advance_ms(2)
+    await node.look()
+    assert [one.name for one in node.subscriptions.all()] == ["stays"]
+
+
+async def test_what_is_used_on_another_node_stays_also_after_a_restart(catalog: Catalog) -> None:
+    clock = ManualClock()
+    one, other = Node(catalog, clock), Node(catalog, clock)
+    made = await one.subscriptions.create("billing", ["orders"], {EXPIRES: str(LIFE_MS)})
+    await other.subscriptions.load()
+    clock.advance_ms(LIFE_MS // 2)
+    other.used_ms[made.subscription_id] = clock.now_ms()
+    await other.look()
+    clock.advance_ms(LIFE_MS * 3 // 4)
+    await one.look()
+    assert one.subscriptions.get("billing") is not None
+    restarted = Node(catalog, clock)
+    await restarted.subscriptions.load()
+    await restarted.look()
+    assert restarted.subscriptions.get("billing") is not None
+    clock.advance_ms(LIFE_MS // 2)
+    await restarted.look()
+    with pytest.raises(UnknownSubscription):
+        restarted.subscriptions.existing("billing")
