@@ -1,0 +1,536 @@
+"""The APIs of share groups over bytes, on a node with real logs: what they give, and the codes as Kafka has them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from typing import Any, cast
+from uuid import UUID
+
+import pytest
+from kio.schema.errors import ErrorCode
+from kio.static.primitive import i32Timedelta
+
+from millstream.catalog.catalog import Catalog
+from millstream.cluster.declarations import CatalogDeclarations
+from millstream.cluster.membership import Membership, Node
+from millstream.cluster.producer_ids import ProducerIds
+from millstream.cluster.quotas import ClientQuotas
+from millstream.cluster.subscriptions import Subscriptions
+from millstream.cluster.topics import Topics
+from millstream.config import Config
+from millstream.kafka.api import Api, ClientInfo
+from millstream.kafka.apis.node_status import NodeState
+from millstream.kafka.served import Parts, Served
+from millstream.model.clock import SystemClock
+from millstream.model.errors import NotLeader
+from millstream.model.ids import Epoch, NodeId
+from millstream.model.partition_state import PartitionState
+from millstream.model.subscription import ATTEMPTS, LEASE, START
+from millstream.net.budget import Budget
+from millstream.records.record import NewRecord, decode_records, encode_batch
+from millstream.replication.partition import ACKS_ALL
+from millstream.testing.asking import ask
+from millstream.wire.codec import load_request_class
+from millstream.wire.shape import default_of
+
+GROUP = "workers"
+TOPIC = "orders"
+ACCEPT, RELEASE, REJECT, RENEW = 1, 2, 3, 4
+HEARTBEAT, DESCRIBE, FETCH, ACKNOWLEDGE, OFFSETS, MOVE, FORGET, DELETE_GROUPS = 76, 77, 78, 79, 90, 91, 92, 42
+LIMITS: dict[str, Any] = {"max_wait": 0, "min_bytes": 1, "max_bytes": 1 << 20, "max_records": 500, "batch_size": 500}
+NO_LIMITS: dict[str, Any] = {"max_wait": 0, "min_bytes": 0, "max_bytes": 0, "max_records": 0, "is_renew_ack": True}
+NOWHERE = UUID(int=99)
+
+
+def built(key: int, version: int, name: str | None = None, **given: Any) -> Any:
+    """A request, or a part of it; what is not given has its default, or is empty."""
+    request = load_request_class(key, version)
+    kind = request if name is None else getattr(importlib.import_module(request.__module__), name)
+    values = {one.name: default_of(one) for one in dataclasses.fields(kind)}
+    for field in ("max_wait",):
+        if isinstance(given.get(field), int):
+            given[field] = i32Timedelta.parse(timedelta(milliseconds=given[field]))
+    return kind(**{**values, **{name: value for name, value in given.items() if name in values}})
+
+
+class Desk:
+    """A node with a topic, and the subscription of the share group."""
+
+    def __init__(self, served: Served, topics: Topics, subscriptions: Subscriptions) -> None:
+        self.apis = {api.key: cast("Api[Any, Any]", api) for api in served.apis}
+        self.topics = topics
+        self.subscriptions = subscriptions
+
+    @property
+    def topic_id(self) -> UUID:
+        topic = self.topics.get(TOPIC)
+        assert topic is not None
+        return topic.topic_id
+
+    async def ask(self, key: int, version: int, client: ClientInfo | None = None, /, **given: Any) -> Any:
+        return await ask(self.apis[key], built(key, version, **given), client=client)
+
+    async def publish(self, *values: str, partition: int = 0) -> None:
+        found = self.topics.partition(TOPIC, partition)
+        batch = encode_batch([NewRecord(key=None, value=value.encode()) for value in values])
+        waiting = found.acknowledged(found.write(bytearray(batch), acks=ACKS_ALL))
+        if waiting is not None:
+            await waiting
+
+    async def offsets(self, *partitions: int, topic: str = TOPIC, version: int = 1) -> Any:
+        wanted = None
+        if partitions:
+            part = "DescribeShareGroupOffsetsRequestTopic"
+            wanted = (built(OFFSETS, version, part, topic_name=topic, partitions=partitions),)
+        group = built(OFFSETS, version, "DescribeShareGroupOffsetsRequestGroup", group_id=GROUP, topics=wanted)
+        (told,) = (await self.ask(OFFSETS, version, groups=(group,))).groups
+        return told
+
+    async def starts(self, *partitions: int) -> list[tuple[int, int]]:
+        told = await self.offsets(*partitions)
+        assert told.error_code == ErrorCode.none
+        return [(one.partition_index, one.start_offset) for topic in told.topics for one in topic.partitions]
+
+    async def move(self, offset: int, *, partition: int = 0, topic: str = TOPIC) -> Any:
+        place = built(MOVE, 0, "AlterShareGroupOffsetsRequestPartition", partition_index=partition, start_offset=offset)
+        named = built(MOVE, 0, "AlterShareGroupOffsetsRequestTopic", topic_name=topic, partitions=(place,))
+        return await self.ask(MOVE, 0, group_id=GROUP, topics=(named,))
+
+    async def forget(self, topic: str = TOPIC) -> Any:
+        named = built(FORGET, 0, "DeleteShareGroupOffsetsRequestTopic", topic_name=topic)
+        return await self.ask(FORGET, 0, group_id=GROUP, topics=(named,))
+
+
+class Sharer:
+    """A share consumer on a connection of its own, one request at a time."""
+
+    def __init__(self, desk: Desk, member_id: str, *, group: str = GROUP) -> None:
+        self.desk = desk
+        self.member_id = member_id
+        self.group = group
+        self.epoch = 0
+        self.session = 0
+        self.client = ClientInfo(connection_id=1, host="127.0.0.1", client_id="test")
+
+    async def beat(self, **given: Any) -> Any:
+        names = (TOPIC,) if given.get("member_epoch", self.epoch) == 0 else None
+        values = {"group_id": self.group, "member_id": self.member_id, "member_epoch": self.epoch}
+        answer = await self.desk.ask(HEARTBEAT, 1, **{**values, "subscribed_topic_names": names, **given})
+        if answer.error_code == ErrorCode.none:
+            self.epoch = answer.member_epoch
+        return answer
+
+    async def fetch(self, *batches: tuple[int, ...], version: int = 2, places: Any = None, **given: Any) -> Any:
+        opens = given.get("share_session_epoch", self.session) == 0
+        wanted = places if places is not None else ((self.desk.topic_id, 0),) if opens or batches else ()
+        parts = {"topic": "FetchTopic", "partition": "FetchPartition"}
+        values = {**self._who(), **LIMITS, "topics": self._topics(FETCH, version, wanted, batches, parts), **given}
+        return self._counted(await self.desk.ask(FETCH, version, self.client, **values), given)
+
+    async def acknowledge(self, *batches: tuple[int, ...], version: int = 2, places: Any = None, **given: Any) -> Any:
+        wanted = places if places is not None else ((self.desk.topic_id, 0),) if batches else ()
+        parts = {"topic": "AcknowledgeTopic", "partition": "AcknowledgePartition"}
+        values = {**self._who(), "topics": self._topics(ACKNOWLEDGE, version, wanted, batches, parts), **given}
+        return self._counted(await self.desk.ask(ACKNOWLEDGE, version, self.client, **values), given)
+
+    async def codes(self, *batches: tuple[int, ...], **given: Any) -> list[str]:
+        """What ShareAcknowledge says: the code of the request, and those of partitions."""
+        answer = await self.acknowledge(*batches, **given)
+        partitions = [one.error_code for topic in answer.responses for one in topic.partitions]
+        return [code.name for code in (answer.error_code, *partitions)]
+
+    async def got(self, *batches: tuple[int, ...], **given: Any) -> list[tuple[int, int, int]]:
+        """What ShareFetch gives, as ranges with their delivery counts."""
+        answer = await self.fetch(*batches, **given)
+        assert answer.error_code == ErrorCode.none
+        return ranges(answer)
+
+    def _who(self) -> dict[str, Any]:
+        return {"group_id": self.group, "member_id": self.member_id, "share_session_epoch": self.session}
+
+    def _counted(self, answer: Any, given: dict[str, Any]) -> Any:
+        if answer.error_code == ErrorCode.none and "share_session_epoch" not in given:
+            self.session += 1
+        return answer
+
+    def _topics(self, key: int, version: int, places: Any, batches: Any, parts: dict[str, str]) -> Any:
+        named = tuple(
+            built(
+                key,
+                version,
+                "AcknowledgementBatch",
+                first_offset=first,
+                last_offset=last,
+                acknowledge_types=tuple(types),
+            )
+            for first, last, *types in batches
+        )
+        return tuple(
+            built(
+                key,
+                version,
+                parts["topic"],
+                topic_id=topic_id,
+                partitions=(
+                    built(key, version, parts["partition"], partition_index=index, acknowledgement_batches=named),
+                ),
+            )
+            for topic_id, index in places
+        )
+
+
+def partitions_of(answer: Any) -> list[Any]:
+    return [one for topic in answer.responses for one in topic.partitions]
+
+
+def ranges(answer: Any) -> list[tuple[int, int, int]]:
+    """What was acquired; ranges that follow each other are one, wherever they were cut."""
+    merged: list[tuple[int, int, int]] = []
+    for one in (one for partition in partitions_of(answer) for one in partition.acquired_records):
+        first, last, count = one.first_offset, one.last_offset, one.delivery_count
+        if merged and (merged[-1][1] + 1, merged[-1][2]) == (first, count):
+            first = merged.pop()[0]
+        merged.append((first, last, count))
+    return merged
+
+
+def refusals(answer: Any) -> list[tuple[str, int]]:
+    return [(one.error_code.name, one.acknowledge_error_code) for one in partitions_of(answer)]
+
+
+@pytest.fixture
+async def desk(
+    catalog: Catalog, topics: Topics, membership: Membership, config: Config, quotas: ClientQuotas
+) -> AsyncIterator[Desk]:
+    node = NodeState(node_id=5, cluster_id="c", started_ms=0, kafka="h:1", http="h:2", data="d")
+    subscriptions = Subscriptions(CatalogDeclarations(catalog), SystemClock())
+    parts = Parts(
+        config=config,
+        clock=SystemClock(),
+        topics=topics,
+        membership=membership,
+        producer_ids=ProducerIds(CatalogDeclarations(catalog)),
+        quotas=quotas,
+        subscriptions=subscriptions,
+        budget=Budget(1 << 20),
+        connections=(),
+        sources=(),
+        troubles=tuple,
+        node=node,
+    )
+    served = Served(parts)
+    await served.start()
+    await topics.create(TOPIC, partitions=2)
+    await subscriptions.create(GROUP, (), {START: "earliest", LEASE: "600000"})
+    yield Desk(served, topics, subscriptions)
+    await served.close()
+
+
+@pytest.fixture
+async def one(desk: Desk) -> Sharer:
+    """A member with ten messages in front of it."""
+    await desk.publish(*map(str, range(10)))
+    made = Sharer(desk, "one")
+    assert (await made.beat()).error_code == ErrorCode.none
+    return made
+
+
+# ShareGroupHeartbeat, ShareGroupDescribe
+
+
+async def test_a_member_joins_lives_and_leaves(desk: Desk) -> None:
+    one = Sharer(desk, "one")
+    joined = await one.beat()
+    assert (joined.error_code, joined.member_id, joined.member_epoch) == (ErrorCode.none, "one", 1)
+    assert joined.heartbeat_interval == timedelta(seconds=5)
+    assert [(told.topic_id, told.partitions) for told in joined.assignment.topic_partitions] == [
+        (desk.topic_id, (0, 1))
+    ]
+    lives = await one.beat()
+    assert (lives.error_code, lives.member_epoch, lives.assignment) == (ErrorCode.none, 1, None)
+    (described,) = (await desk.ask(DESCRIBE, 1, group_ids=(GROUP,))).groups
+    assert (described.group_state, described.group_epoch, described.assignor_name) == ("Stable", 1, "simple")
+    (member,) = described.members
+    assert (member.member_id, member.client_host, member.subscribed_topic_names) == ("one", "/127.0.0.1", (TOPIC,))
+    left = await one.beat(member_epoch=-1)
+    assert (left.error_code, left.member_epoch) == (ErrorCode.none, -1)
+    (described,) = (await desk.ask(DESCRIBE, 1, group_ids=(GROUP,))).groups
+    assert (described.group_state, described.members) == ("Empty", ())
+
+
+REFUSED_HEARTBEATS: list[tuple[dict[str, Any], str]] = [
+    ({"member_id": ""}, "invalid_request"),
+    ({"group_id": " "}, "invalid_request"),
+    ({"rack_id": ""}, "invalid_request"),
+    ({"member_epoch": -2}, "invalid_request"),
+    ({"member_epoch": 0, "subscribed_topic_names": None}, "invalid_request"),
+    ({"member_epoch": 0, "subscribed_topic_names": ()}, "invalid_request"),
+    ({"member_epoch": 77}, "fenced_member_epoch"),
+    ({"member_id": "two", "member_epoch": 1}, "unknown_member_id"),
+    ({"group_id": "nowhere", "member_epoch": 1}, "group_id_not_found"),
+]
+
+
+async def test_heartbeats_that_are_refused(desk: Desk) -> None:
+    one = Sharer(desk, "one")
+    await one.beat()
+    for given, code in REFUSED_HEARTBEATS:
+        answer = await one.beat(**given)
+        assert (given, answer.error_code.name, answer.member_epoch) == (given, code, 0)
+        assert answer.error_message
+
+
+async def test_a_group_is_declared_by_its_first_member_and_goes_with_it(desk: Desk) -> None:
+    one = Sharer(desk, "one", group="undeclared")
+    await one.beat()
+    assert desk.subscriptions.existing("undeclared").topics == ()
+    busy = await desk.ask(DELETE_GROUPS, 2, groups_names=("undeclared",))
+    assert busy.results[0].error_code == ErrorCode.non_empty_group
+    await one.beat(member_epoch=-1)
+    gone = await desk.ask(DELETE_GROUPS, 2, groups_names=("undeclared",))
+    assert gone.results[0].error_code == ErrorCode.none
+    assert desk.subscriptions.get("undeclared") is None
+    (described,) = (await desk.ask(DESCRIBE, 1, group_ids=("undeclared",))).groups
+    assert described.error_code == ErrorCode.group_id_not_found
+
+
+# Sessions
+
+
+async def test_messages_are_given_once_and_acknowledged_with_the_next_request(one: Sharer) -> None:
+    answer = await one.fetch()
+    assert answer.acquisition_lock_timeout == timedelta(seconds=600)
+    assert ranges(answer) == [(0, 9, 1)]
+    (partition,) = partitions_of(answer)
+    assert [record.value for record in decode_records(partition.records)] == [b"%d" % n for n in range(10)]
+    answer = await one.fetch((0, 9, ACCEPT))
+    assert refusals(answer) == [("none", 0)]
+    assert ranges(answer) == []
+    assert await one.desk.starts() == [(0, 10)]
+
+
+async def test_sessions_that_are_not_there_or_elsewhere(one: Sharer) -> None:
+    assert (await one.fetch(share_session_epoch=5)).error_code == ErrorCode.share_session_not_found
+    assert (await one.fetch(share_session_epoch=-1)).error_code == ErrorCode.share_session_not_found
+    assert await one.codes((0, 0, ACCEPT), share_session_epoch=3) == ["share_session_not_found"]
+    # Nothing can be acknowledged before there is a session.
+    assert (await one.fetch((0, 0, ACCEPT))).error_code == ErrorCode.invalid_request
+    assert await one.codes((0, 0, ACCEPT)) == ["invalid_share_session_epoch"]
+    assert await one.got() == [(0, 9, 1)]
+    assert (await one.fetch(share_session_epoch=9)).error_code == ErrorCode.invalid_share_session_epoch
+    assert (await one.fetch(share_session_epoch=-2)).error_code == ErrorCode.invalid_share_session_epoch
+    assert await one.codes((0, 0, ACCEPT), share_session_epoch=9) == ["invalid_share_session_epoch"]
+    assert (await one.fetch(member_id="x" * 37)).error_code == ErrorCode.invalid_request
+    assert (await one.fetch(member_id=None)).error_code == ErrorCode.invalid_request
+    assert await one.codes((0, 0, ACCEPT), member_id="") == ["invalid_request"]
+    assert (await one.fetch(group_id=None)).error_code == ErrorCode.share_session_not_found
+    stranger = Sharer(one.desk, "two", group="nowhere")
+    assert (await stranger.fetch()).error_code == ErrorCode.group_id_not_found
+
+
+async def test_the_last_request_gives_the_rest_to_others(one: Sharer) -> None:
+    two = Sharer(one.desk, "two")
+    assert await one.got() == [(0, 9, 1)]
+    assert await two.got() == []
+    assert await one.codes((0, 3, ACCEPT), share_session_epoch=-1) == ["none", "none"]
+    assert await two.got() == [(4, 9, 2)]
+    closing = await two.fetch((4, 5, ACCEPT), share_session_epoch=-1)
+    assert (refusals(closing), ranges(closing)) == ([("none", 0)], [])
+    assert (await two.fetch()).error_code == ErrorCode.share_session_not_found
+    one.session = 0
+    assert await one.got() == [(6, 9, 3)]
+
+
+async def test_a_session_that_is_opened_anew_keeps_its_leases(one: Sharer) -> None:
+    assert await one.got() == [(0, 9, 1)]
+    one.session = 0
+    assert await one.got() == []
+    assert await one.codes((0, 9, ACCEPT)) == ["none", "none"]
+
+
+async def test_what_a_lost_connection_held_goes_to_others(one: Sharer) -> None:
+    two = Sharer(one.desk, "two")
+    assert await one.got() == [(0, 9, 1)]
+    waits = asyncio.create_task(two.got(max_wait=60_000))
+    await asyncio.sleep(0)
+    one.client.presence.end()
+    assert await waits == [(0, 9, 2)]
+    assert (await one.fetch()).error_code == ErrorCode.share_session_not_found
+    assert await one.codes((0, 9, ACCEPT)) == ["share_session_not_found"]
+
+
+async def test_partitions_are_remembered_added_and_forgotten(desk: Desk, one: Sharer) -> None:
+    assert await one.got() == [(0, 9, 1)]
+    await desk.publish("a", partition=1)
+    assert await one.got() == []
+    assert await one.got(places=((desk.topic_id, 1),)) == [(0, 0, 1)]
+    await desk.publish("b", partition=1)
+    assert await one.got() == [(1, 1, 1)]
+    await desk.publish("c", partition=1)
+    forgotten = built(FETCH, 2, "ForgottenTopic", topic_id=desk.topic_id, partitions=(1,))
+    assert await one.got(forgotten_topics_data=(forgotten,)) == []
+    assert await one.codes((0, 1, ACCEPT), places=((desk.topic_id, 1),)) == ["none", "none"]
+
+
+# Limits
+
+
+async def test_batches_are_given_whole_unless_records_are_limited(desk: Desk) -> None:
+    await desk.publish("a", "b", "c")
+    await desk.publish("d", "e", "f")
+    one = Sharer(desk, "one")
+    await one.beat()
+    assert await one.got(max_records=2) == [(0, 2, 1)]
+    assert await one.got(max_records=2, share_acquire_mode=1) == [(3, 4, 1)]
+    assert await one.got(max_records=0) == []
+    assert await one.got(max_records=-1) == []
+    assert await one.got(max_bytes=1) == [(5, 5, 1)]
+
+
+async def test_a_request_waits_for_what_is_published(desk: Desk) -> None:
+    one = Sharer(desk, "one")
+    await one.beat()
+    waits = asyncio.create_task(one.got(max_wait=60_000))
+    await asyncio.sleep(0)
+    await desk.publish("a")
+    assert await waits == [(0, 0, 1)]
+
+
+# Acknowledgements
+
+
+async def test_accept_release_reject_and_gaps(one: Sharer) -> None:
+    await one.fetch()
+    assert await one.codes((0, 3, ACCEPT, RELEASE, REJECT, 0), (5, 6, RELEASE)) == ["none", "none"]
+    assert await one.got() == [(1, 1, 2), (5, 6, 2)]
+    assert await one.codes((1, 1, ACCEPT), (4, 9, ACCEPT)) == ["none", "none"]
+    assert await one.desk.starts(0) == [(0, 10)]
+    # An offset without a message may be named although nobody holds it.
+    assert await one.codes((3, 3, 0)) == ["none", "none"]
+    assert await one.codes() == ["none"]
+
+
+REFUSED: list[tuple[list[tuple[int, ...]], str]] = [
+    ([(3, 2, ACCEPT)], "invalid_request"),
+    ([(0, 1, ACCEPT), (1, 2, ACCEPT)], "invalid_request"),
+    ([(4, 5, ACCEPT), (0, 1, ACCEPT)], "invalid_request"),
+    ([(0, 1)], "invalid_request"),
+    ([(0, 2, ACCEPT, ACCEPT)], "invalid_request"),
+    ([(0, 0, 5)], "invalid_request"),
+    ([(0, 0, RENEW)], "invalid_request"),
+    ([(9, 10, ACCEPT)], "invalid_request"),
+    ([(100, 100, ACCEPT)], "invalid_request"),
+    ([(7, 8, ACCEPT)], "invalid_record_state"),
+    ([(0, 1, ACCEPT), (8, 8, RELEASE)], "invalid_record_state"),
+]
+
+
+async def test_acknowledgements_that_are_refused_change_nothing(one: Sharer) -> None:
+    await one.fetch()
+    await one.acknowledge((8, 8, ACCEPT))
+    for batches, code in REFUSED:
+        for version in (1, 2):
+            assert [batches, *await one.codes(*batches, version=version)] == [batches, "none", code]
+            answer = await one.fetch(*batches, version=version)
+            assert [batches, *refusals(answer)] == [batches, ("none", int(ErrorCode[code]))]
+    assert await one.codes((0, 7, ACCEPT), (9, 9, ACCEPT)) == ["none", "none"]
+
+
+async def test_nobody_acknowledges_for_others(one: Sharer) -> None:
+    two = Sharer(one.desk, "two")
+    await one.fetch()
+    await two.fetch()
+    assert await two.codes((0, 0, ACCEPT)) == ["none", "invalid_record_state"]
+    assert await one.codes((0, 0, ACCEPT)) == ["none", "none"]
+
+
+async def test_a_message_that_fails_too_often_is_not_given_again(one: Sharer) -> None:
+    await one.desk.subscriptions.alter(GROUP, {ATTEMPTS: "2"})
+    await one.fetch()
+    await one.acknowledge((0, 8, ACCEPT))
+    assert await one.got((9, 9, RELEASE)) == [(9, 9, 2)]
+    assert await one.got((9, 9, RELEASE)) == []
+    assert await one.desk.starts() == [(0, 10)]
+
+
+async def test_renewals(one: Sharer) -> None:
+    await one.fetch()
+    assert (await one.fetch((0, 4, RENEW), is_renew_ack=True)).error_code == ErrorCode.invalid_request
+    for name in ("max_wait", "min_bytes", "max_bytes", "max_records"):
+        limits = {**NO_LIMITS, name: 1}
+        assert (await one.fetch((0, 4, RENEW), **limits)).error_code == ErrorCode.invalid_request
+    assert refusals(await one.fetch((0, 4, RENEW), **NO_LIMITS)) == [("none", 0)]
+    assert await one.codes((0, 4, RENEW), is_renew_ack=True) == ["none", "none"]
+    assert await one.codes((0, 1, RENEW, ACCEPT), is_renew_ack=True) == ["none", "none"]
+    assert await one.codes((1, 1, RENEW), is_renew_ack=True) == ["none", "invalid_record_state"]
+    # The request announces that it may renew; it need not.
+    assert await one.codes((0, 0, ACCEPT), is_renew_ack=True) == ["none", "none"]
+
+
+# Elsewhere
+
+
+async def test_topics_and_partitions_that_are_not_there(one: Sharer) -> None:
+    places = ((NOWHERE, 0), (one.desk.topic_id, 9))
+    answer = await one.fetch(places=places)
+    assert refusals(answer) == [("unknown_topic_id", 0), ("unknown_topic_or_partition", 0)]
+    assert await one.codes((0, 0, ACCEPT), places=places) == ["none", "unknown_topic_id", "unknown_topic_or_partition"]
+
+
+class Living:
+    """Two nodes."""
+
+    def __init__(self) -> None:
+        nodes = [Node(node_id=NodeId(number), host=f"node-{number}", port=9090 + number) for number in (5, 7)]
+        self.live = {node.node_id: node for node in nodes}
+        self.controller = NodeId(5)
+
+
+async def test_a_partition_that_another_node_leads(
+    desk: Desk, one: Sharer, membership: Membership, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def moved(topic_id: UUID, index: int) -> None:
+        raise NotLeader(f"{topic_id} {index} is led by 7")
+
+    led = PartitionState(replicas=(NodeId(7),), in_sync=(NodeId(7),), leader=NodeId(7), leader_epoch=Epoch(3))
+    await one.fetch()
+    monkeypatch.setattr(membership, "_cluster", Living())
+    monkeypatch.setattr(desk.topics, "partition_by_id", moved)
+    monkeypatch.setattr(desk.topics, "state_of", lambda _topic, _index: led)
+    for answer in (await one.fetch((0, 0, ACCEPT)), await one.acknowledge((0, 0, ACCEPT))):
+        (partition,) = partitions_of(answer)
+        assert partition.error_code == ErrorCode.not_leader_or_follower
+        assert (partition.current_leader.leader_id, partition.current_leader.leader_epoch) == (7, 3)
+        assert [(node.node_id, node.host, node.port) for node in answer.node_endpoints] == [(7, "node-7", 9097)]
+
+
+# Offsets
+
+
+async def test_offsets_are_told_moved_and_forgotten(desk: Desk, one: Sharer) -> None:
+    await one.fetch()
+    await one.acknowledge((0, 3, ACCEPT))
+    told = await desk.offsets()
+    ((place,),) = [topic.partitions for topic in told.topics]
+    assert (place.partition_index, place.start_offset, place.lag, place.error_code) == (0, 4, 6, ErrorCode.none)
+    assert await desk.starts(0, 1) == [(0, 4), (1, -1)]
+    told = await desk.offsets(0, topic="nowhere")
+    assert told.topics[0].partitions[0].error_code == ErrorCode.unknown_topic_or_partition
+    assert (await desk.move(2)).error_code == ErrorCode.non_empty_group
+    assert (await desk.forget()).error_code == ErrorCode.non_empty_group
+    await one.beat(member_epoch=-1)
+    assert partitions_of(await desk.move(2))[0].error_code == ErrorCode.none
+    assert partitions_of(await desk.move(2, partition=9))[0].error_code == ErrorCode.unknown_topic_or_partition
+    assert partitions_of(await desk.move(2, topic="nowhere"))[0].error_code == ErrorCode.unknown_topic_or_partition
+    assert await desk.starts() == [(0, 2)]
+    two = Sharer(desk, "two")
+    assert await two.got() == [(2, 9, 1)]
+    assert (await desk.forget("nowhere")).responses[0].error_code == ErrorCode.unknown_topic_or_partition
+    assert (await desk.forget()).responses[0].error_code == ErrorCode.none
+    assert await desk.starts() == []
+    three = Sharer(desk, "three")
+    assert await three.got() == [(0, 9, 1)]

@@ -1,0 +1,162 @@
+"""Share sessions, and acknowledgements as the queue takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kio.schema.errors import ErrorCode
+
+from millstream.kafka import share_session
+from millstream.kafka.share_door import GAP, OFFSETS_MAX, RENEW, check_member_id, verbs_of
+from millstream.kafka.share_session import ShareSession, ShareSessions
+from millstream.model.errors import InvalidRequest
+from millstream.model.ids import Offset
+from millstream.net.presence import Presence
+from millstream.subscriptions.lease import Settle, Verb
+
+ONE = ("group", "one")
+TWO = ("group", "two")
+PLACE = (UUID(int=1), 0)
+
+
+class Sessions(ShareSessions):
+    """Sessions that remember which were lost."""
+
+    def __init__(self) -> None:
+        self.lost: list[ShareSession] = []
+        super().__init__(self.lost.append)
+
+
+def opened(sessions: ShareSessions, member: tuple[str, str], presence: Presence) -> ShareSession:
+    session = sessions.open(member, presence)
+    assert isinstance(session, ShareSession)
+    return session
+
+
+def test_a_session_counts_its_requests() -> None:
+    sessions = Sessions()
+    assert sessions.resume(ONE, 1) is ErrorCode.share_session_not_found
+    session = opened(sessions, ONE, Presence())
+    assert sessions.resume(ONE, 2) is ErrorCode.invalid_share_session_epoch
+    assert sessions.resume(ONE, 1) is session
+    assert sessions.resume(ONE, 1) is ErrorCode.invalid_share_session_epoch
+    assert sessions.resume(TWO, 1) is ErrorCode.share_session_not_found
+    session.epoch = 2**31 - 1
+    assert sessions.resume(ONE, 2**31 - 1) is session
+    assert session.epoch == 1
+    assert sessions.close(ONE) is session
+    assert sessions.close(ONE) is None
+    assert len(sessions) == 0
+
+
+def test_a_session_ends_with_its_connection() -> None:
+    sessions, presence, other = Sessions(), Presence(), Presence()
+    one = opened(sessions, ONE, presence)
+    two = opened(sessions, TWO, presence)
+    elsewhere = opened(sessions, ("group", "three"), other)
+    presence.end()
+    assert sessions.lost == [one, two]
+    assert len(sessions) == 1
+    presence.end()
+    assert sessions.close(elsewhere.member) is elsewhere
+    other.end()
+    assert sessions.lost == [one, two]
+
+
+def test_a_session_that_was_opened_anew_outlives_the_older_connection() -> None:
+    sessions, before, now = Sessions(), Presence(), Presence()
+    opened(sessions, ONE, before)
+    session = opened(sessions, ONE, now)
+    before.end()
+    assert sessions.lost == []
+    assert sessions.resume(ONE, 1) is session
+    now.end()
+    assert sessions.lost == [session]
+
+
+def test_there_are_not_too_many_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(share_session, "SESSIONS_MAX", 1)
+    sessions = Sessions()
+    opened(sessions, ONE, Presence())
+    assert sessions.open(TWO, Presence()) is ErrorCode.share_session_limit_reached
+    opened(sessions, ONE, Presence())
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Acknowledgements of a range."""
+
+    first_offset: int
+    last_offset: int
+    acknowledge_types: tuple[int, ...]
+
+
+def settle(first: int, last: int, verb: Verb) -> Settle:
+    return Settle(Offset(first), Offset(last), verb)
+
+
+def test_acknowledgements_become_ranges() -> None:
+    batches = [Batch(0, 9, (1,)), Batch(10, 14, (1, 1, 2, 3, 3)), Batch(20, 20, (2,)), Batch(21, 24, (1, 0, 0, 1))]
+    verbs, gaps = verbs_of(batches)
+    assert verbs == [
+        settle(0, 9, Verb.ACCEPT),
+        settle(10, 11, Verb.ACCEPT),
+        settle(12, 12, Verb.RELEASE),
+        settle(13, 14, Verb.REJECT),
+        settle(20, 20, Verb.RELEASE),
+        settle(21, 21, Verb.ACCEPT),
+        settle(24, 24, Verb.ACCEPT),
+    ]
+    assert gaps == [settle(22, 23, Verb.ACCEPT)]
+    assert verbs_of([]) == ([], [])
+    assert verbs_of([Batch(3, 4, (RENEW,))], renews=True) == ([settle(3, 4, Verb.EXTEND)], [])
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [Batch(3, 2, (1,))],
+        [Batch(-1, 2, (1,))],
+        [Batch(0, 1, (1,)), Batch(1, 2, (1,))],
+        [Batch(4, 5, (1,)), Batch(0, 1, (1,))],
+        [Batch(0, 1, ())],
+        [Batch(0, 2, (1, 1))],
+        [Batch(0, 0, (1, 1))],
+        [Batch(0, 0, (5,))],
+        [Batch(0, 0, (-1,))],
+        [Batch(0, 0, (RENEW,))],
+        [Batch(0, OFFSETS_MAX, (1,))],
+        [Batch(0, 2**63 - 1, (1,))],
+    ],
+)
+def test_what_cannot_be_an_acknowledgement(batches: list[Batch]) -> None:
+    with pytest.raises(InvalidRequest):
+        verbs_of(batches)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 4), min_size=1, max_size=8)), max_size=5))
+def test_every_offset_is_settled_once_as_it_was_said(plan: list[tuple[int, list[int]]]) -> None:
+    said: dict[int, int] = {}
+    batches, at = [], 0
+    for hole, types in plan:
+        at += hole
+        batches.append(Batch(at, at + len(types) - 1, tuple(types)))
+        said.update(zip(range(at, at + len(types)), types, strict=True))
+        at += len(types)
+    verbs, gaps = verbs_of(batches, renews=True)
+    done = {offset: int(one.verb) for one in verbs for offset in range(one.first, one.last + 1)}
+    left = {offset for one in gaps for offset in range(one.first, one.last + 1)}
+    assert done == {offset: kind for offset, kind in said.items() if kind != GAP}
+    assert left == {offset for offset, kind in said.items() if kind == GAP}
+    assert [one.first for one in verbs] == sorted(one.first for one in verbs)
+
+
+def test_member_ids() -> None:
+    assert check_member_id("x" * 36) == "x" * 36
+    for wrong in (None, "", "x" * 37):
+        with pytest.raises(InvalidRequest):
+            check_member_id(wrong)
