@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from millstream.coordination.placement import partition_for
 from millstream.coordination.shard import RETRY_FIRST_S, Shard, StateLog
-from millstream.coordination.state import Operation, StateMachine
+from millstream.coordination.state import Confirmation, Operation, StateMachine
 from millstream.coordination.timers import Timers
 from millstream.model.clock import Clock
 from millstream.model.errors import CoordinatorUnavailable, NotCoordinator, TopicExists
@@ -71,8 +71,10 @@ class Runtime(Generic[S]):
         *,
         clock: Clock,
         retry_first_s: float = RETRY_FIRST_S,
+        confirmation: Confirmation | None = None,
     ) -> None:
         self._topics = topics
+        self._confirmation = confirmation
         self._topic = topic
         self._make_state = make_state
         self._clock = clock
@@ -172,6 +174,7 @@ class Runtime(Generic[S]):
             clock=self._clock,
             gate=self._gate,
             retry_first_s=self._retry_first_s,
+            confirmation=self._confirmation,
         )
         self._shards[index] = shard
         shard.open()

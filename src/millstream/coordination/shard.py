@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from millstream.coordination.later import Later
 from millstream.coordination.loading import read_back
 from millstream.coordination.rewrite import RECORDS_MIN, Rewrite
-from millstream.coordination.state import Operation, StateMachine, StateRecord
+from millstream.coordination.state import Confirmation, Operation, StateMachine, StateRecord
 from millstream.coordination.timers import Timer, Timers
 from millstream.log.log import AppendedRange
 from millstream.model.clock import Clock
@@ -105,6 +105,7 @@ class Shard(Generic[S]):
         clock: Clock,
         gate: asyncio.Semaphore,
         retry_first_s: float = RETRY_FIRST_S,
+        confirmation: Confirmation | None = None,
         rewrite_records_min: int = RECORDS_MIN,
     ) -> None:
         self.name = name
@@ -115,6 +116,7 @@ class Shard(Generic[S]):
         self._clock = clock
         self._gate = gate
         self._retry_first_s = retry_first_s
+        self._confirmation = confirmation
         self._timers = Timers(clock)
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = 0.0
@@ -194,7 +196,9 @@ class Shard(Generic[S]):
             refused: Later[T] = Later()
             refused.refuse(error)
             self._answered.append((future, refused))
-            self._release(self._written)
+            confirmation = self._confirmation
+            is_doubtful = confirmation is not None and isinstance(error, confirmation.refusals)
+            self._carry_out([confirmation.record] if confirmation is not None and is_doubtful else (), pure=True)
             return future
         except Exception:
             _logger.exception("an operation failed; the state is read back", extra={"shard": self.name})

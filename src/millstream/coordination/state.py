@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from millstream.coordination.later import Later
+from millstream.model.errors import MillstreamError
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -24,6 +25,18 @@ Outcome = tuple[Sequence[StateRecord], T | Later[T]]
 
 Operation = Callable[[S], Outcome[T]]
 """A synchronous function of the state. It raises a `MillstreamError` only before it has changed anything."""
+
+
+class Confirmation(NamedTuple):
+    """Refusals that a leader must be sure of: it gives them once the log has taken one more record.
+
+    A node that was replaced and has not heard of it still holds the state of its time. Its appends are never
+    acknowledged, so it cannot tell a client that lives that it is over.
+    """
+
+    refusals: tuple[type[MillstreamError], ...]
+    record: StateRecord
+    """A record that changes nothing."""
 
 
 class StateMachine(Protocol):

@@ -11,19 +11,24 @@ from typing import Final, TypeVar
 from millstream.config import Config
 from millstream.coordination.runtime import Runtime, StateTopic, StateTopics
 from millstream.coordination.shard import RETRY_FIRST_S, Shard
-from millstream.coordination.state import Outcome
+from millstream.coordination.state import Confirmation, Outcome
 from millstream.coordination.timers import Timers
 from millstream.model.clock import Clock
 from millstream.model.errors import (
     ConcurrentTransactions,
     CoordinatorUnavailable,
+    InvalidProducerMapping,
     InvalidRequest,
+    InvalidTransactionState,
     InvalidTransactionTimeout,
     MillstreamError,
+    ProducerFenced,
+    UnknownTransaction,
 )
 from millstream.model.ids import NodeId, PartitionIndex
 from millstream.model.topic import TRANSACTION_STATE, TopicPartition
 from millstream.transactions.batch import Member, placement_of
+from millstream.transactions.records import transaction_tombstone
 from millstream.transactions.requests import (
     Initialized,
     InitRequest,
@@ -57,6 +62,12 @@ class TransactionsStatus:
     shards_loading: int
 
 
+_FINAL: Final = Confirmation(
+    (ProducerFenced, InvalidProducerMapping, InvalidTransactionState, UnknownTransaction), transaction_tombstone("")
+)
+"""What ends a producer, or a batch of many: a coordinator that was replaced must not say it from its old state."""
+
+
 class TransactionCoordinator:
     """Transactional ids, kept in `__transaction_state`."""
 
@@ -77,7 +88,12 @@ class TransactionCoordinator:
         self._on_ending: Callable[[], None] = lambda: None
         topic = StateTopic(name=TRANSACTION_STATE, partitions=config.transactions_partitions, overrides=_TOPIC_SETTINGS)
         self._runtime: Runtime[TransactionShard] = Runtime(
-            topics, topic, self._make_shard, clock=clock, retry_first_s=retry_first_s
+            topics,
+            topic,
+            self._make_shard,
+            clock=clock,
+            retry_first_s=retry_first_s,
+            confirmation=_FINAL if config.in_cluster else None,
         )
 
     @property

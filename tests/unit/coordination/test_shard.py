@@ -9,7 +9,7 @@ import pytest
 
 from millstream.coordination.later import Later
 from millstream.coordination.shard import Shard
-from millstream.coordination.state import Outcome, StateRecord
+from millstream.coordination.state import Confirmation, Outcome, StateRecord
 from millstream.coordination.timers import Timers
 from millstream.model.errors import (
     BatchTooLarge,
@@ -17,6 +17,7 @@ from millstream.model.errors import (
     CoordinatorUnavailable,
     InvalidRequest,
     NotCoordinator,
+    NotLeader,
     PartitionClosed,
     StorageFailure,
 )
@@ -535,3 +536,37 @@ async def test_closing_during_a_rewrite() -> None:
     restarted = await opened(partition.after_crash())
     assert restarted.state is not None
     assert restarted.state.texts == {b"busy": b"99"}
+
+
+async def test_a_final_refusal_is_given_only_by_who_can_still_write() -> None:
+    def refuse(state: Texts) -> Outcome[str]:
+        raise InvalidRequest("over")
+
+    def hesitate(state: Texts) -> Outcome[str]:
+        raise BatchTooLarge("try something smaller")
+
+    partition = MemoryPartition(acknowledges=False)
+    shard = Shard(
+        "texts-0",
+        partition,
+        Texts,
+        clock=ManualClock(),
+        gate=asyncio.Semaphore(1),
+        retry_first_s=0.0,
+        confirmation=Confirmation((InvalidRequest,), StateRecord(b"nobody", None)),
+    )
+    shard.open()
+    await shard.wait_loaded()
+    with pytest.raises(BatchTooLarge):
+        await shard.run(hesitate, pure=True)
+    refused = shard.submit(refuse, pure=True)
+    await settle()
+    assert not refused.done()
+    partition.acknowledge()
+    with pytest.raises(InvalidRequest, match="over"):
+        await refused
+    replaced = shard.submit(refuse, pure=True)
+    partition.fail(NotLeader("another node leads"))
+    with pytest.raises(NotCoordinator):
+        await replaced
+    await shard.close()
