@@ -236,6 +236,7 @@ class Delivery:
         self._check()
         self.queue.seek(offset, now_ms=self._clock.now_ms())
         self._after()
+        self._wake()
 
     def change(self, settings: SubscriptionSettings, sieve: QueueSieve | None) -> None:
         """Take over what the subscription declares now; what was looked at already stays as it was decided."""
@@ -305,8 +306,10 @@ class Delivery:
             self._check()
 
     def _lease(self, wanted: Wanted) -> Received:
-        queue, now_ms = self.queue, self._clock.now_ms()
+        queue = self.queue
         self._prepare(wanted.max_records)
+        # Looking may have taken a while.
+        now_ms = self._clock.now_ms()
         oldest = queue.next_available
         if oldest is None:
             return NOTHING

@@ -1,0 +1,461 @@
+"""A queue at work on a real partition: what wakes workers, what they are given, and what is durable when."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from millstream.model.errors import (
+    CoordinatorUnavailable,
+    DamagedRange,
+    InvalidRecordState,
+    NotLeader,
+    StorageFailure,
+)
+from millstream.model.ids import Offset
+from millstream.model.subscription import AT_MOST_ONCE, EXACTLY_ONCE, SubscriptionSettings
+from millstream.records.batch import COMPRESSION_ZSTD, Buffer
+from millstream.records.record import NewRecord, encode_batch
+from millstream.subscriptions import delivery as driver
+from millstream.subscriptions import receiving
+from millstream.subscriptions.delivery import Delivery
+from millstream.subscriptions.filter.filter import Filter, compile_filter
+from millstream.subscriptions.lease import Settle, Verb
+from millstream.subscriptions.receiving import Given, receive
+from millstream.subscriptions.sieve import QueueSieve
+from millstream.testing.queue_bench import Workbench, offsets, turns, wanted
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+async def bench() -> Workbench:
+    return Workbench()
+
+
+def given_offsets(given: list[Given]) -> list[int]:
+    return [offset for one in given for offset in offsets(one.received)]
+
+
+def settle(offset: int, verb: Verb, delay_ms: int | None = None) -> list[Settle]:
+    return [Settle(Offset(offset), Offset(offset), verb, delay_ms)]
+
+
+def waits(delivery: Delivery, worker: str = "one", count: int = 1) -> asyncio.Task[list[Given]]:
+    return asyncio.ensure_future(receive([delivery], wanted(count, worker), wait_s=WAIT_S))
+
+
+class HeldSieve(QueueSieve):
+    """A filter whose answer the test holds back."""
+
+    def __init__(self, text: str, matches: bool) -> None:
+        self.filter: Filter = compile_filter(text)
+        self.answers = asyncio.Event()
+        self.asked = asyncio.Event()
+        self.failures = 0
+        self._matches = matches
+
+    def close(self) -> None:
+        pass
+
+    async def matches(self, records: Buffer, first: Offset, next_offset: Offset) -> npt.NDArray[np.bool_]:
+        self.asked.set()
+        await self.answers.wait()
+        if self.failures:
+            self.failures -= 1
+            raise StorageFailure("the filter is away")
+        return np.full(next_offset - first, self._matches, np.bool_)
+
+
+# -- waking ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_that_holds_all_it_may_costs_nothing(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    delivery = await bench.open(in_flight_max=2)
+    bench.publish("a", "b", "c")
+    held = delivery.try_receive(wanted(5))
+    assert offsets(held) == [0, 1]
+    served = 0
+    serve = Delivery._serve_waiting
+
+    def counted(one: Delivery) -> None:
+        nonlocal served
+        served += 1
+        serve(one)
+
+    monkeypatch.setattr(Delivery, "_serve_waiting", counted)
+    waiting = waits(delivery)
+    await turns(200)
+    assert served <= 2
+    assert not waiting.done()
+    delivery.settle_now("one", settle(0, Verb.ACCEPT))
+    assert given_offsets(await waiting) == [2]
+
+
+async def test_a_burst_is_shared_out_among_those_who_wait(bench: Workbench) -> None:
+    delivery = await bench.open()
+    waiting = [waits(delivery, f"w{number}", 100) for number in range(3)]
+    await turns()
+    bench.publish(*map(str, range(30)))
+    given = [given_offsets(await one) for one in waiting]
+    assert sorted(chain.from_iterable(given)) == list(range(30))
+    assert [len(one) for one in given] == [10, 10, 10]
+
+
+async def test_a_worker_is_woken_when_the_store_has_room_again(bench: Workbench) -> None:
+    delivery = await bench.open()
+    bench.store.holds = True
+    bench.publish("a", "b")
+    delivery.try_receive(wanted())
+    bench.store.room = False
+    waiting = waits(delivery, "two")
+    await turns()
+    assert not waiting.done()
+    bench.store.room = True
+    bench.store.let_go()
+    assert given_offsets(await waiting) == [1]
+
+
+async def test_pausing_gives_nothing_and_resuming_wakes(bench: Workbench) -> None:
+    delivery = await bench.open(paused=True)
+    bench.publish("a")
+    waiting = waits(delivery)
+    await turns()
+    assert not waiting.done()
+    delivery.change(SubscriptionSettings(), None)
+    assert given_offsets(await waiting) == [0]
+
+
+async def test_a_lease_that_ends_and_a_time_that_comes_wake_whoever_waits(bench: Workbench) -> None:
+    delivery = await bench.open(lease_ms=100)
+    at_ms = bench.clock.now_ms() + 150
+    bench.publish("a")
+    bench.publish("late", headers=(("deliver-at", str(at_ms).encode()),))
+    delivery.try_receive(wanted(5))
+    first, second = waits(delivery, "two"), waits(delivery, "three")
+    await turns()
+    bench.clock.advance_ms(200)
+    assert sorted(given_offsets(await first) + given_offsets(await second)) == [0, 1]
+
+
+async def test_a_message_in_the_far_future_sets_an_alarm_that_can_be_set(bench: Workbench) -> None:
+    delivery = await bench.open()
+    bench.publish("never", headers=(("deliver-at", b"9" * 15),))
+    bench.publish("now")
+    assert offsets(delivery.try_receive(wanted(5))) == [1]
+    delivery.close(NotLeader("over"))
+
+
+async def test_what_waits_behind_a_key_does_not_hide_what_comes_after(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "LOOK_BYTES", 1)
+    delivery = await bench.open(ordered=True)
+    bench.publish("a0", key=b"a")
+    assert offsets(delivery.try_receive(wanted())) == [0]
+    waiting = waits(delivery, "two")
+    await turns()
+    for number in range(3 * driver.LOOKS_AT_ONCE):
+        bench.publish(f"a{number}", key=b"a")
+    behind = bench.publish("b", key=b"b")
+    assert given_offsets(await waiting) == [behind]
+
+
+async def test_a_worker_that_comes_when_a_look_was_cut_short_is_served(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "LOOK_BYTES", 1)
+    delivery = await bench.open(ordered=True)
+    bench.publish("a0", key=b"a")
+    delivery.try_receive(wanted())
+    for number in range(3 * driver.LOOKS_AT_ONCE):
+        bench.publish(f"a{number}", key=b"a")
+    behind = bench.publish("b", key=b"b")
+    assert given_offsets(await waits(delivery, "two")) == [behind]
+
+
+async def test_an_ordered_queue_learns_its_keys_after_a_restart(bench: Workbench) -> None:
+    delivery = await bench.open(ordered=True, lease_ms=600_000)
+    for number in range(40):
+        bench.publish(f"v{number}", key=b"key-%d" % (number % 20))
+    first = delivery.try_receive(wanted(5))
+    assert offsets(first) == [0, 1, 2, 3, 4]
+    await delivery.durable()
+    delivery.close(NotLeader("restart"))
+    again = await bench.open(ordered=True, lease_ms=600_000)
+    assert given_offsets(await waits(again, "two", 3)) == [5, 6, 7]
+    again.settle_now("one", settle(0, Verb.ACCEPT))
+    assert 20 in offsets(again.try_receive(wanted(100, "three")))
+
+
+# -- what is durable ---------------------------------------------------------------------------------------------
+
+
+async def test_leases_are_told_when_the_promise_says_so(bench: Workbench) -> None:
+    for promise, index in ((EXACTLY_ONCE, 1), (AT_MOST_ONCE, 2)):
+        bench.partition = bench.make_partition(index)
+        bench.publish("a")
+        delivery = await bench.open(delivery=promise)
+        bench.store.holds = True
+        waiting = waits(delivery)
+        await turns()
+        assert not waiting.done()
+        bench.store.holds = False
+        bench.store.let_go()
+        assert given_offsets(await waiting) == [0]
+
+
+async def test_a_worker_that_leaves_before_it_is_told_gives_its_leases_back(bench: Workbench) -> None:
+    delivery = await bench.open(delivery=EXACTLY_ONCE)
+    bench.publish("a")
+    bench.store.holds = True
+    leaving = waits(delivery, "leaves")
+    await turns()
+    assert delivery.queue.counts.leased == 1
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    assert delivery.queue.counts.leased == 0
+    bench.store.holds = False
+    bench.store.let_go()
+    assert given_offsets(await waits(delivery, "stays")) == [0]
+
+
+async def test_a_worker_that_leaves_in_the_moment_it_is_served_gives_its_leases_back(bench: Workbench) -> None:
+    delivery = await bench.open()
+    leaving = waits(delivery, "leaves")
+    await turns()
+    bench.publish("a")
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    assert (delivery.queue.counts.leased, delivery.waiting) == (0, 0)
+
+
+async def test_an_acceptance_that_could_not_be_written_is_not_answered_and_the_queue_is_read_back(
+    bench: Workbench,
+) -> None:
+    delivery = await bench.open(lease_ms=100)
+    bench.publish("a")
+    delivery.try_receive(wanted())
+    await delivery.durable()
+    bench.store.holds = True
+    accepting = asyncio.ensure_future(delivery.settle("one", settle(0, Verb.ACCEPT)))
+    waiting = waits(delivery, "two")
+    await turns()
+    bench.store.refusal = StorageFailure("the disk is full")
+    bench.store.let_go()
+    with pytest.raises(StorageFailure):
+        await accepting
+    assert await waiting == []
+    assert delivery.is_closed
+    bench.store.refusal, bench.store.holds = None, False
+    bench.clock.advance_ms(200)
+    again = await bench.open(lease_ms=100)
+    received = again.try_receive(wanted(1, "two"))
+    assert (offsets(received), received.leases[0].attempt) == ([0], 2)
+
+
+async def test_a_queue_that_is_led_elsewhere_sends_everybody_away(bench: Workbench) -> None:
+    delivery = await bench.open()
+    waiting = waits(delivery)
+    await turns()
+    bench.partition.close()
+    assert await waiting == []
+    with pytest.raises(NotLeader):
+        delivery.settle_now("one", settle(0, Verb.ACCEPT))
+    with pytest.raises(NotLeader):
+        await receive([delivery], wanted(), wait_s=0)
+    delivery.worker_gone("one")
+    delivery.close(NotLeader("again"))
+
+
+async def test_a_failure_that_nobody_has_thought_of_closes_the_queue(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    delivery = await bench.open(lease_ms=100)
+    waiting = waits(delivery)
+    await turns()
+    monkeypatch.setattr(driver, "look", fails)
+    bench.publish("a")
+    assert await waiting == []
+    assert delivery.is_closed
+    assert "begins anew" in caplog.text
+    monkeypatch.undo()
+    again = await bench.open(lease_ms=100)
+    again.try_receive(wanted())
+    monkeypatch.setattr(again.queue, "tick", fails)
+    await asyncio.wait_for(_closed(again), WAIT_S)
+    with pytest.raises(CoordinatorUnavailable):
+        again.try_receive(wanted())
+
+
+async def _closed(delivery: Delivery) -> None:
+    while not delivery.is_closed:
+        await asyncio.sleep(0.01)
+
+
+# -- several queues ----------------------------------------------------------------------------------------------
+
+
+async def test_a_queue_that_is_closed_does_not_keep_others_from_giving(bench: Workbench) -> None:
+    here = await bench.open()
+    other = await bench.open(partition=bench.make_partition(1))
+    other.close(NotLeader("moved"))
+    waiting = asyncio.ensure_future(receive([other, here], wanted(5), wait_s=WAIT_S))
+    await turns()
+    bench.publish("a")
+    assert given_offsets(await waiting) == [0]
+    bench.publish("b")
+    assert given_offsets(await receive([other, here], wanted(5), wait_s=0)) == [1]
+
+
+async def test_leases_of_one_queue_are_told_although_another_was_lost(bench: Workbench) -> None:
+    here = await bench.open(delivery=EXACTLY_ONCE)
+    bench.publish("a")
+    bench.partition = bench.make_partition(1)
+    other = await bench.open(delivery=EXACTLY_ONCE)
+    bench.publish("b")
+    bench.store.holds = True
+    asking = asyncio.ensure_future(receive([other, here], wanted(5), wait_s=WAIT_S))
+    await turns()
+    other.close(NotLeader("moved"))
+    bench.store.holds = False
+    bench.store.let_go()
+    assert [one.delivery for one in await asking] == [other, here]
+    bench.store.holds = True
+    bench.publish("c")
+    asking = asyncio.ensure_future(receive([here], wanted(5), wait_s=0))
+    await asking
+    assert asking.result() == []
+
+
+async def test_without_any_queue_the_answer_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "NOWHERE_S", 0.01)
+    assert await receive([], wanted(), wait_s=WAIT_S) == []
+
+
+# -- the log -----------------------------------------------------------------------------------------------------
+
+
+async def test_retention_takes_messages_and_their_leases(bench: Workbench) -> None:
+    delivery = await bench.open()
+    for value in "abc":
+        bench.publish(value)
+    assert offsets(delivery.try_receive(wanted(2))) == [0, 1]
+    bench.partition.delete_before(Offset(2))
+    assert offsets(delivery.try_receive(wanted(5))) == [2]
+    (late,) = delivery.settle_now("one", settle(0, Verb.ACCEPT))
+    assert isinstance(late, InvalidRecordState)
+
+
+async def test_a_seek_voids_leases_and_delivers_again(bench: Workbench) -> None:
+    delivery = await bench.open()
+    bench.publish("a", "b")
+    delivery.try_receive(wanted(2))
+    waiting = waits(delivery, "two", 5)
+    await turns()
+    delivery.seek(Offset(1))
+    assert given_offsets(await waiting) == [1]
+    (late,) = delivery.settle_now("one", settle(1, Verb.ACCEPT))
+    assert isinstance(late, InvalidRecordState)
+
+
+async def test_what_the_disk_has_lost_holds_up_nothing(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    from millstream.subscriptions import look_ahead
+
+    for value in "abcd":
+        bench.publish(value)
+    delivery = await bench.open()
+    assert offsets(delivery.try_receive(wanted(1))) == [0]
+    read = look_ahead.read
+
+    def damaged(partition: object, offset: int, *rest: object, **more: object) -> object:
+        if 1 <= offset < 3:
+            raise DamagedRange("lost", first=1, next_offset=3)
+        return read(partition, offset, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(look_ahead, "read", damaged)
+    monkeypatch.setattr(driver, "read", damaged)
+    assert given_offsets(await waits(delivery, "two", 5)) == [3]
+    other = await bench.open(partition=bench.partition)
+    other.seek(Offset(1))
+    assert given_offsets(await waits(other, "two", 5)) == [3]
+
+
+async def test_a_batch_that_cannot_be_opened_is_delivered_as_it_is(bench: Workbench) -> None:
+    delivery = await bench.open(ordered=True)
+    bench.publish("a", key=b"a")
+    broken = encode_batch([NewRecord(b"a", b"x" * 500, (), 1)], compression=COMPRESSION_ZSTD)
+    _break(broken)
+    bench.partition.write(broken, acks=-1)
+    bench.publish("b", key=b"b")
+    assert offsets(delivery.try_receive(wanted(5))) == [0, 1, 2]
+
+
+def _break(batch: bytearray) -> None:
+    """Spoil what is compressed, and make the checksum fit."""
+    import crc32c
+
+    batch[62:] = bytes(len(batch) - 62)
+    batch[17:21] = crc32c.crc32c(bytes(batch[21:])).to_bytes(4, "big")
+
+
+# -- filters -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_seek_while_a_filter_looks_has_it_look_again(bench: Workbench) -> None:
+    sieve = HeldSieve("key = 'a'", matches=True)
+    bench.publish("a", "b")
+    delivery = await bench.open(sieve=sieve, filter="key = 'a'")
+    waiting = waits(delivery, count=5)
+    await sieve.asked.wait()
+    delivery.seek(Offset(1))
+    sieve.answers.set()
+    assert given_offsets(await waiting) == [1]
+    assert delivery.queue.filter_version == int(sieve.filter.version, 16) & (2**63 - 1)
+
+
+async def test_a_filter_that_is_changed_while_it_looks_decides_nothing(bench: Workbench) -> None:
+    before, after = HeldSieve("key = 'a'", matches=True), HeldSieve("key = 'b'", matches=False)
+    bench.publish("a")
+    delivery = await bench.open(sieve=before, filter="key = 'a'")
+    waiting = waits(delivery, count=5)
+    await before.asked.wait()
+    after.answers.set()
+    delivery.change(SubscriptionSettings(filter="key = 'b'"), after)
+    before.answers.set()
+    await turns()
+    assert not waiting.done()
+    delivery.change(SubscriptionSettings(), None)
+    second = bench.publish("b")
+    assert given_offsets(await waiting) == [second]
+
+
+async def test_a_filter_that_fails_is_asked_again(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "SIEVE_RETRY_S", 0.01)
+    sieve = HeldSieve("key = 'a'", matches=True)
+    sieve.failures = 2
+    sieve.answers.set()
+    delivery = await bench.open(sieve=sieve, filter="key = 'a'")
+    waiting = waits(delivery)
+    await turns()
+    bench.publish("a")
+    assert given_offsets(await waiting) == [0]
+
+
+async def test_a_queue_that_closes_ends_its_filter(bench: Workbench) -> None:
+    sieve = HeldSieve("key = 'a'", matches=True)
+    bench.publish("a")
+    delivery = await bench.open(sieve=sieve, filter="key = 'a'")
+    waiting = waits(delivery)
+    await sieve.asked.wait()
+    delivery.close(NotLeader("moved"))
+    assert await waiting == []
+    await turns()
