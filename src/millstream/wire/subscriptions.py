@@ -107,8 +107,13 @@ class SubscriptionClient:
             # A node that has nothing holds its answer back, so none is asked to wait for long while others may have.
             left_ms = max(0, int((deadline - loop.time()) * 1000))
             request = Receive(name, worker, max_records, max_bytes, min(left_ms, _TURN_MS))
-            answers = await asyncio.gather(*(self._receive_from(node, request) for node in nodes))
-            messages = [message for answer in answers for message in answer]
+            answers = await asyncio.gather(
+                *(self._receive_from(node, request) for node in nodes), return_exceptions=True
+            )
+            messages = [message for answer in answers if isinstance(answer, list) for message in answer]
+            # Messages that some have leased are not thrown away because others have gone.
+            if not messages:
+                _raise_first(answers)
             if messages or left_ms == 0:
                 return messages
 
@@ -181,6 +186,12 @@ class SubscriptionClient:
         if answer["error"]:
             raise refusal(answer["error"], answer["message"])
         return answer
+
+
+def _raise_first(answers: Iterable[object]) -> None:
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
 
 
 def _read(body: memoryview, kind: type[T]) -> T:
