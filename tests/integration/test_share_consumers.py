@@ -1,0 +1,321 @@
+"""Share groups with an unmodified client: each message goes to one consumer, and is acknowledged one by one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import (  # type: ignore[attr-defined]
+    AcknowledgeType,
+    KafkaException,
+    Message,
+    Producer,
+    ShareConsumer,
+)
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    ResourceType,
+)
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.model.subscription import ATTEMPTS, DELIVERY, EXACTLY_ONCE, LEASE, START
+from millstream.testing.etcd_server import EtcdServer
+from millstream.testing.postgres_server import PostgresServer
+from millstream.testing.server import Server
+from millstream.testing.server_group import ServerGroup
+
+WAIT_S = 60.0
+QUIET_S = 0.5
+CLUSTER = {"group-initial-delay-ms": 100, "leader-balance-ms": 500, "lease-ms": 2000, "subscriptions-partitions": 3}
+# Takes messages, says so, and never acknowledges them.
+DIES = """
+import sys, time
+from confluent_kafka import ShareConsumer
+consumer = ShareConsumer({"bootstrap.servers": sys.argv[1], "group.id": sys.argv[2], "log_level": 0})
+consumer.subscribe([sys.argv[3]])
+while True:
+    taken = [message for message in consumer.poll(1) if message.error() is None]
+    if taken:
+        print(len(taken), flush=True)
+        time.sleep(600)
+"""
+_names = count()
+
+
+class Work:
+    """A topic and a share group of the same name on a broker."""
+
+    def __init__(self, address: str, *, partitions: int = 1, replication: int = 1, **settings: str) -> None:
+        self.address = address
+        self.name = f"work-{next(_names)}"
+        self.admin = AdminClient(self._config())
+        topic = NewTopic(self.name, partitions, replication)
+        self.admin.create_topics([topic], operation_timeout=WAIT_S)[self.name].result()
+        self.set({START: "earliest", **{name.replace("_", "."): value for name, value in settings.items()}})
+
+    def set(self, settings: dict[str, str]) -> None:
+        """Change settings of the group as Kafka's tools do."""
+        changes = [
+            ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in settings.items()
+        ]
+        resource = ConfigResource(ResourceType.GROUP, self.name, incremental_configs=changes)
+        self.admin.incremental_alter_configs([resource])[resource].result()
+
+    def publish(self, *values: str, partition: int = 0) -> None:
+        producer = Producer({**self._config(), "linger.ms": 0})
+        for value in values:
+            producer.produce(self.name, value.encode(), partition=partition)
+        assert producer.flush(WAIT_S) == 0
+
+    def consumer(self, *, explicit: bool = False, **more: Any) -> ShareConsumer:
+        mode = "explicit" if explicit else "implicit"
+        config = {**self._config(), "group.id": self.name, "share.acknowledgement.mode": mode, **more}
+        made = ShareConsumer(config)
+        made.subscribe([self.name])
+        return made
+
+    def _config(self) -> dict[str, Any]:
+        return {"bootstrap.servers": self.address, "log_level": 0}
+
+
+def poll(consumer: ShareConsumer, timeout: float = 0.2) -> list[Message]:
+    """What comes, less what the client says about itself."""
+    return [message for message in consumer.poll(timeout) if message.error() is None]
+
+
+def take(consumer: ShareConsumer, number: int) -> list[Message]:
+    """The next messages; with implicit acknowledgement those of the polls before are accepted."""
+    taken: list[Message] = []
+    deadline = time.monotonic() + WAIT_S
+    while len(taken) < number:
+        assert time.monotonic() < deadline, f"only {texts(taken)} came"
+        taken += poll(consumer)
+    return taken
+
+
+def texts(messages: list[Message]) -> list[str]:
+    return [(message.value() or b"").decode() for message in messages]
+
+
+def numbers(first: int, end: int) -> list[str]:
+    return [str(number) for number in range(first, end)]
+
+
+def committed(consumer: ShareConsumer) -> None:
+    """Send what was acknowledged, and see that it was taken."""
+    for place, error in consumer.commit_sync(WAIT_S).items():
+        assert error is None, f"{place}: {error}"
+
+
+def until(what: str, holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("share") / "data") as running:
+        yield running
+
+
+def test_messages_of_a_poll_are_accepted_by_the_next(server: Server) -> None:
+    work = Work(server.kafka)
+    work.publish(*numbers(0, 10))
+    with closing(work.consumer()) as consumer:
+        assert texts(take(consumer, 10)) == numbers(0, 10)
+        work.publish("later")
+        assert texts(take(consumer, 1)) == ["later"]
+        committed(consumer)
+    with closing(work.consumer()) as other:
+        assert poll(other, QUIET_S) == []
+
+
+def test_accept_release_and_reject_of_single_messages(server: Server) -> None:
+    work = Work(server.kafka)
+    work.publish(*numbers(0, 6))
+    told: list[Any] = []
+    with closing(work.consumer(explicit=True)) as consumer:
+        consumer.set_acknowledgement_commit_callback(lambda offsets, error: told.append((offsets, error)))
+        messages = take(consumer, 6)
+        for message in messages[:2]:
+            consumer.acknowledge(message)
+        consumer.acknowledge(messages[2], AcknowledgeType.RELEASE)
+        consumer.acknowledge(messages[3], AcknowledgeType.REJECT)
+        consumer.acknowledge_offset(work.name, 0, messages[4].offset(), AcknowledgeType.RELEASE)
+        consumer.acknowledge_offset(work.name, 0, messages[5].offset())
+        committed(consumer)
+        again = take(consumer, 2)
+        assert texts(again) == ["2", "4"]
+        for message in again:
+            consumer.acknowledge(message)
+        consumer.commit_async()
+        until("the callback", lambda: bool(poll(consumer, 0.05) or sum(map(acknowledged, told)) >= 8))
+        assert [error for _, error in told if error is not None] == []
+    with closing(work.consumer()) as other:
+        assert poll(other, QUIET_S) == []
+
+
+def acknowledged(told: tuple[Any, Any]) -> int:
+    return sum(map(len, told[0].values()))
+
+
+def test_several_consumers_of_one_partition_share_its_messages(server: Server) -> None:
+    work = Work(server.kafka)
+    seen: Counter[str] = Counter()
+    with ExitStack() as stack:
+        consumers = [stack.enter_context(closing(work.consumer(**{"max.poll.records": 5}))) for _ in range(3)]
+        busy: set[int] = set()
+        published = 0
+        deadline = time.monotonic() + WAIT_S
+        # Goes on until each has got something, so that all are in the group.
+        while len(busy) < 3 or seen.total() < published:
+            assert time.monotonic() < deadline, f"{busy} of three got {seen.total()} of {published} messages"
+            if len(busy) < 3:
+                work.publish(*numbers(published, published + 20))
+                published += 20
+            for number, consumer in enumerate(consumers):
+                found = texts(poll(consumer, 0.1))
+                seen.update(found)
+                busy |= {number} if found else set()
+    assert seen == Counter(numbers(0, published))
+
+
+def test_what_a_killed_consumer_held_goes_to_others_at_once(server: Server) -> None:
+    work = Work(server.kafka, **{LEASE.replace(".", "_"): "60000"})
+    work.publish(*numbers(0, 5))
+    command = [sys.executable, "-c", DIES, server.kafka, work.name, work.name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as dies:
+        assert dies.stdout is not None
+        assert dies.stdout.readline() == "5\n"
+        with closing(work.consumer(explicit=True)) as lives:
+            assert poll(lives, QUIET_S) == []
+            dies.kill()
+            # Long before the lease of a minute runs out.
+            messages = take(lives, 5)
+            assert texts(messages) == numbers(0, 5)
+            assert {message.delivery_count() for message in messages} == {2}
+            for message in messages:
+                lives.acknowledge(message)
+
+
+def test_a_lease_that_runs_out_and_deliveries_that_are_used_up(server: Server) -> None:
+    work = Work(server.kafka, **{LEASE.replace(".", "_"): "1000", ATTEMPTS.replace(".", "_"): "2"})
+    work.publish("poison")
+    with closing(work.consumer(explicit=True)) as slow, closing(work.consumer(explicit=True)) as other:
+        (held,) = take(slow, 1)
+        (again,) = take(other, 1)
+        assert [held.delivery_count(), again.delivery_count()] == [1, 2]
+        slow.acknowledge(held)
+        assert [error is not None for error in slow.commit_sync(WAIT_S).values()] == [True]
+        other.acknowledge(again, AcknowledgeType.RELEASE)
+        committed(other)
+        work.publish("fine")
+        found = [*poll(slow), *poll(other)]
+        while not found:
+            found = [*poll(slow), *poll(other)]
+        assert texts(found) == ["fine"]
+
+
+def test_settings_that_cannot_be(server: Server) -> None:
+    work = Work(server.kafka)
+    for settings in ({LEASE: "1"}, {START: "never"}, {"share.nothing": "1"}):
+        with pytest.raises(KafkaException):
+            work.set(settings)
+
+
+def test_only_what_comes_later_is_delivered_by_default(server: Server) -> None:
+    work = Work(server.kafka)
+    work.set({START: "latest"})
+    work.publish("before")
+    with closing(work.consumer()) as consumer:
+        assert poll(consumer, 2) == []
+        work.publish("after")
+        assert texts(take(consumer, 1)) == ["after"]
+
+
+def test_aborted_messages_are_not_delivered(server: Server) -> None:
+    work = Work(server.kafka)
+    work.set({"share.isolation.level": "read_committed"})
+    producer = Producer({"bootstrap.servers": server.kafka, "transactional.id": work.name, "log_level": 0})
+    producer.init_transactions(WAIT_S)
+    for name in ("aborted", "committed", "aborted", "committed"):
+        producer.begin_transaction()
+        for number in range(3):
+            producer.produce(work.name, f"{name}-{number}".encode())
+        producer.flush(WAIT_S)
+        if name == "committed":
+            producer.commit_transaction(WAIT_S)
+        else:
+            producer.abort_transaction(WAIT_S)
+    with closing(work.consumer(explicit=True)) as consumer:
+        messages = take(consumer, 6)
+        assert texts(messages) == [f"committed-{number}" for number in range(3)] * 2
+        for message in messages:
+            consumer.acknowledge(message)
+        committed(consumer)
+        assert poll(consumer, QUIET_S) == []
+
+
+def test_after_a_kill_nothing_is_lost_and_nothing_accepted_comes_back(tmp_path: Path) -> None:
+    with Server(tmp_path / "data") as server:
+        work = Work(server.kafka, **{DELIVERY.replace(".", "_"): EXACTLY_ONCE, LEASE.replace(".", "_"): "2000"})
+        work.publish(*numbers(0, 20))
+        with closing(work.consumer(explicit=True)) as consumer:
+            messages = take(consumer, 20)
+            for message in messages[:10]:
+                consumer.acknowledge(message)
+            committed(consumer)
+            accepted = Counter(texts(messages[:10]))
+            server.restart(clean=False)
+            for message in messages[10:]:
+                consumer.acknowledge(message)
+            accept_until(consumer, accepted, 20)
+    assert accepted == Counter(numbers(0, 20))
+
+
+def accept_until(consumer: ShareConsumer, accepted: Counter[str], number: int) -> None:
+    """Accept what comes until so many were."""
+    deadline = time.monotonic() + WAIT_S
+    while accepted.total() < number:
+        assert time.monotonic() < deadline, f"only {accepted} were accepted"
+        messages = poll(consumer)
+        for message in messages:
+            consumer.acknowledge(message)
+        results = consumer.commit_sync(WAIT_S)
+        if messages and all(error is None for error in results.values()):
+            accepted.update(texts(messages))
+
+
+def test_another_node_goes_on_with_the_queue(
+    tmp_path_factory: pytest.TempPathFactory, etcd: EtcdServer, postgres: PostgresServer
+) -> None:
+    folder = tmp_path_factory.mktemp("share-cluster")
+    with ServerGroup(folder, etcd.url, postgres.new_database(), settings=CLUSTER) as cluster:
+        settings = {DELIVERY.replace(".", "_"): EXACTLY_ONCE, LEASE.replace(".", "_"): "2000"}
+        work = Work(cluster.kafka, replication=3, **settings)
+        work.publish(*numbers(0, 10))
+        seen: Counter[str] = Counter()
+        with closing(work.consumer(explicit=True)) as consumer:
+            messages = take(consumer, 10)
+            for message in messages[:5]:
+                consumer.acknowledge(message)
+            for message in messages[5:]:
+                consumer.acknowledge(message, AcknowledgeType.RELEASE)
+            committed(consumer)
+            leader = work.admin.list_topics(work.name, timeout=WAIT_S).topics[work.name].partitions[0].leader
+            cluster[leader].kill()
+            work.publish("after")
+            accept_until(consumer, seen, 6)
+        assert seen == Counter([*numbers(5, 10), "after"])
