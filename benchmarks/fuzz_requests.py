@@ -60,6 +60,12 @@ class _NoGateway:
     async def run(self) -> None:
         await self._stopping.wait()
 
+    async def spawned(self) -> None:
+        """It is up at once."""
+
+    def tell(self, starting: str | None) -> None:
+        """Nobody asks it."""
+
     async def stop(self) -> None:
         self._stopping.set()
 
