@@ -80,20 +80,25 @@ class DeadLetters:
         self._sequences: dict[int, int] = {}
         # Letters that were refused for what they are, until the next pause is over.
         self._refused: set[Offset] = set()
+        self._pausing: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         delivery.when_rejecting = self.wake
 
     def wake(self) -> None:
         """There are messages to be written away."""
+        self._news.set()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name=f"dead letters {self._subscription}")
             self._task.add_done_callback(self._ended)
 
     async def close(self) -> None:
         """Stop; what is not written away will be by whoever leads the queue next."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        tasks = [task for task in (self._task, self._pausing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None
@@ -110,14 +115,28 @@ class DeadLetters:
                     self._backoff.succeeded()
                 else:
                     # Only such are left as were refused.
-                    await self._backoff.pause()
-                    self._refused.clear()
+                    await self._pause_or_news()
             except MillstreamError as error:
                 self._tell("dead letters could not be written; trying again", error)
                 await self._backoff.pause()
             except Exception as error:
                 _logger.exception("dead letters failed", extra={"subscription": self._subscription}, exc_info=error)
                 await self._backoff.pause()
+
+    async def _pause_or_news(self) -> None:
+        """Wait until those that were refused are to be tried again, or until others have come."""
+        loop = asyncio.get_running_loop()
+        if self._pausing is None:
+            self._pausing = loop.create_task(self._backoff.pause())
+        self._news.clear()
+        news = loop.create_task(self._news.wait())
+        try:
+            await asyncio.wait([self._pausing, news], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
+        if self._pausing.done():
+            self._pausing = None
+            self._refused.clear()
 
     def _next(self) -> list[Rejected]:
         """Those that are planned, and when there are none, those that come next."""
