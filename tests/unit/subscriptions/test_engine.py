@@ -1,0 +1,341 @@
+"""The queues of a node: opened and closed with partitions, declarations and topics, and never in each other's way."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import cast
+from uuid import UUID
+
+import pytest
+
+from millstream.cluster.subscriptions import Subscriptions
+from millstream.cluster.topics import Topics
+from millstream.model.errors import (
+    CoordinatorUnavailable,
+    InvalidRecordState,
+    NotLeader,
+    PartitionClosed,
+    StorageFailure,
+    UnknownSubscription,
+)
+from millstream.model.ids import Offset, PartitionIndex, ProducerId
+from millstream.model.subscription import FILTER, ORDERED, QueueKey, Subscription, SubscriptionSettings
+from millstream.model.topic import Topic
+from millstream.replication.partition import Partition
+from millstream.subscriptions import engine as opening
+from millstream.subscriptions.engine import Engine, Surroundings
+from millstream.subscriptions.filter.worker import FilterWorker
+from millstream.subscriptions.lease import Settle, Verb
+from millstream.subscriptions.letter_box import LetterBox
+from millstream.subscriptions.receiving import receive
+from millstream.subscriptions.sieve import Sieve
+from millstream.testing.queue_bench import TOPIC, Workbench, offsets, turns, wanted
+
+WAIT_S = 60.0
+SHARE = Subscription(name="share", subscription_id=UUID(int=1), topics=(), overrides={}, created_ms=0)
+BILLING = Subscription(
+    name="billing",
+    subscription_id=UUID(int=2),
+    topics=("orders",),
+    overrides={},
+    created_ms=0,
+    starts={"orders": (0, 0, 0, 0)},
+)
+
+
+class KnownTopics:
+    """Topics that the test makes and takes away."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, tuple[Topic, list[Partition]]] = {}
+        self.deletions: list[Callable[[Topic], None]] = []
+        self.leaderships: dict[str, list[Callable[[int, object], None]]] = {}
+
+    def get(self, name: str) -> Topic | None:
+        return self.by_name[name][0] if name in self.by_name else None
+
+    def partitions_of(self, topic: Topic) -> list[Partition]:
+        return self.by_name[topic.name][1]
+
+    def when_deleted(self, listener: Callable[[Topic], None]) -> None:
+        self.deletions.append(listener)
+
+    def when_leadership_changes(self, name: str, listener: Callable[[int, object], None]) -> None:
+        self.leaderships.setdefault(name, []).append(listener)
+
+    def show(self, *partitions: Partition) -> None:
+        topic = partitions[0].topic
+        self.by_name[topic.name] = topic, list(partitions)
+        for listener in self.leaderships.get(topic.name, ()):
+            for partition in partitions:
+                listener(partition.index, partition)
+
+    def remove(self, name: str) -> None:
+        topic, partitions = self.by_name.pop(name)
+        for partition in partitions:
+            partition.close()
+        for listener in self.deletions:
+            listener(topic)
+
+
+class Declared:
+    """Subscriptions that the test declares."""
+
+    def __init__(self) -> None:
+        self.ones: dict[UUID, Subscription] = {}
+        self.listeners: list[Callable[[], None]] = []
+
+    def all(self) -> list[Subscription]:
+        return list(self.ones.values())
+
+    def by_id(self, subscription_id: UUID) -> Subscription | None:
+        return self.ones.get(subscription_id)
+
+    def settings_of(self, subscription: Subscription) -> SubscriptionSettings:
+        return self.ones[subscription.subscription_id].settings
+
+    def is_deleted(self, subscription_id: UUID) -> bool:
+        return False
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        self.listeners.append(listener)
+
+    def declare(self, subscription: Subscription, **changes: object) -> Subscription:
+        made = dataclasses.replace(subscription, **changes)  # type: ignore[arg-type]
+        self.ones[made.subscription_id] = made
+        self.tell()
+        return made
+
+    def tell(self) -> None:
+        for listener in self.listeners:
+            listener()
+
+
+class Node:
+    """An engine with everything around it."""
+
+    def __init__(self) -> None:
+        self.bench = Workbench()
+        self.topics = KnownTopics()
+        self.declared = Declared()
+        self.forgotten: list[Callable[[QueueKey], bool]] = []
+        self.engine = Engine(
+            Surroundings(
+                topics=cast("Topics", self.topics),
+                subscriptions=cast("Subscriptions", self.declared),
+                store=self.bench.store,
+                clock=self.bench.clock,
+                random=Random(1),
+                box=LetterBox(cast("Topics", self.topics), lambda: ""),
+                next_producer_id=_no_id,
+                sieve=Sieve(FilterWorker()),
+                forget=self._forget,
+            )
+        )
+
+    async def _forget(self, is_gone: Callable[[QueueKey], bool]) -> None:
+        self.forgotten.append(is_gone)
+
+    async def opened(self, count: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while self.engine.open_count != count:
+                await asyncio.sleep(0.005)
+
+
+def _no_id() -> Awaitable[ProducerId]:
+    raise CoordinatorUnavailable("there are no ids here")
+
+
+@pytest.fixture
+async def node() -> Node:
+    made = Node()
+    made.engine.start()
+    return made
+
+
+async def test_a_topic_that_comes_after_the_subscription_is_delivered_from_its_start(node: Node) -> None:
+    node.declared.declare(BILLING, starts={})
+    await turns()
+    node.bench.publish("a")
+    node.topics.show(node.bench.partition)
+    await node.opened(1)
+    (delivery,) = node.engine.deliveries
+    assert offsets(delivery.try_receive(wanted(5))) == [0]
+    node.topics.show(node.bench.partition, node.bench.make_partition(1))
+    await node.opened(2)
+    await node.engine.close()
+
+
+async def test_a_topic_that_is_made_anew_is_delivered_from_its_start(node: Node) -> None:
+    node.bench.publish("a", "b", "c")
+    node.topics.show(node.bench.partition)
+    node.declared.declare(BILLING, starts={"orders": (3,)})
+    await node.opened(1)
+    old = TOPIC.topic_id
+    node.topics.remove("orders")
+    await node.opened(0)
+    await turns()
+    assert any(gone(QueueKey(BILLING.subscription_id, old, PartitionIndex(0))) for gone in node.forgotten)
+    node.bench.partition = node.bench.make_partition(0, dataclasses.replace(TOPIC, topic_id=UUID(int=70)))
+    node.bench.publish("new")
+    node.topics.show(node.bench.partition)
+    await node.opened(1)
+    (delivery,) = node.engine.deliveries
+    assert offsets(delivery.try_receive(wanted(5))) == [0]
+    await node.engine.close()
+
+
+async def test_a_share_group_begins_at_the_end(node: Node) -> None:
+    node.bench.publish("a", "b")
+    node.topics.show(node.bench.partition)
+    share = node.declared.declare(SHARE)
+    assert node.engine.open_count == 0
+    delivery = await node.engine.delivery(share, node.bench.partition)
+    node.bench.publish("c")
+    assert offsets(delivery.try_receive(wanted(5))) == [2]
+    await node.engine.close()
+
+
+async def test_a_queue_whose_partition_has_lost_messages_goes_back(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.bench.publish("a")
+    node.bench.publish("b")
+    node.topics.show(node.bench.partition)
+    billing = node.declared.declare(BILLING)
+    delivery = await node.engine.delivery(billing, node.bench.partition)
+    held = offsets(delivery.try_receive(wanted(5)))
+    assert await delivery.settle("one", [Settle(Offset(at), Offset(at), Verb.ACCEPT) for at in held]) == [None, None]
+    delivery.close(NotLeader("a crash"))
+    node.bench.partition.log.truncate_to(1)
+    node.bench.partition.high_watermark = Offset(1)
+    again = await node.engine.delivery(billing, node.bench.partition)
+    node.bench.publish("other")
+    assert offsets(again.try_receive(wanted(5))) == [1]
+    assert "goes back" in caplog.text
+    await node.engine.close()
+
+
+async def test_a_queue_that_cannot_be_opened_is_opened_when_it_can(node: Node) -> None:
+    node.bench.store.refusal = StorageFailure("away")
+    node.topics.show(node.bench.partition)
+    node.declared.declare(BILLING)
+    await turns()
+    assert node.engine.open_count == 0
+    node.bench.store.refusal = None
+    await node.opened(1)
+    await node.engine.close()
+
+
+async def test_a_queue_that_is_slow_to_open_does_not_keep_others_from_being_asked(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "OPENING_S", 0.01)
+    share = node.declared.declare(SHARE)
+    first = await node.engine.delivery(share, node.bench.partition)
+    node.bench.store.loading.clear()
+    slow = node.bench.make_partition(1)
+    assert await node.engine.deliveries_of(share, [slow, node.bench.partition]) == [first]
+    alone = asyncio.ensure_future(node.engine.deliveries_of(share, [slow]))
+    await asyncio.sleep(0.05)
+    assert not alone.done()
+    node.bench.store.loading.set()
+    assert [one.partition for one in await alone] == [slow]
+    node.bench.partition.close()
+    with pytest.raises(NotLeader):
+        await node.engine.deliveries_of(share, [node.bench.partition])
+    assert await node.engine.deliveries_of(share, []) == []
+    await node.engine.close()
+
+
+async def test_stopping_while_queues_are_opened_leaves_nothing(node: Node) -> None:
+    node.bench.store.loading.clear()
+    node.topics.show(node.bench.partition)
+    node.declared.declare(BILLING)
+    await turns()
+    await node.engine.close()
+    node.bench.store.loading.set()
+    await turns()
+    assert node.engine.open_count == 0
+
+
+async def test_leadership_that_is_lost_while_a_queue_is_opened(node: Node) -> None:
+    share = node.declared.declare(SHARE)
+    node.bench.store.loading.clear()
+    asking = asyncio.ensure_future(node.engine.delivery(share, node.bench.partition))
+    await turns()
+    node.bench.partition.close()
+    node.bench.store.loading.set()
+    with pytest.raises((NotLeader, PartitionClosed)):
+        await asking
+    assert node.engine.open_count == 0
+    await node.engine.close()
+
+
+async def test_a_subscription_that_is_deleted_while_its_queue_is_opened(node: Node) -> None:
+    share = node.declared.declare(SHARE)
+    node.bench.store.loading.clear()
+    asking = asyncio.ensure_future(node.engine.delivery(share, node.bench.partition))
+    await turns()
+    node.declared.ones.clear()
+    node.declared.tell()
+    node.bench.store.loading.set()
+    with pytest.raises(UnknownSubscription):
+        await asking
+    await node.engine.close()
+
+
+async def test_a_change_of_the_order_begins_the_queue_anew_and_keeps_its_state(node: Node) -> None:
+    node.topics.show(node.bench.partition)
+    billing = node.declared.declare(BILLING)
+    await node.opened(1)
+    (before,) = node.engine.deliveries
+    node.bench.publish("a", "b", key=b"k")
+    before.try_receive(wanted())
+    waiting = asyncio.ensure_future(receive([before], wanted(1, "two"), wait_s=WAIT_S))
+    await turns()
+    changed = node.declared.declare(billing, overrides={ORDERED: "true"})
+    await waiting
+    after = await node.engine.delivery(changed, node.bench.partition)
+    assert after is not before
+    assert offsets(after.try_receive(wanted(5, "three"))) == []
+    with pytest.raises(NotLeader):
+        before.settle_now("one", [Settle(Offset(0), Offset(0), Verb.ACCEPT)])
+    assert after.settle_now("one", [Settle(Offset(0), Offset(0), Verb.ACCEPT)]) == [None]
+    await node.engine.close()
+
+
+async def test_a_filter_that_cannot_be_read_closes_only_its_queue(node: Node) -> None:
+    node.topics.show(node.bench.partition)
+    node.declared.declare(BILLING)
+    other = node.declared.declare(BILLING, subscription_id=UUID(int=3), name="other")
+    await node.opened(2)
+    node.declared.declare(other, overrides={FILTER: "((("})
+    await node.opened(1)
+    await node.engine.close()
+
+
+async def test_a_topic_that_is_taken_out_of_a_subscription_closes_its_queues(node: Node) -> None:
+    node.topics.show(node.bench.partition)
+    node.declared.declare(BILLING)
+    await node.opened(1)
+    node.declared.declare(BILLING, topics=("others",))
+    await node.opened(0)
+    await node.engine.close()
+
+
+async def test_a_worker_that_is_gone_leaves_its_messages_to_others(node: Node) -> None:
+    share = node.declared.declare(SHARE)
+    delivery = await node.engine.delivery(share, node.bench.partition)
+    node.bench.publish("a")
+    delivery.try_receive(wanted())
+    node.engine.worker_gone(share, "one")
+    assert offsets(delivery.try_receive(wanted(1, "two"))) == [0]
+    (late,) = delivery.settle_now("one", [Settle(Offset(0), Offset(0), Verb.ACCEPT)])
+    assert isinstance(late, InvalidRecordState)
+    node.engine.close_queues(share.subscription_id, TOPIC.topic_id)
+    assert node.engine.open_count == 0
+    await node.engine.close()
