@@ -6,14 +6,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import (  # type: ignore[attr-defined]
+from confluent_kafka import (
     AcknowledgeType,
     KafkaException,
     Message,
@@ -56,13 +56,13 @@ _names = count()
 class Work:
     """A topic and a share group of the same name on a broker."""
 
-    def __init__(self, address: str, *, partitions: int = 1, replication: int = 1, **settings: str) -> None:
+    def __init__(self, address: str, settings: Mapping[str, str] | None = None, *, replication: int = 1) -> None:
         self.address = address
         self.name = f"work-{next(_names)}"
         self.admin = AdminClient(self._config())
-        topic = NewTopic(self.name, partitions, replication)
+        topic = NewTopic(self.name, 1, replication)
         self.admin.create_topics([topic], operation_timeout=WAIT_S)[self.name].result()
-        self.set({START: "earliest", **{name.replace("_", "."): value for name, value in settings.items()}})
+        self.set({START: "earliest", **(settings or {})})
 
     def set(self, settings: dict[str, str]) -> None:
         """Change settings of the group as Kafka's tools do."""
@@ -78,10 +78,9 @@ class Work:
             producer.produce(self.name, value.encode(), partition=partition)
         assert producer.flush(WAIT_S) == 0
 
-    def consumer(self, *, explicit: bool = False, **more: Any) -> ShareConsumer:
+    def consumer(self, *, explicit: bool = False) -> ShareConsumer:
         mode = "explicit" if explicit else "implicit"
-        config = {**self._config(), "group.id": self.name, "share.acknowledgement.mode": mode, **more}
-        made = ShareConsumer(config)
+        made = ShareConsumer({**self._config(), "group.id": self.name, "share.acknowledgement.mode": mode})
         made.subscribe([self.name])
         return made
 
@@ -153,8 +152,8 @@ def test_accept_release_and_reject_of_single_messages(server: Server) -> None:
             consumer.acknowledge(message)
         consumer.acknowledge(messages[2], AcknowledgeType.RELEASE)
         consumer.acknowledge(messages[3], AcknowledgeType.REJECT)
-        consumer.acknowledge_offset(work.name, 0, messages[4].offset(), AcknowledgeType.RELEASE)
-        consumer.acknowledge_offset(work.name, 0, messages[5].offset())
+        consumer.acknowledge_offset(work.name, 0, messages[4].offset() or 0, AcknowledgeType.RELEASE)
+        consumer.acknowledge_offset(work.name, 0, messages[5].offset() or 0)
         committed(consumer)
         again = take(consumer, 2)
         assert texts(again) == ["2", "4"]
@@ -175,7 +174,7 @@ def test_several_consumers_of_one_partition_share_its_messages(server: Server) -
     work = Work(server.kafka)
     seen: Counter[str] = Counter()
     with ExitStack() as stack:
-        consumers = [stack.enter_context(closing(work.consumer(**{"max.poll.records": 5}))) for _ in range(3)]
+        consumers = [stack.enter_context(closing(work.consumer())) for _ in range(3)]
         busy: set[int] = set()
         published = 0
         deadline = time.monotonic() + WAIT_S
@@ -193,7 +192,7 @@ def test_several_consumers_of_one_partition_share_its_messages(server: Server) -
 
 
 def test_what_a_killed_consumer_held_goes_to_others_at_once(server: Server) -> None:
-    work = Work(server.kafka, **{LEASE.replace(".", "_"): "60000"})
+    work = Work(server.kafka, {LEASE: "60000"})
     work.publish(*numbers(0, 5))
     command = [sys.executable, "-c", DIES, server.kafka, work.name, work.name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as dies:
@@ -211,7 +210,7 @@ def test_what_a_killed_consumer_held_goes_to_others_at_once(server: Server) -> N
 
 
 def test_a_lease_that_runs_out_and_deliveries_that_are_used_up(server: Server) -> None:
-    work = Work(server.kafka, **{LEASE.replace(".", "_"): "1000", ATTEMPTS.replace(".", "_"): "2"})
+    work = Work(server.kafka, {LEASE: "1000", ATTEMPTS: "2"})
     work.publish("poison")
     with closing(work.consumer(explicit=True)) as slow, closing(work.consumer(explicit=True)) as other:
         (held,) = take(slow, 1)
@@ -270,7 +269,7 @@ def test_aborted_messages_are_not_delivered(server: Server) -> None:
 
 def test_after_a_kill_nothing_is_lost_and_nothing_accepted_comes_back(tmp_path: Path) -> None:
     with Server(tmp_path / "data") as server:
-        work = Work(server.kafka, **{DELIVERY.replace(".", "_"): EXACTLY_ONCE, LEASE.replace(".", "_"): "2000"})
+        work = Work(server.kafka, {DELIVERY: EXACTLY_ONCE, LEASE: "2000"})
         work.publish(*numbers(0, 20))
         with closing(work.consumer(explicit=True)) as consumer:
             messages = take(consumer, 20)
@@ -303,8 +302,8 @@ def test_another_node_goes_on_with_the_queue(
 ) -> None:
     folder = tmp_path_factory.mktemp("share-cluster")
     with ServerGroup(folder, etcd.url, postgres.new_database(), settings=CLUSTER) as cluster:
-        settings = {DELIVERY.replace(".", "_"): EXACTLY_ONCE, LEASE.replace(".", "_"): "2000"}
-        work = Work(cluster.kafka, replication=3, **settings)
+        settings = {DELIVERY: EXACTLY_ONCE, LEASE: "2000"}
+        work = Work(cluster.kafka, settings, replication=3)
         work.publish(*numbers(0, 10))
         seen: Counter[str] = Counter()
         with closing(work.consumer(explicit=True)) as consumer:
