@@ -43,6 +43,11 @@ class Sieve:
         self._kept: OrderedDict[tuple[TopicPartition, Offset], _Kept] = OrderedDict()
         self._kept_bytes = 0
 
+    @property
+    def kept_bytes(self) -> int:
+        """How much of what was found is kept."""
+        return self._kept_bytes
+
     async def stop(self) -> None:
         """End the process that evaluates filters."""
         await self._worker.stop()

@@ -232,3 +232,40 @@ def test_records_that_are_none_are_told() -> None:
         read_record(StateRecord(bytes([9]) + bytes(36), bytes(12)))
     with pytest.raises(CorruptState):
         read_record(StateRecord(bytes(37), b"short"))
+
+
+async def test_a_queue_is_read_behind_what_was_written_of_it_before() -> None:
+    """Otherwise the next write would have the number of one that is on its way, and count as its repetition."""
+    topics = MemoryTopics()
+    topics.leader = OTHER
+    states, peers, store = await opened(topics)
+    key = key_at(states, 0)
+    await store.load(key, Epoch(0))
+    peers.trouble = iter([BrokerUnreachable("gone"), BrokerUnreachable("gone")])
+    first = store.write(QueueWrite(key, Epoch(0), 0, b"a"))
+    await asyncio.sleep(0)
+    loaded = await store.load(key, Epoch(0))
+    assert first.done()
+    assert loaded == (b"a", 0)
+    await store.close()
+
+
+async def test_a_write_behind_one_that_is_lost_is_lost_too_whatever_others_write() -> None:
+    topics = MemoryTopics()
+    topics.leader = OTHER
+    states, peers, store = await opened(topics)
+    key, other = key_at(states, 0), key_at(states, 0)
+    await store.load(key, Epoch(0))
+    await store.load(other, Epoch(0))
+    peers.trouble = iter([CorruptState("what cannot pass")])
+    lost = store.write(QueueWrite(key, Epoch(0), 0, b"a"))
+    await asyncio.wait([lost])
+    assert isinstance(lost.exception(), CorruptState)
+    peers.trouble = iter([BrokerUnreachable("gone")])
+    before = store.write(QueueWrite(other, Epoch(0), 0, b"o"))
+    behind = store.write(QueueWrite(key, Epoch(0), 1, b"b"))
+    await before
+    with pytest.raises(OutOfOrderSequence):
+        await behind
+    assert await store.load(key, Epoch(0)) == (None, -1)
+    await store.close()
