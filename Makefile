@@ -13,7 +13,7 @@ SOAK_ARGS ?=
 CHAOS_ARGS ?=
 SIMULATE_ARGS ?=
 
-.PHONY: help demo test check bench bench-cluster bench-filters bench-transactions serve kill-trial chaos-cluster chaos-transactions conformance compare fuzz simulate docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-filters bench-transactions serve kill-trial chaos chaos-cluster chaos-transactions conformance compare fuzz simulate docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -73,6 +73,9 @@ compare: $(DEV_STAMP) ## Ask Apache Kafka and Millstream the same odd questions 
 
 fuzz: $(DEV_STAMP) ## Throw broken frames, requests, data folders and records at the broker, a minute each
 	@$(BIN)/python -m benchmarks.fuzz_run $(FUZZ_ARGS)
+
+chaos: $(DEV_STAMP) ## Kill brokers while subscriptions deliver to workers that misbehave, and check every message (8 minutes)
+	@$(BIN)/python -m benchmarks.chaos_subscriptions $(CHAOS_ARGS)
 
 chaos-cluster: $(DEV_STAMP) ## Let 200 faults happen to a loaded cluster of real processes, and check every message (half an hour)
 	@$(BIN)/python -m benchmarks.chaos_cluster $(CHAOS_ARGS)
