@@ -14,7 +14,7 @@ _JAVA_MIN = 17
 _SHARED = ("Producing", "Consuming", "Grouping", "Administration")
 _CURRENT = tuple(
     f"current.{suite}"
-    for suite in ("CurrentProducing", "CurrentGroups", "CurrentAdministration", "Transactions", "Protocol")
+    for suite in ("CurrentProducing", "CurrentGroups", "CurrentAdministration", "Transactions", "Sharing", "Protocol")
 )
 _OLD = ("old.OldAdministration",)
 _FRAMEWORKS = ("frameworks.Connecting", "frameworks.Streaming")

@@ -72,6 +72,7 @@ transaction.state.log.replication.factor=1
 transaction.state.log.min.isr=1
 share.coordinator.state.topic.replication.factor=1
 share.coordinator.state.topic.min.isr=1
+group.share.min.record.lock.duration.ms=1000
 group.initial.rebalance.delay.ms=0
 group.consumer.assignment.interval.ms=0
 group.consumer.assignor.offload.enable=false
