@@ -110,7 +110,7 @@ class FollowerFetch:
             raise ProtocolViolation(f"a follower's fetch in version {header.version}; {OLDEST} and later are served")
         fetch = read_replica_fetch(frame, header.body_at)
         if not self._may_follow(fetch.node, fetch.registration):
-            return _written(header, ReplicaAnswers(ErrorCode.none, NO_SESSION, dict.fromkeys(fetch.wanted, _STRANGER)))
+            return _written(header, _told_strangers(fetch))
         session = self._session(fetch)
         if isinstance(session, ErrorCode):
             return _written(header, ReplicaAnswers(session, NO_SESSION))
@@ -320,6 +320,13 @@ def _is_news(answer: ReplicaAnswer, followed: FollowedPartition) -> bool:
 def _is_urgent(answer: ReplicaAnswer) -> bool:
     """Whether the follower has something to do, more than to note a number."""
     return bool(answer.records) or answer.code != ErrorCode.none or answer.diverging is not None
+
+
+def _told_strangers(fetch: ReplicaFetch) -> ReplicaAnswers:
+    """A session that was begun under an earlier registration is over, or requests that name nothing would never wait."""
+    if fetch.session_epoch not in (FIRST_SESSION_EPOCH, CLOSED_SESSION_EPOCH):
+        return ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION)
+    return ReplicaAnswers(ErrorCode.none, NO_SESSION, dict.fromkeys(fetch.wanted, _STRANGER))
 
 
 def _written(header: RequestHeader, answers: ReplicaAnswers) -> Buffers:

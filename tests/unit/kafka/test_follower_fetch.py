@@ -119,6 +119,16 @@ class TestStrangers:
         assert (await fetcher.ask()).partitions[key(0)].records
         leader.store.close_now()
 
+    async def test_the_session_of_one_that_was_replaced_is_over_so_that_it_does_not_ask_without_a_pause(self) -> None:
+        """An idle follower names nothing. An answer without a word would have it ask again at once, for ever."""
+        registrations = {FOLLOWER: 7}
+        leader = Leader(1, registrations=registrations)
+        fetcher = Fetcher(leader, registration=7)
+        await fetcher.ask({0: at(0)})
+        registrations[FOLLOWER] = 8
+        assert (await fetcher.ask(wait_ms=60_000)).code == ErrorCode.fetch_session_id_not_found
+        leader.store.close_now()
+
 
 class Fetcher:
     """A follower's session, as the wire carries it."""
