@@ -323,7 +323,7 @@ def _is_urgent(answer: ReplicaAnswer) -> bool:
 
 
 def _told_strangers(fetch: ReplicaFetch) -> ReplicaAnswers:
-    """A session that was begun under an earlier registration is over, or requests that name nothing would never wait."""
+    """A session of an earlier registration is over; a request in it that names nothing would else never wait."""
     if fetch.session_epoch not in (FIRST_SESSION_EPOCH, CLOSED_SESSION_EPOCH):
         return ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION)
     return ReplicaAnswers(ErrorCode.none, NO_SESSION, dict.fromkeys(fetch.wanted, _STRANGER))
