@@ -347,7 +347,8 @@ def share_offsets(broker: Broker) -> Any:
         one = Sharer(group, line)
         one.join()
         one.until(10)
-        steps += [one.acknowledge((0, 3, _ACCEPT)), group.offsets(), group.offsets([0])]
+        # Kafka tells later where the group is by now.
+        steps += [one.acknowledge((0, 3, _ACCEPT))]
         steps += [group.move(3), group.forget(), one.fetch(share_session_epoch=-1, topics=[])]
         one.beat(member_epoch=-1)
     steps += [group.move(2), group.offsets(), group.move(2, partition=9), group.move(2, topic=NOWHERE)]

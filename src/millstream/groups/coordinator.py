@@ -154,6 +154,11 @@ class GroupCoordinator:
         _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.shares.describe(group_id), pure=True)
 
+    async def open_share_group(self, group_id: str) -> ShareGroupDescription:
+        """One share group, made without members if it is not there yet."""
+        _check_group_id(group_id)
+        return await self._runtime.run(group_id, lambda shard: shard.shares.open(group_id), pure=True)
+
     async def leave(self, group_id: str, leavers: Sequence[Leaver]) -> list[Left]:
         """Members go."""
         _check_group_id(group_id)

@@ -248,7 +248,7 @@ class Served:
         yield ShareFetch(door, bytes_max=self._parts.config.fetch_bytes_max)
         yield ShareAcknowledge(door)
         offsets = ShareOffsets(service, self._parts.membership)
-        yield DescribeShareGroupOffsets(groups, offsets, self._parts.topics)
+        yield DescribeShareGroupOffsets(offsets, self._parts.topics)
         yield AlterShareGroupOffsets(groups, offsets, self._parts.topics)
         yield DeleteShareGroupOffsets(groups, offsets, self._parts.topics)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from millstream.cluster.membership import Membership
@@ -10,7 +11,7 @@ from millstream.kafka.apis.subscription_forget import SubscriptionForget, Unwant
 from millstream.kafka.apis.subscription_list import SubscriptionList, WantedSubscriptions
 from millstream.kafka.apis.subscription_seek import AT_OFFSET, Sought, SubscriptionSeek
 from millstream.kafka.subscription_service import SubscriptionService
-from millstream.model.errors import NotLeader
+from millstream.model.errors import NotLeader, SubscriptionExists
 from millstream.model.topic import Topic
 from millstream.wire.refusal import refusal
 
@@ -36,17 +37,39 @@ class ShareOffsets:
 
     async def of_group(self, name: str) -> dict[tuple[str, int], QueueOffset]:
         """Every partition on which a group has begun."""
+        if self._service.declared.get(name) is None:
+            return {}
+        found, kept = await self._told(name, set())
+        closed = kept - found.keys()
+        if closed:
+            # Nobody has asked for them since their leader began to lead.
+            found, _ = await self._told(name, closed)
+        return found
+
+    async def _told(
+        self, name: str, to_open: set[tuple[str, int]]
+    ) -> tuple[dict[tuple[str, int], QueueOffset], set[tuple[str, int]]]:
+        """What all nodes tell of a group: its queues that are open, and those whose states they keep."""
         found: dict[tuple[str, int], QueueOffset] = {}
+        kept: set[tuple[str, int]] = set()
         for node in self._membership.nodes():
             if node.node_id == self._membership.me.node_id:
-                told = await self._list.handle(WantedSubscriptions([name]))
+                told = await self._list.handle(WantedSubscriptions([name], sorted(to_open)))
             else:
-                told = await self._ask(node.node_id, SubscriptionList.key, {"names": [name]})
+                body = {"names": [name], "open": sorted(to_open)}
+                told = await self._ask(node.node_id, SubscriptionList.key, body)
             for subscription in told["subscriptions"]:
+                kept |= {(topic, partition) for topic, partition in subscription["kept"]}
                 for queue in subscription["queues"]:
-                    place = queue["topic"], queue["partition"]
-                    found[place] = QueueOffset(queue["oldest"], queue["backlog"])
-        return found
+                    found[queue["topic"], queue["partition"]] = QueueOffset(queue["oldest"], queue["backlog"])
+        return found, kept
+
+    async def declare(self, name: str) -> None:
+        """Make sure that a group has its subscription."""
+        if self._service.declared.get(name) is None:
+            # Another node may have been faster.
+            with suppress(SubscriptionExists):
+                await self._service.declared.create(name, (), {})
 
     async def move(self, name: str, topic: Topic, partition: int, offset: int) -> None:
         """Have a group go on at an offset of one partition."""

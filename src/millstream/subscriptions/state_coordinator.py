@@ -85,6 +85,10 @@ class StateCoordinator:
                 gone += await shard.run(lambda state: state.forget(is_gone), pure=True)
         return gone
 
+    def written(self) -> list[QueueKey]:
+        """The queues that have begun, as far as this node keeps them."""
+        return [key for shard in self._runtime.shards if shard.state is not None for key in shard.state.written()]
+
     @property
     def queues(self) -> int:
         """How many queues this node keeps the state of."""

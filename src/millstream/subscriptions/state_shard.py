@@ -38,6 +38,10 @@ class StateShard:
     def __iter__(self) -> Iterable[QueueKey]:
         return iter(self._kept)
 
+    def written(self) -> list[QueueKey]:
+        """The queues that have begun."""
+        return [key for key, kept in self._kept.items() if kept.has_state]
+
     def load(self, key: QueueKey, leader_epoch: Epoch) -> Outcome[StoredQueue]:
         """Read a queue for its leader; leaders before it can write no more once this is answered."""
         kept = self._kept.get(key)

@@ -219,6 +219,18 @@ def test_a_full_group_and_too_many_groups() -> None:
     assert isinstance(Sharer(trial, "one").send(group_id="third").error, PolicyViolation)
 
 
+def test_a_group_is_made_without_members(trial: ConsumerTrial) -> None:
+    made = trial.run(lambda shard: shard.shares.open(GROUP)).result()
+    assert (made.state, made.epoch, made.members) == ("Empty", 0, ())
+    assert described(trial) == made
+    written = len(trial.log)
+    assert trial.run(lambda shard: shard.shares.open(GROUP)).result() == made
+    assert len(trial.log) == written
+    trial.reload()
+    assert described(trial) == made
+    assert Sharer(trial, "one").beat().epoch == 1
+
+
 def test_only_an_empty_group_is_deleted(trial: ConsumerTrial) -> None:
     one = Sharer(trial, "one")
     one.beat()

@@ -64,6 +64,7 @@ class Desk:
         self.apis = {api.key: cast("Api[Any, Any]", api) for api in served.apis}
         self.topics = topics
         self.subscriptions = subscriptions
+        self.service = served._subscriptions
 
     @property
     def topic_id(self) -> UUID:
@@ -534,3 +535,35 @@ async def test_offsets_are_told_moved_and_forgotten(desk: Desk, one: Sharer) -> 
     assert await desk.starts() == []
     three = Sharer(desk, "three")
     assert await three.got() == [(0, 9, 1)]
+
+
+async def test_offsets_of_queues_that_nobody_has_asked_for_since_the_start(desk: Desk, one: Sharer) -> None:
+    await one.fetch()
+    await one.acknowledge((0, 3, ACCEPT))
+    engine = await desk.service.engine()
+    subscription = desk.subscriptions.existing(GROUP)
+    engine.close_queues(subscription.subscription_id, desk.topic_id)
+    assert engine.open_count == 0
+    assert await desk.starts() == [(0, 4)]
+    assert engine.open_count == 1
+
+
+async def test_a_group_that_is_not_there_has_no_offsets_and_is_made_when_it_is_moved(desk: Desk) -> None:
+    await desk.publish("a", "b", "c")
+    assert await desk.starts() == []
+    assert await desk.starts(0) == [(0, -1)]
+    assert (await desk.forget()).error_code == ErrorCode.group_id_not_found
+    await desk.subscriptions.delete(GROUP)
+    assert await desk.starts(0) == [(0, -1)]
+    assert partitions_of(await desk.move(2))[0].error_code == ErrorCode.none
+    (described,) = (await desk.ask(DESCRIBE, 1, group_ids=(GROUP,))).groups
+    assert (described.error_code, described.group_state) == (ErrorCode.none, "Empty")
+    one = Sharer(desk, "one")
+    assert (await one.beat()).member_epoch == 1
+    assert await one.got() == [(2, 2, 1)]
+    # A group of another kind is not taken over.
+    names = {"group_id": "consumers", "member_id": "m", "member_epoch": 0, "subscribed_topic_names": (TOPIC,)}
+    timeout = i32Timedelta.parse(timedelta(minutes=1))
+    await desk.ask(68, 1, **names, rebalance_timeout=timeout, topic_partitions=())
+    refused = await desk.ask(MOVE, 0, group_id="consumers", topics=())
+    assert refused.error_code == ErrorCode.group_id_not_found

@@ -125,6 +125,15 @@ class ShareShard:
         )
         return [], ShareGroupDescription(group_id=group_id, state=group.state.value, epoch=group.epoch, members=members)
 
+    def open(self, group_id: str) -> Outcome[ShareGroupDescription]:
+        """One group, made without members if it is not there yet."""
+        if group_id in self._groups:
+            return self.describe(group_id)
+        self._check_free(group_id)
+        made = ShareGroup(group_id)
+        described = ShareGroupDescription(group_id=group_id, state=made.state.value, epoch=made.epoch, members=())
+        return [group_record(group_id, made.epoch, hash_of({}, self._topics))], described
+
     def listings(self) -> Iterator[GroupListing]:
         """Every group in one line each."""
         for group in self:
@@ -184,10 +193,15 @@ class ShareShard:
         group = self._groups.get(request.group_id)
         if group is not None:
             return group
-        if request.epoch != JOIN_EPOCH or self._is_taken(request.group_id):
+        if request.epoch != JOIN_EPOCH:
             raise UnknownGroup(f"there is no share group {request.group_id!r}")
-        self._check_room()
+        self._check_free(request.group_id)
         return ShareGroup(request.group_id)
+
+    def _check_free(self, group_id: str) -> None:
+        if self._is_taken(group_id):
+            raise UnknownGroup(f"{group_id!r} is a group of another kind")
+        self._check_room()
 
     def _existing(self, group_id: str) -> ShareGroup:
         group = self._groups.get(group_id)

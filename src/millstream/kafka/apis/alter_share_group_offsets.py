@@ -1,7 +1,7 @@
 """AlterShareGroupOffsets (key 91), version 0: has a share group go on elsewhere (KIP-932).
 
-The group must have no members (NON_EMPTY_GROUP). A partition that does not exist is UNKNOWN_TOPIC_OR_PARTITION; an
-offset that it does not reach is moved to the nearest that it has.
+The group must have no members (NON_EMPTY_GROUP); one that does not exist yet is made. A partition that does not exist
+is UNKNOWN_TOPIC_OR_PARTITION; an offset that it does not reach is moved to the nearest that it has.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupO
         self, request: AlterShareGroupOffsetsRequest, client: ClientInfo
     ) -> AlterShareGroupOffsetsResponse:
         """Move each partition on its own."""
-        group = await self._groups.describe_share_group(request.group_id)
+        group = await self._groups.open_share_group(request.group_id)
         if group.members:
             raise GroupNotEmpty(f"share group {request.group_id!r} has members")
+        await self._offsets.declare(request.group_id)
         return AlterShareGroupOffsetsResponse(
             throttle_time=NO_THROTTLE,
             error_code=ErrorCode.none,

@@ -1,7 +1,7 @@
 """DescribeShareGroupOffsets (key 90), versions 0 to 1: where share groups are on their partitions (KIP-932).
 
 The start offset is that of the oldest message that is not done; -1 where the group has not begun. Without topics all
-partitions are told on which it has. A group that does not exist, or is of another kind, is GROUP_ID_NOT_FOUND.
+partitions are told on which it has; of a group that does not exist, there are none.
 
 Version notes: 1 adds the lag, which is how many messages are not done, about.
 """
@@ -26,7 +26,6 @@ from kio.schema.types import TopicName
 from kio.static.primitive import i32, i64
 
 from millstream.cluster.topics import Topics
-from millstream.groups.coordinator import GroupCoordinator
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.share_offsets import UNKNOWN, QueueOffset, ShareOffsets
@@ -42,8 +41,7 @@ class DescribeShareGroupOffsets(Api[DescribeShareGroupOffsetsRequest, DescribeSh
     key = 90
     versions = (0, 1)
 
-    def __init__(self, groups: GroupCoordinator, offsets: ShareOffsets, topics: Topics) -> None:
-        self._groups = groups
+    def __init__(self, offsets: ShareOffsets, topics: Topics) -> None:
         self._offsets = offsets
         self._topics = topics
 
@@ -56,7 +54,6 @@ class DescribeShareGroupOffsets(Api[DescribeShareGroupOffsetsRequest, DescribeSh
 
     async def _group(self, asked: DescribeShareGroupOffsetsRequestGroup) -> DescribeShareGroupOffsetsResponseGroup:
         try:
-            await self._groups.describe_share_group(asked.group_id)
             known = await self._offsets.of_group(asked.group_id)
         except MillstreamError as error:
             return DescribeShareGroupOffsetsResponseGroup(

@@ -1,18 +1,22 @@
 """SubscriptionList (key 32035), version 0: Millstream's private request for subscriptions and their queues.
 
-    {"names": ["billing"]}, or null for all
+    {"names": ["billing"], "open": [["orders", 0]]}, or null for all
     answer: {"error": 0, "message": null, "subscriptions": [{"name": …, "subscription_id": …, "topics": […],
-    "settings": {…}, "overrides": {…}, "created_ms": …, "queues": [{"topic": …, "partition": …, "backlog": …, …}]}]}
+    "settings": {…}, "overrides": {…}, "created_ms": …, "queues": [{"topic": …, "partition": …, "backlog": …, …}],
+    "kept": [["orders", 0], …]}]}
 
-Every node knows all subscriptions; of the queues it tells those that it leads, so a client asks all nodes.
+Every node knows all subscriptions; of the queues it tells those that it leads and has open, so a client asks all nodes.
+`kept` are those whose states it keeps, for subscriptions that are named; of those that are to be opened it opens what
+it leads, and tells of them too.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import msgspec
 
@@ -39,6 +43,7 @@ class WantedSubscriptions(msgspec.Struct, frozen=True):
     """Which ones."""
 
     names: list[str] | None = None
+    open: list[tuple[str, int]] = []
 
 
 class SubscriptionList(PrivateApi[WantedSubscriptions]):
@@ -57,13 +62,37 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
             wanted = self._subscriptions.all()
         else:
             wanted = [self._subscriptions.existing(name) for name in request.names]
-        queues: dict[object, list[Delivery]] = {}
+            await self._open(wanted, request.open)
+        kept = {} if request.names is None else self._kept()
+        queues: dict[UUID, list[Delivery]] = {}
         engine = self._service.loaded
         for delivery in () if engine is None else engine.deliveries:
             queues.setdefault(delivery.key.subscription_id, []).append(delivery)
-        return {"subscriptions": [self._told(one, queues.get(one.subscription_id, ())) for one in wanted]}
+        return {"subscriptions": [self._told(one, queues, kept) for one in wanted]}
 
-    def _told(self, subscription: Subscription, deliveries: Iterable[Delivery]) -> dict[str, Any]:
+    async def _open(self, subscriptions: Iterable[Subscription], places: Iterable[tuple[str, int]]) -> None:
+        for topic, index in places:
+            partition = self._service.topics.partition(topic, index)
+            if partition.is_leader:
+                engine = await self._service.engine()
+                for subscription in subscriptions:
+                    await engine.delivery(subscription, partition)
+
+    def _kept(self) -> dict[UUID, list[tuple[str, int]]]:
+        """By subscription: the queues that have begun and whose states this node keeps."""
+        kept: dict[UUID, list[tuple[str, int]]] = {}
+        for key in self._service.states.written():
+            topic = self._service.topics.by_id(key.topic_id)
+            if topic is not None:
+                kept.setdefault(key.subscription_id, []).append((topic.name, key.partition))
+        return kept
+
+    def _told(
+        self,
+        subscription: Subscription,
+        queues: Mapping[UUID, Iterable[Delivery]],
+        kept: Mapping[UUID, Iterable[tuple[str, int]]],
+    ) -> dict[str, Any]:
         return {
             "name": subscription.name,
             "subscription_id": str(subscription.subscription_id),
@@ -71,7 +100,8 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
             "settings": self._subscriptions.settings_of(subscription).as_strings(),
             "overrides": dict(subscription.overrides),
             "created_ms": subscription.created_ms,
-            "queues": [_queue(delivery) for delivery in deliveries],
+            "queues": [_queue(delivery) for delivery in queues.get(subscription.subscription_id, ())],
+            "kept": list(kept.get(subscription.subscription_id, ())),
         }
 
 

@@ -379,7 +379,6 @@ public final class Sharing implements Trial.Suite {
                 Wrong.unlessRefused(GroupNotEmptyException.class,
                         () -> get(admin.deleteShareGroupOffsets(work, Set.of(work)).all()));
             }
-            Clients.eventually("start", 10L, () -> offset(admin, work).startOffset());
             var all = get(admin.listShareGroupOffsets(Map.of(work, new ListShareGroupOffsetsSpec())).all()).get(work);
             Wrong.unlessEqual("partitions", Set.of(partition), all.keySet());
             get(admin.alterShareGroupOffsets(work, Map.of(partition, 4L)).all());
