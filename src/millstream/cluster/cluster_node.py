@@ -101,6 +101,7 @@ class ClusterNode:
         )
         self._controller: Controller | None = None
         self._registration: Registration | None = None
+        self._follows_as = NOT_REGISTERED
         self._tasks: list[asyncio.Task[None]] = []
         self._catalog_changed = asyncio.Event()
         self.quotas = ClientQuotas(self.declarations)
@@ -255,8 +256,14 @@ class ClusterNode:
         return registered is not None and registered.revision == registration and self.view.is_live(node)
 
     def _registration_revision(self) -> int:
-        """Under which this process follows; also while its lease is lost, since leaders know it by that."""
-        return self.view.registrations.get(self._id, NOT_REGISTERED)
+        """Under which this process follows; also while its lease is lost, since leaders know it by that.
+
+        Never that of another process under the same id: leaders would take this one's log for the other's.
+        """
+        mine = None if self._registration is None else self._registration.mine
+        if mine is not None:
+            self._follows_as = mine.revision
+        return self._follows_as
 
     def _backoff(self) -> Backoff:
         return Backoff(self._around.random)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -281,6 +282,23 @@ async def test_a_node_without_its_place_is_told_as_fenced(tmp_path: Path) -> Non
         await group.until(lambda: number(node, "millstream_node_losses_total") == 1)
         await group.until(lambda: number(node, "millstream_node_fenced") == 0)
         assert 1 in told
+
+
+async def test_a_node_never_follows_under_the_registration_of_another_process(tmp_path: Path) -> None:
+    """A leader counts a follower by it, so the log of one process would be taken for that of the other."""
+    async with NodeGroup(tmp_path, nodes=2) as group:
+        node, key = group[2], keys.node_key(NodeId(2))
+        own = node.view.nodes[NodeId(2)]
+        assert node.cluster._registration_revision() == own.revision
+        door = EmbeddedStore(group.service, group.clock)
+        other = dataclasses.replace(own, incarnation="of another process")
+        await door.change([Put(key, other.to_json())])
+        await group.until(lambda: node.view.nodes[NodeId(2)].incarnation == other.incarnation)
+        assert node.view.registrations[NodeId(2)] > own.revision
+        assert node.cluster._registration_revision() == own.revision
+        await door.change([Delete(key)])
+        await group.until(lambda: NodeId(2) not in node.view.nodes)
+        assert node.cluster._registration_revision() == own.revision
 
 
 async def test_a_node_that_cannot_renew_its_session_is_told_as_fenced(tmp_path: Path) -> None:
