@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from millstream.cli.topic_admin import delete_topic, grow_topic
 from millstream.model.errors import (
     InvalidRecordState,
     InvalidRequest,
@@ -218,6 +219,38 @@ async def test_a_worker_waits_and_is_woken_by_a_message(server: Server) -> None:
         await asyncio.sleep(0.2)
         await work.publish("a")
         assert values(await waiting) == ["a"]
+
+
+async def test_a_worker_that_waits_is_given_messages_of_a_topic_and_of_partitions_that_come_later(
+    server: Server,
+) -> None:
+    async with Client.connect(server.kafka) as client, Client.connect(server.kafka) as other:
+        await SubscriptionClient(client).create("ahead", ["topic-ahead"], {})
+
+        def waiting() -> asyncio.Future[list[LeasedMessage]]:
+            work = SubscriptionClient(other).receive("ahead", "w", max_records=1, wait_ms=60_000)
+            return asyncio.ensure_future(work)
+
+        first = waiting()
+        await asyncio.sleep(0.2)
+        await client.metadata(["topic-ahead"], create=True)
+        await Desk(client, "topic-ahead", "ahead").publish("a")
+        assert values(await first) == ["a"]
+        second = waiting()
+        await asyncio.sleep(0.2)
+        await grow_topic(client, "topic-ahead", 3)
+        await client.produce("topic-ahead", 2, encode_batch([NewRecord(None, b"b", (), 1)]))
+        assert values(await second) == ["b"]
+
+
+async def test_a_topic_that_is_deleted_and_made_anew_is_delivered_from_its_start(server: Server) -> None:
+    async with desk(server, "anew", {}, "old 1", "old 2") as work:
+        await work.publish("old 3")
+        assert values(await work.receive(1)) == ["old 3"]
+        await delete_topic(work.client, work.topic)
+        await work.client.metadata([work.topic], create=True)
+        await work.publish("new 1", "new 2")
+        assert values(await work.receive(2)) == ["new 1", "new 2"]
 
 
 async def metrics(server: Server) -> str:

@@ -12,7 +12,7 @@ from uuid import UUID
 from millstream.cluster.declarations import Declarations
 from millstream.model.clock import Clock
 from millstream.model.errors import InvalidSubscription, SubscriptionExists, UnknownSubscription
-from millstream.model.subscription import Subscription, SubscriptionSettings, check_subscription
+from millstream.model.subscription import Subscription, SubscriptionSettings, check_subscription, topic_of_start
 
 _logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class Subscriptions:
             wanted = now.topics if topics is None else tuple(topics)
             self._check(name, wanted, overrides)
             begun = {**(starts or {}), **now.starts}
-            kept = {topic: offsets for topic, offsets in begun.items() if topic in wanted}
+            kept = {key: offsets for key, offsets in begun.items() if topic_of_start(key) in wanted}
             return dataclasses.replace(now, overrides=overrides, topics=wanted, starts=kept)
 
         # What can be told at once is told before the catalog is asked, and again with what it declares by then.

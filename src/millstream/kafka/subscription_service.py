@@ -22,7 +22,7 @@ from millstream.model.clock import Clock
 from millstream.model.errors import PartitionClosed
 from millstream.model.ids import NodeId
 from millstream.model.metric import Metric, gauge
-from millstream.model.subscription import EARLIEST, READ_COMMITTED, QueueKey, SubscriptionSettings
+from millstream.model.subscription import EARLIEST, READ_COMMITTED, QueueKey, SubscriptionSettings, start_key
 from millstream.model.topic import TopicPartition
 from millstream.subscriptions.expiry import Expiry
 from millstream.subscriptions.routed_store import RoutedStateStore
@@ -119,22 +119,23 @@ class SubscriptionService:
 
     async def starts(self, topics: Iterable[str], settings: SubscriptionSettings) -> dict[str, tuple[int, ...]]:
         """Where queues on these topics begin that are made now; topics that do not exist yet begin at their start."""
-        asked = {name: topic.partitions for name in topics if (topic := self.topics.get(name)) is not None}
+        asked = [topic for name in topics if (topic := self.topics.get(name)) is not None]
         if settings.start == EARLIEST:
-            return {name: (0,) * partitions for name, partitions in asked.items()}
+            return {start_key(topic.name, topic.topic_id): (0,) * topic.partitions for topic in asked}
         time_ms = settings.start_time_ms(self._clock.now_ms())
         wanted_ms = _END_MS if time_ms is None else time_ms
         if self._client is None:
             self._client = Client.connect(self._addresses(), client_id="subscriptions")
         isolation = int(settings.isolation == READ_COMMITTED)
         found: dict[str, tuple[int, ...]] = {}
-        for name, partitions in asked.items():
+        for topic in asked:
+            name, partitions = topic.name, topic.partitions
             ends = await self._client.list_offsets(name, dict.fromkeys(range(partitions), _END_MS), isolation=isolation)
             listed = ends
             if wanted_ms != _END_MS:
                 times = dict.fromkeys(range(partitions), wanted_ms)
                 listed = await self._client.list_offsets(name, times, isolation=isolation)
-            found[name] = tuple(
+            found[start_key(name, topic.topic_id)] = tuple(
                 listed[index].offset if listed[index].offset >= 0 else ends[index].offset for index in range(partitions)
             )
         return found

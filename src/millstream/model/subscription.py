@@ -245,19 +245,29 @@ class Subscription:
     overrides: Mapping[str, str]
     created_ms: int
     starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Where its queues begin, by topic and partition, as it was when the topic was subscribed to."""
+    """Where its queues begin, by `start_key` and partition, as it was when the topic was subscribed to."""
     used_ms: int = 0
     """When it was last noted that somebody uses it; only where it expires otherwise."""
 
-    def start_on(self, topic: str, partition: int) -> int | None:
+    def start_on(self, topic: str, topic_id: UUID, partition: int) -> int | None:
         """Where a queue begins; None for a partition that came later, which is delivered from its beginning."""
-        known = self.starts.get(topic, ())
+        known = self.starts.get(start_key(topic, topic_id), ())
         return known[partition] if partition < len(known) else None
 
     @property
     def settings(self) -> SubscriptionSettings:
         """Its settings; worked out anew each time."""
         return SubscriptionSettings.from_strings(self.overrides)
+
+
+def start_key(topic: str, topic_id: UUID) -> str:
+    """A topic as it is now: another one that is made under its name later has other offsets."""
+    return f"{topic}/{topic_id}"
+
+
+def topic_of_start(key: str) -> str:
+    """The name of the topic in such a key."""
+    return key.partition("/")[0]
 
 
 class QueueKey(NamedTuple):

@@ -76,6 +76,7 @@ class Engine:
         self._opening: dict[QueueKey, asyncio.Task[Delivery]] = {}
         self._gate = asyncio.Semaphore(OPENING_AT_ONCE)
         self._followed: set[str] = set()
+        self._awaited: dict[UUID, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -94,6 +95,8 @@ class Engine:
         for opened in list(self._open.values()):
             opened.delivery.close(PartitionClosed("the broker is stopping"))
             await opened.letters.close()
+        for subscription_id in list(self._awaited):
+            self._tell_awaiting(subscription_id)
         await self._around.box.close()
         await self._around.sieve.stop()
 
@@ -144,6 +147,13 @@ class Engine:
         done = [task for task in tasks if task.done() and not task.cancelled()]
         opened = [task.result() for task in done if task.exception() is None]
         return opened or [task.result() for task in done]
+
+    def next_opening(self, subscription: Subscription) -> asyncio.Future[None]:
+        """Done when a further queue of a subscription is opened here, or there will be none."""
+        found = self._awaited.get(subscription.subscription_id)
+        if found is None:
+            found = self._awaited[subscription.subscription_id] = asyncio.get_running_loop().create_future()
+        return found
 
     def worker_gone(self, subscription: Subscription, worker: str) -> None:
         """Give what a worker of a subscription holds to others."""
@@ -205,6 +215,7 @@ class Engine:
         self._open[key] = _Open(delivery, letters)
         delivery.news()
         await delivery.durable()
+        self._tell_awaiting(key.subscription_id)
         return delivery
 
     def _was_opened(self, key: QueueKey, opening: asyncio.Task[Delivery]) -> None:
@@ -212,6 +223,11 @@ class Engine:
         if not opening.cancelled():
             # Whoever asked for it may have gone, and nobody else wants to know.
             opening.exception()
+
+    def _tell_awaiting(self, subscription_id: UUID) -> None:
+        awaited = self._awaited.pop(subscription_id, None)
+        if awaited is not None and not awaited.done():
+            awaited.set_result(None)
 
     def _was_closed(self, delivery: Delivery) -> None:
         found = self._open.get(delivery.key)
@@ -222,6 +238,8 @@ class Engine:
     def _declared(self) -> None:
         """Something about the subscriptions has changed."""
         around = self._around
+        for subscription_id in [one for one in self._awaited if around.subscriptions.by_id(one) is None]:
+            self._tell_awaiting(subscription_id)
         for opened in list(self._open.values()):
             declared = around.subscriptions.by_id(opened.delivery.key.subscription_id)
             if declared is None:
@@ -343,12 +361,9 @@ def _go_back(queue: Queue, partition: Partition, now_ms: int) -> None:
 def _start_of(subscription: Subscription, settings: SubscriptionSettings, partition: Partition, now_ms: int) -> Offset:
     """Where a queue begins that nobody has looked at yet."""
     if subscription.topics:
-        start = subscription.start_on(partition.topic.name, partition.index)
-        # What was published to a partition that came after the subscription was published for it too; so it was if
-        # the topic has been made anew since.
-        if start is None or start > partition.log.end_offset:
-            return partition.log_start
-        return Offset(max(start, partition.log_start))
+        start = subscription.start_on(partition.topic.name, partition.topic.topic_id, partition.index)
+        # What was published to a partition that came after the subscription was published for it too.
+        return partition.log_start if start is None else Offset(max(start, partition.log_start))
     return place_of(settings, partition, now_ms)
 
 

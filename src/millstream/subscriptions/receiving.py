@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from millstream.model.errors import MillstreamError
 from millstream.subscriptions.delivery import Delivery, Received, Wanted
@@ -45,19 +45,29 @@ class _Waiting:
             self.found.set_result(None)
 
 
-async def receive(deliveries: Sequence[Delivery], wanted: Wanted, *, wait_s: float, first: int = 0) -> list[Given]:
-    """Lease messages to a worker, beginning with one of the queues; wait for some when there are none.
+async def receive(
+    deliveries: Sequence[Delivery],
+    wanted: Wanted,
+    *,
+    wait_s: float,
+    first: int = 0,
+    until: asyncio.Future[None] | None = None,
+) -> list[Given]:
+    """Lease messages to a worker, beginning with one of the queues; wait for some when there are none, or `until`.
 
     What comes back may be told to the worker: where the subscription promises it, the leases are durable. A queue that
     cannot give anything now does not keep others from it; an error is raised when no queue can.
     """
     if not deliveries:
         # Nothing is led here yet. Whoever asks again and again is not answered again and again.
-        await asyncio.sleep(min(wait_s, NOWHERE_S))
+        if until is None:
+            await asyncio.sleep(min(wait_s, NOWHERE_S))
+        else:
+            await asyncio.wait([until], timeout=wait_s)
         return []
     given = _look_round(deliveries, wanted, first)
     if not given and wait_s > 0:
-        given = await _wait(deliveries, _Waiting(wanted), wait_s)
+        given = await _wait(deliveries, _Waiting(wanted), wait_s, until)
     elif not given:
         # A filter may just be looking at what is there.
         for delivery in deliveries:
@@ -87,12 +97,15 @@ def _look_round(deliveries: Sequence[Delivery], wanted: Wanted, first: int) -> l
     return given
 
 
-async def _wait(deliveries: Sequence[Delivery], waiting: _Waiting, wait_s: float) -> list[Given]:
+async def _wait(
+    deliveries: Sequence[Delivery], waiting: _Waiting, wait_s: float, until: asyncio.Future[None] | None
+) -> list[Given]:
     try:
         for delivery in deliveries:
             if not delivery.is_closed:
                 delivery.park(waiting)
-        await asyncio.wait([waiting.found], timeout=wait_s)
+        ends: list[asyncio.Future[Any]] = [waiting.found] if until is None else [waiting.found, until]
+        await asyncio.wait(ends, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
         if waiting.found.done() and (found := waiting.found.result()) is not None:
             _give_back([found], waiting.wanted.worker)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 
@@ -11,7 +12,7 @@ from millstream.catalog.catalog import Catalog
 from millstream.cluster.declarations import CatalogDeclarations
 from millstream.cluster.subscriptions import DELETION_KEPT_MS, Subscriptions
 from millstream.model.errors import InvalidRequest, InvalidSetting, SubscriptionExists, UnknownSubscription
-from millstream.model.subscription import FILTER, LEASE, ORDERED
+from millstream.model.subscription import FILTER, LEASE, ORDERED, start_key
 from millstream.testing.clock import ManualClock
 
 
@@ -31,17 +32,20 @@ async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> No
     await subscriptions.load()
     told: list[int] = []
     subscriptions.when_changed(lambda: told.append(len(subscriptions.all())))
-    billing = await subscriptions.create("billing", ["orders"], {LEASE: "5000"}, starts={"orders": (7, 8)})
-    assert [billing.start_on("orders", 1), billing.start_on("orders", 2), billing.start_on("x", 0)] == [8, None, None]
+    first, anew = UUID(int=1), UUID(int=2)
+    orders, bills, others = (start_key(name, first) for name in ("orders", "bills", "others"))
+    billing = await subscriptions.create("billing", ["orders"], {LEASE: "5000"}, starts={orders: (7, 8)})
+    assert [billing.start_on("orders", first, 1), billing.start_on("orders", first, 2)] == [8, None]
+    assert [billing.start_on("orders", anew, 1), billing.start_on("x", first, 0)] == [None, None]
     assert subscriptions.get("billing") is subscriptions.by_id(billing.subscription_id) is billing
     assert subscriptions.settings_of(billing).lease_ms == 5000
     changed = await subscriptions.alter(
         "billing",
         {LEASE: None, ORDERED: "true"},
         topics=["orders", "bills"],
-        starts={"orders": (1, 1), "bills": (3,), "others": (4,)},
+        starts={orders: (1, 1), bills: (3,), others: (4,)},
     )
-    assert changed.starts == {"orders": (7, 8), "bills": (3,)}
+    assert changed.starts == {orders: (7, 8), bills: (3,)}
     assert subscriptions.settings_of(changed).ordered
     assert told == [1, 1]
     again = make(catalog)

@@ -22,7 +22,7 @@ from millstream.model.errors import (
     UnknownSubscription,
 )
 from millstream.model.ids import Offset, PartitionIndex, ProducerId
-from millstream.model.subscription import FILTER, ORDERED, QueueKey, Subscription, SubscriptionSettings
+from millstream.model.subscription import FILTER, ORDERED, QueueKey, Subscription, SubscriptionSettings, start_key
 from millstream.model.topic import Topic
 from millstream.replication.partition import Partition
 from millstream.subscriptions import engine as opening
@@ -42,7 +42,7 @@ BILLING = Subscription(
     topics=("orders",),
     overrides={},
     created_ms=0,
-    starts={"orders": (0, 0, 0, 0)},
+    starts={start_key(TOPIC.name, TOPIC.topic_id): (0, 0, 0, 0)},
 )
 
 
@@ -172,7 +172,7 @@ async def test_a_topic_that_comes_after_the_subscription_is_delivered_from_its_s
 async def test_a_topic_that_is_made_anew_is_delivered_from_its_start(node: Node) -> None:
     node.bench.publish("a", "b", "c")
     node.topics.show(node.bench.partition)
-    node.declared.declare(BILLING, starts={"orders": (3,)})
+    node.declared.declare(BILLING, starts={start_key(TOPIC.name, TOPIC.topic_id): (3,)})
     await node.opened(1)
     old = TOPIC.topic_id
     node.topics.remove("orders")
@@ -180,11 +180,11 @@ async def test_a_topic_that_is_made_anew_is_delivered_from_its_start(node: Node)
     await turns()
     assert any(gone(QueueKey(BILLING.subscription_id, old, PartitionIndex(0))) for gone in node.forgotten)
     node.bench.partition = node.bench.make_partition(0, dataclasses.replace(TOPIC, topic_id=UUID(int=70)))
-    node.bench.publish("new")
+    node.bench.publish("new", "and", "so", "on")
     node.topics.show(node.bench.partition)
     await node.opened(1)
     (delivery,) = node.engine.deliveries
-    assert offsets(delivery.try_receive(wanted(5))) == [0]
+    assert offsets(delivery.try_receive(wanted(5))) == [0, 1, 2, 3]
     await node.engine.close()
 
 
@@ -249,6 +249,28 @@ async def test_a_queue_that_is_slow_to_open_does_not_keep_others_from_being_aske
         await node.engine.deliveries_of(share, [node.bench.partition])
     assert await node.engine.deliveries_of(share, []) == []
     await node.engine.close()
+
+
+async def test_whoever_waits_is_told_of_further_queues_and_of_the_end(node: Node) -> None:
+    node.topics.show(node.bench.partition)
+    billing = node.declared.declare(BILLING)
+    await node.opened(1)
+    further = node.engine.next_opening(billing)
+    assert node.engine.next_opening(billing) is further
+    (here,) = node.engine.deliveries
+    waiting = asyncio.ensure_future(receive([here], wanted(), wait_s=WAIT_S, until=further))
+    nowhere = asyncio.ensure_future(receive([], wanted(), wait_s=WAIT_S, until=further))
+    await turns()
+    assert not further.done()
+    node.topics.show(node.bench.partition, node.bench.make_partition(1))
+    assert (await waiting, await nowhere) == ([], [])
+    deleted = node.engine.next_opening(billing)
+    node.declared.ones.clear()
+    node.declared.tell()
+    assert deleted.done()
+    last = node.engine.next_opening(billing)
+    await node.engine.close()
+    assert last.done()
 
 
 async def test_stopping_while_queues_are_opened_leaves_nothing(node: Node) -> None:

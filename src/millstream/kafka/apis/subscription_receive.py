@@ -11,12 +11,14 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from typing import TYPE_CHECKING
 
 from millstream.kafka.packed import PackedApi
 from millstream.kafka.subscription_service import SubscriptionService
 from millstream.model.errors import InvalidRequest
+from millstream.model.subscription import Subscription
 from millstream.replication.partition import Partition
 from millstream.wire.subscription_messages import (
     RECEIVE_KEY,
@@ -27,6 +29,7 @@ from millstream.wire.subscription_messages import (
 )
 
 if TYPE_CHECKING:
+    from millstream.subscriptions.engine import Engine
     from millstream.subscriptions.receiving import Given
 
 RECORDS_MAX = 100_000
@@ -54,20 +57,33 @@ class SubscriptionReceive(PackedApi[Receive]):
         """Lease what is there, or wait for it."""
         _check(request)
         subscription = self._subscriptions.existing(request.subscription)
-        partitions = self._partitions(subscription.topics, request.partitions)
         engine = await self._service.engine()
-        deliveries = await engine.deliveries_of(subscription, partitions)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + min(request.wait_ms, WAIT_MS_MAX) / 1000
+        while True:
+            # Partitions may come to this node while a worker waits here.
+            opening = engine.next_opening(subscription)
+            given = await self._receive(engine, subscription, request, deadline - loop.time(), opening)
+            if given or not opening.done() or loop.time() >= deadline:
+                return ReceiveAnswer(0, None, [_told(one) for one in given])
+            subscription = self._subscriptions.existing(request.subscription)
+
+    async def _receive(
+        self, engine: Engine, subscription: Subscription, request: Receive, wait_s: float, opening: asyncio.Future[None]
+    ) -> list[Given]:
         # Imported when the first worker asks, with what queues are made of.
         from millstream.subscriptions.delivery import Wanted
         from millstream.subscriptions.receiving import receive
 
-        given = await receive(
+        partitions = self._partitions(subscription.topics, request.partitions)
+        deliveries = await engine.deliveries_of(subscription, partitions)
+        return await receive(
             deliveries,
             Wanted(request.worker, min(request.max_records, RECORDS_MAX), min(request.max_bytes, BYTES_MAX)),
-            wait_s=min(request.wait_ms, WAIT_MS_MAX) / 1000,
+            wait_s=max(0.0, wait_s),
             first=next(self._turn) % max(1, len(deliveries)),
+            until=opening,
         )
-        return ReceiveAnswer(0, None, [_told(one) for one in given])
 
     def _partitions(self, topics: tuple[str, ...], wanted: list[tuple[str, int]] | None) -> list[Partition]:
         if wanted is not None:
