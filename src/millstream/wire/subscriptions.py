@@ -143,9 +143,15 @@ class SubscriptionClient:
                 for at in places
             ]
             body = msgspec.msgpack.encode(SettleRequest(name, worker, settles))
-            answer = _read(await self._client.private(node, SETTLE_KEY, body), SettleAnswer)
-            if answer.error:
-                raise refusal(answer.error, answer.message)
+            try:
+                answer = _read(await self._client.private(node, SETTLE_KEY, body), SettleAnswer)
+                if answer.error:
+                    raise refusal(answer.error, answer.message)
+            except MillstreamError as error:
+                # Other nodes can be told of their messages all the same.
+                for at in places:
+                    results[at] = error
+                continue
             for at, told in zip(places, answer.results, strict=True):
                 code, text = told[0]
                 results[at] = refusal(code, text, about=f"message {listed[at].record.offset}") if code else None
