@@ -42,6 +42,7 @@ _logger = logging.getLogger(__name__)
 
 LOOK_BYTES: Final = 1024 * 1024
 LOOK_OFFSETS: Final = 50_000
+READ_BYTES_MIN: Final = 64 * 1024
 LOOKS_AT_ONCE: Final = 8
 """How many stretches are looked at in one turn of the loop when none of them holds a message to deliver."""
 WAITING_MAX: Final = 10_000
@@ -128,6 +129,8 @@ class Delivery:
         # Whether there is more to look at than one turn of the loop should take, and whether the store had no room.
         self._is_cut_short = False
         self._is_starved = False
+        # How large a message is, by what was read last.
+        self._message_bytes = 1024
         self._last_write: asyncio.Future[None] | None = None
         self._closed: MillstreamError | None = None
         self._note_filter()
@@ -314,7 +317,7 @@ class Delivery:
         if oldest is None:
             return NOTHING
         try:
-            records, _ = read(self.partition, oldest, self.settings.isolation, max_bytes=wanted.max_bytes)
+            records, _ = read(self.partition, oldest, self.settings.isolation, max_bytes=self._enough(wanted))
         except OffsetOutOfRange:
             # The log is shorter than it was; what comes in its place is looked at when the queue is opened again.
             return NOTHING
@@ -324,6 +327,7 @@ class Delivery:
         ends, until = _ends(records)
         if until <= oldest:
             return NOTHING
+        self._message_bytes = len(records) // (until - oldest) + 1
         leases = queue.acquire(
             wanted.worker,
             now_ms=now_ms,
@@ -335,6 +339,10 @@ class Delivery:
         if leases and leases[-1].attempt == 1:
             self._observe(batches, now_ms)
         return Received(leases, batches)
+
+    def _enough(self, wanted: Wanted) -> int:
+        """How many bytes are read for what is asked for: clients allow far more than their messages take."""
+        return min(wanted.max_bytes, max(READ_BYTES_MIN, 2 * wanted.max_records * self._message_bytes))
 
     def _prepare(self, wanted: int) -> None:
         """Bring the queue up to date with the log and the clock, and look ahead for so many messages."""
@@ -495,6 +503,8 @@ class Delivery:
     def _serve_all(self) -> None:
         self._check()
         if not self._may_give:
+            # Whatever changes that wakes those who wait, and they look again.
+            self._is_cut_short = False
             return
         self._prepare(self._wanted_by_all())
         for waiter in list(self._waiting):
