@@ -43,6 +43,7 @@ OPENING_S: Final = 1.0
 """How long a worker waits for queues that are being opened while others are there to ask."""
 SETTLED_S: Final = 30.0
 RETRY_S_MAX: Final = 30.0
+REOPEN_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,8 @@ class Engine:
         self._opening: dict[QueueKey, asyncio.Task[Delivery]] = {}
         self._gate = asyncio.Semaphore(OPENING_AT_ONCE)
         self._followed: set[str] = set()
+        # Queues for which a task tries until they are open.
+        self._beginning: set[tuple[QueueKey, Partition]] = set()
         self._awaited: dict[UUID, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -104,6 +107,11 @@ class Engine:
     def open_count(self) -> int:
         """How many queues are open."""
         return len(self._open)
+
+    @property
+    def tasks(self) -> int:
+        """How many tasks are at work, beside those of the queues."""
+        return len(self._tasks)
 
     @property
     def deliveries(self) -> Iterable[Delivery]:
@@ -144,8 +152,8 @@ class Engine:
             # The opening goes on by itself.
             for task in tasks:
                 task.cancel()
-        done = [task for task in tasks if task.done() and not task.cancelled()]
-        opened = [task.result() for task in done if task.exception() is None]
+            done = [task for task in tasks if task.done() and not task.cancelled()]
+            opened = [task.result() for task in done if task.exception() is None]
         return opened or [task.result() for task in done]
 
     def next_opening(self, subscription: Subscription) -> asyncio.Future[None]:
@@ -234,6 +242,7 @@ class Engine:
         if found is not None and found.delivery is delivery:
             del self._open[delivery.key]
             self._spawn(found.letters.close())
+            self._spawn(self._reopen(delivery))
 
     def _declared(self) -> None:
         """Something about the subscriptions has changed."""
@@ -300,20 +309,32 @@ class Engine:
             return
         for partition in self._around.topics.partitions_of(topic):
             key = QueueKey(subscription.subscription_id, topic.topic_id, PartitionIndex(partition.index))
-            if partition.is_leader and key not in self._open and key not in self._opening:
-                self._spawn(self._begin_quietly(subscription, partition))
+            if partition.is_leader and key not in self._open and (key, partition) not in self._beginning:
+                self._beginning.add((key, partition))
+                self._spawn(self._begin_quietly(subscription, partition, key))
 
-    async def _begin_quietly(self, subscription: Subscription, partition: Partition) -> None:
-        """Open a queue, again until it works: it may have dead letters to write, or leases to take back."""
+    async def _reopen(self, delivery: Delivery) -> None:
+        """A queue was closed, but may still be led here, and have dead letters to write, or leases to take back."""
+        await asyncio.sleep(REOPEN_S)
+        declared = self._around.subscriptions.by_id(delivery.key.subscription_id)
+        if declared is not None and delivery.topic in declared.topics:
+            self._begin_on(declared, delivery.topic)
+
+    async def _begin_quietly(self, subscription: Subscription, partition: Partition, key: QueueKey) -> None:
+        """Open a queue, again until it works."""
         backoff = Backoff(self._around.random, max_s=RETRY_S_MAX)
-        while partition.is_leader and self._around.subscriptions.by_id(subscription.subscription_id) is not None:
-            try:
-                await self.delivery(subscription, partition)
-            except MillstreamError as error:
-                _logger.debug("a queue could not be opened", extra={"queue": subscription.name, "error": str(error)})
-                await backoff.pause()
-            else:
-                return
+        try:
+            while partition.is_leader and self._around.subscriptions.by_id(key.subscription_id) is not None:
+                try:
+                    await self.delivery(subscription, partition)
+                except MillstreamError as error:
+                    told = {"queue": subscription.name, "error": str(error)}
+                    _logger.debug("a queue could not be opened", extra=told)
+                    await backoff.pause()
+                else:
+                    return
+        finally:
+            self._beginning.discard((key, partition))
 
     async def _forget(self, is_gone: Callable[[QueueKey], bool]) -> None:
         try:

@@ -7,7 +7,8 @@ from pathlib import Path
 from uuid import UUID
 
 from millstream.log.store import LogStore
-from millstream.model.ids import Epoch, PartitionIndex
+from millstream.model.ids import Epoch, PartitionIndex, ProducerEpoch, ProducerId
+from millstream.model.marker import Marker
 from millstream.model.subscription import QueueKey, SubscriptionSettings
 from millstream.model.topic import Topic, TopicPartition, TopicSettings
 from millstream.records.record import Headers, NewRecord, encode_batch
@@ -48,6 +49,22 @@ class Workbench:
         records = [NewRecord(key, value.encode(), headers, self.clock.now_ms()) for value in values]
         appended = self.partition.write(encode_batch(records, compression=compression), acks=-1)
         return int(appended.base_offset)
+
+    def publish_in_transaction(self, *values: str, producer_id: int, commit: bool | None) -> None:
+        """Append one batch of a transaction, which is left open if `commit` is None."""
+        records = [NewRecord(None, value.encode(), (), self.clock.now_ms()) for value in values]
+        guard = self.partition.start_transaction(producer_id, 0, 0, bumps_epoch=False)
+        batch = encode_batch(records, producer_id=producer_id, producer_epoch=0, base_sequence=0, transactional=True)
+        self.partition.write(batch, acks=-1, guard=guard)
+        if commit is not None:
+            self.end_transaction(producer_id, commit=commit)
+
+    def end_transaction(self, producer_id: int, *, commit: bool) -> None:
+        """Have a transaction end."""
+        ended = Marker(
+            producer_id=ProducerId(producer_id), producer_epoch=ProducerEpoch(0), commit=commit, coordinator_epoch=0
+        )
+        self.partition.write_marker(ended)
 
     async def open(
         self, *, partition: Partition | None = None, sieve: QueueSieve | None = None, **settings: object

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
+import crc32c
 import pytest
 
 from millstream.model.errors import (
@@ -16,9 +17,9 @@ from millstream.model.errors import (
     UnknownTopic,
 )
 from millstream.model.ids import Offset, ProducerId
-from millstream.model.subscription import SubscriptionSettings
+from millstream.model.subscription import READ_UNCOMMITTED, SubscriptionSettings
 from millstream.records.batch import COMPRESSION_GZIP, read_header
-from millstream.records.record import Record, decode_records
+from millstream.records.record import NewRecord, Record, decode_records, encode_batch
 from millstream.subscriptions.dead_letters import DeadLetters
 from millstream.subscriptions.delivery import Delivery
 from millstream.subscriptions.delta import DeltaKind
@@ -213,6 +214,19 @@ async def test_a_message_that_is_gone_is_dropped_and_the_rest_goes_on(desk: Desk
     await desk.until(0)
     assert desk.box.values() == ["c"]
     assert desk.delivery.queue.counter(DeltaKind.DROPPED) == 2
+
+
+async def test_messages_of_transactions_and_those_that_cannot_be_opened(desk: Desk) -> None:
+    desk.delivery.queue.settings = SubscriptionSettings(dead_letter_topic=DEAD, isolation=READ_UNCOMMITTED)
+    desk.bench.publish_in_transaction("aborted", producer_id=5, commit=False)
+    broken = encode_batch([NewRecord(b"a", b"x" * 500, (), 1)], compression=COMPRESSION_GZIP)
+    broken[62:] = bytes(len(broken) - 62)
+    broken[17:21] = crc32c.crc32c(bytes(broken[21:])).to_bytes(4, "big")
+    desk.bench.partition.write(broken, acks=-1)
+    give(desk, "plain")
+    desk.reject(0, 2, 3)
+    await desk.until(1)
+    assert desk.box.values() == ["aborted", "plain"]
 
 
 async def test_a_topic_that_is_made_anew_with_fewer_partitions_takes_the_letters(desk: Desk) -> None:

@@ -17,7 +17,7 @@ from millstream.model.errors import (
     StorageFailure,
 )
 from millstream.model.ids import Offset
-from millstream.model.subscription import AT_MOST_ONCE, EXACTLY_ONCE, SubscriptionSettings
+from millstream.model.subscription import AT_MOST_ONCE, EXACTLY_ONCE, READ_UNCOMMITTED, SubscriptionSettings
 from millstream.records.batch import COMPRESSION_ZSTD, Buffer
 from millstream.records.record import NewRecord, encode_batch
 from millstream.subscriptions import delivery as driver
@@ -128,6 +128,33 @@ async def test_pausing_gives_nothing_and_resuming_wakes(bench: Workbench) -> Non
     assert not waiting.done()
     delivery.change(SubscriptionSettings(), None)
     assert given_offsets(await waiting) == [0]
+
+
+async def test_a_queue_that_is_paused_amid_a_long_look_rests(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "LOOK_BYTES", 1)
+    delivery = await bench.open(ordered=True)
+    bench.publish("a0", key=b"a")
+    delivery.try_receive(wanted())
+    for number in range(3 * driver.LOOKS_AT_ONCE):
+        bench.publish(f"a{number}", key=b"a")
+    assert offsets(delivery.try_receive(wanted(1, "two"))) == []
+    delivery.change(SubscriptionSettings(ordered=True, paused=True), None)
+    waiting = waits(delivery, "two")
+    await turns()
+    served = 0
+    serve = Delivery._serve_waiting
+
+    def counted(one: Delivery) -> None:
+        nonlocal served
+        served += 1
+        serve(one)
+
+    monkeypatch.setattr(Delivery, "_serve_waiting", counted)
+    await turns(50)
+    assert served == 0
+    behind = bench.publish("b", key=b"b")
+    delivery.change(SubscriptionSettings(ordered=True), None)
+    assert given_offsets(await waiting) == [behind]
 
 
 async def test_a_lease_that_ends_and_a_time_that_comes_wake_whoever_waits(bench: Workbench) -> None:
@@ -387,6 +414,34 @@ async def test_what_the_disk_has_lost_holds_up_nothing(bench: Workbench, monkeyp
     other = await bench.open(partition=bench.partition)
     other.seek(Offset(1))
     assert given_offsets(await waits(other, "two", 5)) == [3]
+
+
+async def test_transactions_are_delivered_when_they_are_committed(bench: Workbench) -> None:
+    delivery = await bench.open()
+    bench.publish_in_transaction("aborted", producer_id=1, commit=False)
+    bench.publish_in_transaction("open", producer_id=2, commit=None)
+    bench.publish("behind")
+    waiting = waits(delivery, count=5)
+    await turns()
+    assert not waiting.done()
+    bench.end_transaction(2, commit=True)
+    assert given_offsets(await waiting) == [2, 3]
+    uncommitted = await bench.open(isolation=READ_UNCOMMITTED)
+    uncommitted.seek(Offset(0))
+    assert offsets(uncommitted.try_receive(wanted(9))) == [0, 2, 3]
+
+
+async def test_a_queue_that_becomes_stricter_about_transactions_waits_for_them(bench: Workbench) -> None:
+    delivery = await bench.open(isolation=READ_UNCOMMITTED)
+    bench.publish_in_transaction("open", producer_id=2, commit=None)
+    assert offsets(delivery.try_receive(wanted(9))) == [0]
+    delivery.settle_now("one", settle(0, Verb.RELEASE, 0))
+    delivery.change(SubscriptionSettings(), None)
+    waiting = waits(delivery)
+    await turns()
+    assert not waiting.done()
+    bench.end_transaction(2, commit=True)
+    assert given_offsets(await waiting) == [0]
 
 
 async def test_a_batch_that_cannot_be_opened_is_delivered_as_it_is(bench: Workbench) -> None:

@@ -251,6 +251,28 @@ async def test_a_queue_that_is_slow_to_open_does_not_keep_others_from_being_aske
     await node.engine.close()
 
 
+async def test_a_queue_that_fails_is_opened_again_by_itself(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "REOPEN_S", 0.01)
+    node.topics.show(node.bench.partition)
+    node.declared.declare(BILLING)
+    await node.opened(1)
+    (before,) = node.engine.deliveries
+    node.bench.publish("a")
+    node.bench.store.refusal = StorageFailure("the disk is full")
+    before.try_receive(wanted())
+    await node.opened(0)
+    for _ in range(20):
+        node.declared.tell()
+        await turns()
+    assert node.engine.tasks < 20
+    node.bench.store.refusal = None
+    await node.opened(1)
+    (after,) = node.engine.deliveries
+    assert after is not before
+    assert offsets(after.try_receive(wanted())) == [0]
+    await node.engine.close()
+
+
 async def test_whoever_waits_is_told_of_further_queues_and_of_the_end(node: Node) -> None:
     node.topics.show(node.bench.partition)
     billing = node.declared.declare(BILLING)
