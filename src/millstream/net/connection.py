@@ -431,8 +431,11 @@ class Connection(asyncio.BufferedProtocol):
             served += 1
             try:
                 self._serve(*self._waiting.popleft())
-            except ProtocolViolation as error:
+            except Exception as error:
+                if not isinstance(error, ProtocolViolation):
+                    _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
                 self.fail(error)
+                return
 
     # -- replies --------------------------------------------------------------------------------------------
 
@@ -480,19 +483,22 @@ class Connection(asyncio.BufferedProtocol):
         out = self._ready
         self._unsent_bytes = 0
         replies = self._replies
+        is_stored = False
         while replies and replies[0].is_kept:
             buffers = replies.popleft().buffers
-            if buffers is not None:
-                out += buffers if isinstance(buffers, list) else buffers.parts
+            if isinstance(buffers, Stream):
+                is_stored = True
+                out += buffers.parts
+            elif buffers is not None:
+                out += buffers
         if not out:
             return
         self._ready = []
         size = sum(map(len, out))
-        if size > WRITE_BUFFER_HIGH_BYTES:
+        if is_stored or size > WRITE_BUFFER_HIGH_BYTES:
             self._outgoing.add(out)
             self._send_pieces(transport)
         else:
-            # Nothing of a small answer lies in a file.
             self._send(transport, cast("list[Piece]", out), size)
 
     def _send_pieces(self, transport: asyncio.Transport) -> None:
