@@ -26,10 +26,10 @@ from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.apis.node_status import NodeState
 from millstream.kafka.served import Parts, Served
 from millstream.model.clock import SystemClock
-from millstream.model.errors import NotLeader
+from millstream.model.errors import CoordinatorUnavailable, NotLeader
 from millstream.model.ids import Epoch, NodeId
 from millstream.model.partition_state import PartitionState
-from millstream.model.subscription import ATTEMPTS, LEASE, START
+from millstream.model.subscription import ATTEMPTS, DELIVERY, LEASE, START
 from millstream.net.budget import Budget
 from millstream.records.record import NewRecord, decode_records, encode_batch
 from millstream.replication.partition import ACKS_ALL
@@ -507,6 +507,26 @@ async def test_a_partition_that_another_node_leads(
         assert partition.error_code == ErrorCode.not_leader_or_follower
         assert (partition.current_leader.leader_id, partition.current_leader.leader_epoch) == (7, 3)
         assert [(node.node_id, node.host, node.port) for node in answer.node_endpoints] == [(7, "node-7", 9097)]
+
+
+async def test_troubles_that_share_consumers_do_not_know(
+    one: Sharer, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unavailable(*_: object) -> None:
+        raise CoordinatorUnavailable("the states cannot be read now")
+
+    monkeypatch.setattr(await desk.service.engine(), "delivery", unavailable)
+    answer = await one.fetch()
+    assert (answer.error_code, refusals(answer)) == (ErrorCode.none, [("unknown_server_error", 0)])
+    assert await one.codes((0, 0, ACCEPT)) == ["none", "coordinator_not_available"]
+
+
+async def test_at_most_once_a_message_is_done_when_it_is_given(one: Sharer) -> None:
+    await one.desk.subscriptions.alter(GROUP, {DELIVERY: "at-most-once"})
+    assert await one.got() == [(0, 9, 1)]
+    assert await one.codes((0, 3, ACCEPT), (5, 9, ACCEPT)) == ["none", "none"]
+    assert await one.codes((4, 4, RELEASE)) == ["none", "invalid_record_state"]
+    assert await one.desk.starts() == [(0, 10)]
 
 
 # Offsets

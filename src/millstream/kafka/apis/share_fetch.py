@@ -16,6 +16,7 @@ its limits must be 0. It also adds `share_acquire_mode`: by default a batch is a
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Final
@@ -46,6 +47,19 @@ from millstream.subscriptions.lease import Lease
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _RECORD_LIMIT: Final = 1
 _WAIT_MS_MAX: Final = 300_000
+_PAUSE_MS: Final = 100
+_FOR_CLIENTS: Final = frozenset(
+    {
+        ErrorCode.not_leader_or_follower,
+        ErrorCode.fenced_leader_epoch,
+        ErrorCode.kafka_storage_error,
+        ErrorCode.unknown_topic_or_partition,
+        ErrorCode.unknown_topic_id,
+        ErrorCode.corrupt_message,
+    }
+)
+"""What share consumers know what to do about; Java's ends with any other code but UNKNOWN_SERVER_ERROR, after which it
+asks again."""
 
 
 class _Told:
@@ -119,6 +133,9 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             whole_batches=request.share_acquire_mode != _RECORD_LIMIT,
         )
         wait_ms = 0 if told.failed or told.acknowledged else min(request.max_wait // _MILLISECOND, _WAIT_MS_MAX)
+        if any(_code(error) == ErrorCode.unknown_server_error for error in told.failed.values()):
+            # The client asks again at once.
+            await asyncio.sleep(_PAUSE_MS / 1000)
         session.turn += 1
         given = await receive(
             list(deliveries.values()),
@@ -156,7 +173,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         leader = self._door.leader(place, failed or refused)
         return PartitionData(
             partition_index=i32(place[1]),
-            error_code=ErrorCode.none if failed is None else error_code(failed),
+            error_code=ErrorCode.none if failed is None else _code(failed),
             error_message=None if failed is None else error_message(failed),
             acknowledge_error_code=i16(0) if refused is None else i16(int(error_code(refused))),
             acknowledge_error_message=None if refused is None else error_message(refused),
@@ -177,6 +194,11 @@ def _check(request: ShareFetchRequest, acknowledged: Acknowledgements) -> None:
     limits = (request.max_wait // _MILLISECOND, request.min_bytes, request.max_bytes, request.max_records)
     if request.is_renew_ack and any(limits):
         raise InvalidRequest("a request that renews leases fetches nothing, so its limits have to be 0")
+
+
+def _code(error: MillstreamError) -> ErrorCode:
+    code = error_code(error)
+    return code if code in _FOR_CLIENTS else ErrorCode.unknown_server_error
 
 
 def _wanted(request: ShareFetchRequest) -> list[SharePartition]:
