@@ -232,7 +232,8 @@ class Delivery:
         """Wait until everything that has happened so far is durable."""
         written = self._write()
         if written is not None:
-            await written
+            # Others wait for the same write, whoever gives up.
+            await asyncio.shield(written)
 
     def seek(self, offset: Offset) -> None:
         """Go on at another offset; leases that are out are void."""

@@ -251,6 +251,26 @@ async def test_a_worker_that_leaves_before_it_is_told_gives_its_leases_back(benc
     assert given_offsets(await waits(delivery, "stays")) == [0]
 
 
+async def test_a_worker_that_leaves_takes_nobody_with_it_who_waits_for_the_same_write(bench: Workbench) -> None:
+    delivery = await bench.open(delivery=EXACTLY_ONCE)
+    bench.publish("a", "b")
+    delivery.try_receive(wanted(2))
+    await delivery.durable()
+    bench.store.holds = True
+    leaving = asyncio.ensure_future(delivery.settle("one", settle(0, Verb.ACCEPT)))
+    staying = asyncio.ensure_future(delivery.durable())
+    await turns()
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    await turns()
+    assert not staying.done()
+    bench.publish("c")
+    assert offsets(delivery.try_receive(wanted(1, "two"))) == [2]
+    bench.store.let_go()
+    await staying
+    assert not delivery.is_closed
+
+
 async def test_a_worker_that_leaves_in_the_moment_it_is_served_gives_its_leases_back(bench: Workbench) -> None:
     delivery = await bench.open()
     leaving = waits(delivery, "leaves")
