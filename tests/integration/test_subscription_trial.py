@@ -16,6 +16,7 @@ CLUSTER = {"lease-ms": 2000, "leader-balance-ms": 1000, "subscriptions-partition
 
 async def test_one_node_is_killed_while_it_delivers(tmp_path: Path) -> None:
     plan = Plan(seed=11, load_s=6.0, kills=2, messages_per_s=60.0, workers=2, down_s=(0.0, 0.5), drain_s_max=60.0)
+    plan.stop_share = 0.0
     with Server(tmp_path / "data", settings={"subscriptions-partitions": 3}) as server:
         outcome = await SubscriptionTrial({1: server}, plan, print).run()
     assert outcome.ok, "\n".join([outcome.account, *outcome.findings, server.log_tail()])
@@ -34,6 +35,7 @@ async def test_leaders_of_messages_and_of_states_are_killed_while_they_deliver(
         replication=3,
         promises=(AT_LEAST_ONCE, EXACTLY_ONCE),
         drain_s_max=60.0,
+        stop_share=0.0,
     )
     with ServerGroup(tmp_path, etcd.url, postgres.new_database(), settings=CLUSTER) as group:
         outcome = await SubscriptionTrial(group.nodes, plan, print).run()

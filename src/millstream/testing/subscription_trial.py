@@ -57,6 +57,8 @@ class Plan:
     seed: int
     load_s: float = 60.0
     kills: int = 8
+    stop_share: float = 0.25
+    """How many of the kills are clean stops instead."""
     down_s: tuple[float, float] = (0.0, 3.0)
     messages_per_s: float = 40.0
     partitions: int = 3
@@ -102,6 +104,7 @@ class SubscriptionTrial:
         self._random = Random(plan.seed)
         self._sent = _Sent()
         self._kills_ms: list[int] = []
+        self._unclean: list[Finding] = []
         self._shifts = {
             f"{promise}-{kind}": self._shift(promise, kind) for promise in plan.promises for kind in plan.kinds
         }
@@ -196,12 +199,18 @@ class SubscriptionTrial:
         for number in range(plan.kills):
             await asyncio.sleep(pause_s * self._random.uniform(0.6, 1.2))
             node = await self._choose(plan.targets[number % len(plan.targets)])
-            await asyncio.to_thread(self._nodes[node].kill)
+            is_clean = self._random.random() < plan.stop_share
+            await asyncio.to_thread(self._stop if is_clean else Server.kill, self._nodes[node])
             # What it did until it was dead was before this.
             self._kills_ms.append(now_ms())
-            self._tell(f"node {node} killed")
+            self._tell(f"node {node} {'stopped' if is_clean else 'killed'}")
             await asyncio.sleep(self._random.uniform(*plan.down_s))
             await asyncio.to_thread(self._nodes[node].start)
+
+    def _stop(self, node: Server) -> None:
+        code = node.stop()
+        if code:
+            self._unclean.append(f"a node stopped with exit code {code}; its log ends with: {node.log_tail()}")
 
     async def _choose(self, topic: str) -> int:
         """The leader of some partition of a topic, or any node."""
@@ -241,7 +250,7 @@ class SubscriptionTrial:
         async with self._client() as client:
             records = await _read(client, TOPIC)
             letters = {name: await self._letters(client, name) for name in self._shifts}
-        findings = left
+        findings = left + self._unclean
         missing = self._sent.acknowledged - set(records)
         if missing:
             findings.append(f"acknowledged, but not in the topic: {sorted(missing)[:5]}")
@@ -266,8 +275,8 @@ class SubscriptionTrial:
         )
         lives = sum(shift.lives for shift in self._shifts.values())
         return (
-            f"{len(records)} messages ({self._sent.failed} times a publisher failed), {len(self._kills_ms)} kills, "
-            f"{lives} workers; {account(histories, truths.values())}; "
+            f"{len(records)} messages ({self._sent.failed} times a publisher failed), "
+            f"{len(self._kills_ms)} kills and stops, {lives} workers; {account(histories, truths.values())}; "
             f"{never} handed out at most once did not arrive"
         )
 
