@@ -192,8 +192,8 @@ class Engine:
                 raise NotLeader(f"{partition.log.partition} is not led by this node")
             epoch = Epoch(partition.leader_epoch)
             stored = await around.store.load(key, epoch)
-        if stored.snapshot is None:
-            # Only then it is known where the partition ends.
+        if stored.snapshot is None and not subscription.topics:
+            # It may begin at the end of the partition, which a new leader does not know at once.
             await _settled(partition)
         declared = around.subscriptions.by_id(subscription.subscription_id)
         if declared is None:

@@ -250,7 +250,7 @@ class SubscriptionTrial:
         async with self._client() as client:
             records = await _read(client, TOPIC)
             letters = {name: await self._letters(client, name) for name in self._shifts}
-        findings = left + self._unclean
+        findings = left + self._unclean + [found for node in self._nodes.values() for found in _bugs(node)]
         missing = self._sent.acknowledged - set(records)
         if missing:
             findings.append(f"acknowledged, but not in the topic: {sorted(missing)[:5]}")
@@ -292,6 +292,13 @@ class SubscriptionTrial:
     def histories(self) -> dict[str, History]:
         """What workers saw, by subscription."""
         return {name: shift.history for name, shift in self._shifts.items()}
+
+
+def _bugs(node: Server) -> list[Finding]:
+    """What a node logged that nobody has thought of."""
+    lines = node.log.read_text(errors="replace").splitlines()
+    places = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
+    return [f"{node.data.name} logged: {lines[max(0, at - 2)]}" for at in places[:3]]
 
 
 async def _read(client: Client, topic: str) -> dict[Place, Record]:
