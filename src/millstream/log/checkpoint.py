@@ -71,7 +71,9 @@ class Checkpoint:
             self.error = error
             return
         for segment in self.doomed:
-            remove_segment(files, segment)
+            with self.log.naming:
+                if not segment.is_replaced:
+                    remove_segment(files, segment)
 
     def finish(self) -> None:
         """Account for what was done; called on the loop."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -133,6 +134,8 @@ class Log:
         self.folder_synced = True
         self.doomed: list[Segment] = []
         """Segments that are no part of the log any more; their files go after the next checkpoint."""
+        self.naming = threading.Lock()
+        """Held to remove the files of a doomed segment in a thread, and to take over their names."""
         self.swaps: list[Swap] = []
         """Compacted segments whose files take their place with the next checkpoint."""
         self.cleaned_offset = contents.cleaned_offset
@@ -234,13 +237,13 @@ class Log:
     def roll(self) -> Segment:
         """Begin a new segment."""
         segment = Segment(self.directory, self.end_offset)
+        self._take_name(segment.base_offset)
         try:
             # A file of this name can only be the remains of something that was cut off.
             self._files.truncate(self.open_files.descriptor(segment, create=True), 0)
         except OSError as error:
             self.open_files.release(segment)
             raise self.refuse("beginning a new segment", error) from error
-        self.doomed = [doomed for doomed in self.doomed if doomed.base_offset != segment.base_offset]
         self.names_version += 1
         # Where the log ended is now at the start of another file.
         self._hints.pop(self.end_offset, None)
@@ -250,6 +253,13 @@ class Log:
         self.segments.append(segment)
         self._bases.append(segment.base_offset)
         return segment
+
+    def _take_name(self, base_offset: int) -> None:
+        """See to it that files of this name are not removed any more, also by a checkpoint that is under way."""
+        for doomed in [doomed for doomed in self.doomed if doomed.base_offset == base_offset]:
+            with self.naming:
+                doomed.is_replaced = True
+            self.doomed.remove(doomed)
 
     def write(self, segment: Segment, batches: bytearray | memoryview) -> Index:
         """Write behind the last batch, or leave the segment as it was; the index is returned for what comes next."""

@@ -49,7 +49,8 @@ class Segment:
     `unverified_to` were written by an earlier process and are checked when they are first read; those from
     `verified_from` to `verified_to` have been. `holes` maps the start of each damaged stretch to its end and to the
     offset that goes on there. `cuts` counts how often the end was cut off, since when other bytes may be in its place;
-    a `suspect` segment could not be read in the middle of an answer, so that nothing is promised of it unread.
+    a `suspect` segment could not be read in the middle of an answer, so that nothing is promised of it unread. The
+    files of one that `is_replaced` are those of another segment by now.
     """
 
     __slots__ = (
@@ -65,6 +66,7 @@ class Segment:
         "index_checksum",
         "index_entries",
         "index_stored",
+        "is_replaced",
         "journaled_bytes",
         "last_append_ms",
         "max_timestamp_ms",
@@ -111,6 +113,7 @@ class Segment:
         self.used = False
         self.pins = 0
         self.released = False
+        self.is_replaced = False
         self.cuts = 0
         self.suspect = False
         self._sync_lock = threading.Lock()

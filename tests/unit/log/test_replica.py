@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from millstream.log.compaction import cleanable_segments
 from millstream.log.log import Log
 from millstream.log.store import LogStore
-from millstream.model.errors import CorruptBatch, PartitionClosed
+from millstream.model.errors import CorruptBatch, PartitionClosed, StorageFailure
 from millstream.model.ids import Epoch, PartitionIndex
 from millstream.model.topic import FLUSH_OS, TopicPartition, TopicSettings
 from millstream.records.batch import iterate_headers
@@ -267,6 +267,30 @@ class ReplicaMachine(RuleBasedStateMachine):
 
 ReplicaMachine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
 TestReplicaHistories = ReplicaMachine.TestCase
+
+
+def test_a_late_checkpoint_of_a_cut_that_failed_removes_no_file_that_the_log_has_begun_anew(clock: ManualClock) -> None:
+    """The thread knows only the names of what was cut off, and the log may have taken these by then."""
+    files = MemoryFiles()
+    store = open_store(files, clock)
+    log = open_log(store)
+    for number in range(8):
+        log.append(a_batch(b"%d" % number * 300), leader_epoch=Epoch(1))
+    names = [segment.path for segment in log.segments]
+    assert len(names) > 2
+    files.fail_next_syncs("checkpoints")
+    with pytest.raises(StorageFailure):
+        log.truncate_to(1)
+    late = store.checkpoint_job(log)
+    for number in range(1, 8):
+        log.append(a_batch(b"%d" % number * 300), leader_epoch=Epoch(2))
+    late.execute()
+    late.finish()
+    assert [segment.path for segment in log.segments] == names
+    assert all(files.exists(name) for name in names)
+    expected = content(log)
+    files.kill()
+    assert content(open_log(open_store(files, clock))) == expected
 
 
 def test_what_is_not_acknowledged_is_neither_deleted_nor_compacted(clock: ManualClock) -> None:
