@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -28,12 +29,20 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     ResourceType,
 )
 from confluent_kafka.cimpl import NewTopic
+from kio.schema.describe_share_group_offsets.v1.request import (
+    DescribeShareGroupOffsetsRequest,
+    DescribeShareGroupOffsetsRequestGroup,
+    DescribeShareGroupOffsetsRequestTopic,
+)
+from kio.schema.types import GroupId, TopicName
+from kio.static.primitive import i32
 
 from millstream.model.subscription import ATTEMPTS, DELIVERY, EXACTLY_ONCE, LEASE, START
 from millstream.testing.etcd_server import EtcdServer
 from millstream.testing.postgres_server import PostgresServer
 from millstream.testing.server import Server
 from millstream.testing.server_group import ServerGroup
+from millstream.wire.client import Client
 
 WAIT_S = 60.0
 QUIET_S = 0.5
@@ -297,6 +306,20 @@ def accept_until(consumer: ShareConsumer, accepted: Counter[str], number: int) -
             accepted.update(texts(messages))
 
 
+async def start_of(address: str, name: str) -> int:
+    """Where a share group is on the only partition of its topic, as one node tells."""
+    topic = DescribeShareGroupOffsetsRequestTopic(topic_name=TopicName(name), partitions=(i32(0),))
+    group = DescribeShareGroupOffsetsRequestGroup(group_id=GroupId(name), topics=(topic,))
+    async with Client.connect(address) as client:
+        answer = await client.send(None, DescribeShareGroupOffsetsRequest(groups=(group,)))
+    (told,) = answer.groups
+    return int(told.topics[0].partitions[0].start_offset) if told.topics else -1
+
+
+def until_at(address: str, name: str, offset: int) -> None:
+    until(f"{name} at {offset}", lambda: asyncio.run(start_of(address, name)) == offset)
+
+
 def test_another_node_goes_on_with_the_queue(
     tmp_path_factory: pytest.TempPathFactory, etcd: EtcdServer, postgres: PostgresServer
 ) -> None:
@@ -318,3 +341,7 @@ def test_another_node_goes_on_with_the_queue(
             work.publish("after")
             accept_until(consumer, seen, 6)
         assert seen == Counter([*numbers(5, 10), "after"])
+        cluster.start()
+        # Whichever node is asked, and although nobody fetches any more.
+        for node in cluster:
+            until_at(node.kafka, work.name, 11)
