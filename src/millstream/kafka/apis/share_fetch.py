@@ -47,6 +47,8 @@ from millstream.subscriptions.lease import Lease
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _RECORD_LIMIT: Final = 1
 _WAIT_MS_MAX: Final = 300_000
+_BYTES_MAX: Final = 16 * 1024 * 1024
+"""An answer is held in memory as a whole; one batch is given however large it is."""
 _PAUSE_MS: Final = 100
 _FOR_CLIENTS: Final = frozenset(
     {
@@ -129,7 +131,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         wanted = Wanted(
             self._door.worker(request.member_id or ""),
             request.max_records,
-            max(1, min(request.max_bytes, self._bytes_max)),
+            max(1, min(request.max_bytes, self._bytes_max, _BYTES_MAX)),
             whole_batches=request.share_acquire_mode != _RECORD_LIMIT,
         )
         wait_ms = 0 if told.failed or told.acknowledged else min(request.max_wait // _MILLISECOND, _WAIT_MS_MAX)
