@@ -1,0 +1,49 @@
+"""Whether a worker holds a range is told as the queue itself decides it."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.model.ids import Offset, PartitionIndex
+from millstream.model.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings
+from millstream.subscriptions.lease import Settle, Verb
+from millstream.subscriptions.queue import Queue
+from millstream.subscriptions.settling import holds
+
+KEY = QueueKey(UUID(int=1), UUID(int=2), PartitionIndex(3))
+NOW_MS = 1_000_000
+MESSAGES = 30
+WORKERS = ("one", "two", "stranger")
+
+_ranges = st.tuples(st.integers(0, MESSAGES + 5), st.integers(0, 6)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+_settles = st.builds(
+    lambda span, verb: Settle(Offset(span[0]), Offset(span[1]), verb, 60_000 if verb == Verb.RELEASE else None),
+    _ranges,
+    st.sampled_from(Verb),
+)
+_steps = st.lists(
+    st.tuples(st.sampled_from(WORKERS[:2]), st.one_of(st.integers(1, 8), _settles)), min_size=1, max_size=12
+)
+
+
+@given(_steps, st.lists(_settles, min_size=1, max_size=8), st.sampled_from([AT_LEAST_ONCE, AT_MOST_ONCE]))
+def test_who_holds_may_settle_and_nobody_else(
+    steps: list[tuple[str, int | Settle]], asked: list[Settle], delivery: str
+) -> None:
+    # Few offsets are dense, so that some that wait are kept aside.
+    queue = Queue(KEY, SubscriptionSettings(delivery=delivery), leader_epoch=1, dense_max=10)
+    queue.begin(0, now_ms=NOW_MS)
+    queue.look(0, MESSAGES, now_ms=NOW_MS, absent=[(7, 8)])
+    for worker, step in steps:
+        if isinstance(step, Settle):
+            queue.settle(worker, [step], now_ms=NOW_MS)
+        else:
+            queue.acquire(worker, now_ms=NOW_MS, max_records=step)
+    for settle in asked:
+        for worker in WORKERS:
+            expected = holds(queue, worker, settle)
+            (refused,) = queue.settle(worker, [settle], now_ms=NOW_MS)
+            assert (refused is None) == expected
