@@ -38,7 +38,6 @@ from millstream.subscriptions.state_store import StateStore
 
 _logger = logging.getLogger(__name__)
 
-OPENING_AT_ONCE: Final = 16
 OPENING_S: Final = 1.0
 """How long a worker waits for queues that are being opened while others are there to ask."""
 SETTLED_S: Final = 30.0
@@ -75,7 +74,6 @@ class Engine:
         self._around = around
         self._open: dict[QueueKey, _Open] = {}
         self._opening: dict[QueueKey, asyncio.Task[Delivery]] = {}
-        self._gate = asyncio.Semaphore(OPENING_AT_ONCE)
         self._followed: set[str] = set()
         # Queues for which a task tries until they are open.
         self._beginning: set[tuple[QueueKey, Partition]] = set()
@@ -90,7 +88,7 @@ class Engine:
         self._declared()
 
     async def close(self) -> None:
-        """Send whoever waits away, and let dead letters that are under way be written."""
+        """Send whoever waits away. Dead letters that are not written are the next leader's."""
         self._closed = True
         for task in [*self._opening.values(), *self._tasks]:
             task.cancel()
@@ -187,11 +185,10 @@ class Engine:
 
     async def _begin(self, subscription: Subscription, partition: Partition, key: QueueKey) -> Delivery:
         around = self._around
-        async with self._gate:
-            if self._closed or not partition.is_leader:
-                raise NotLeader(f"{partition.log.partition} is not led by this node")
-            epoch = Epoch(partition.leader_epoch)
-            stored = await around.store.load(key, epoch)
+        if self._closed or not partition.is_leader:
+            raise NotLeader(f"{partition.log.partition} is not led by this node")
+        epoch = Epoch(partition.leader_epoch)
+        stored = await around.store.load(key, epoch)
         if stored.snapshot is None and not subscription.topics:
             # It may begin at the end of the partition, which a new leader does not know at once.
             await _settled(partition)

@@ -31,6 +31,7 @@ from millstream.wire.refusal import refusal
 T = TypeVar("T")
 
 LOAD_S: Final = 30.0
+LOADS_AT_ONCE: Final = 16
 CLOSE_S: Final = 5.0
 
 
@@ -43,6 +44,8 @@ class RoutedStateStore:
         self._random = random
         self._me = me
         self._lanes: dict[PartitionIndex, StateLane] = {}
+        # A node may begin with thousands of queues. Those that wait for a node to come back are not counted.
+        self._gate = asyncio.Semaphore(LOADS_AT_ONCE)
 
     async def close(self) -> None:
         """Let what was written become durable, for a bounded time."""
@@ -56,7 +59,8 @@ class RoutedStateStore:
             try:
                 await self._local.ensure()
                 await self._settled(key, deadline)
-                return await self._load(key, leader_epoch)
+                async with self._gate:
+                    return await self._load(key, leader_epoch)
             except FencedLeaderEpoch:
                 raise
             except PASSING:
