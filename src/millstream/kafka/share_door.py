@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from uuid import UUID
@@ -166,7 +167,9 @@ class ShareDoor:
             # Whoever leads a queue that is not open here lets the leases run out.
             found = engine.opened(QueueKey(subscription.subscription_id, topic_id, PartitionIndex(index)))
             if found is not None:
-                found.worker_gone(self.worker(member_id))
+                # A queue that has just closed keeps no other from hearing of it.
+                with suppress(MillstreamError):
+                    found.worker_gone(self.worker(member_id))
 
     def leader(self, place: SharePartition, error: MillstreamError | None) -> Leader:
         """Where to ask instead, for a partition that is not led here."""
