@@ -102,7 +102,8 @@ async def _wait(
 ) -> list[Given]:
     try:
         for delivery in deliveries:
-            if not delivery.is_closed:
+            # Some may be closed; if all were, it has been told.
+            with suppress(MillstreamError):
                 delivery.park(waiting)
         ends: list[asyncio.Future[Any]] = [waiting.found] if until is None else [waiting.found, until]
         await asyncio.wait(ends, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
