@@ -47,6 +47,7 @@ LOOKS_AT_ONCE: Final = 8
 """How many stretches are looked at in one turn of the loop when none of them holds a message to deliver."""
 WAITING_MAX: Final = 10_000
 SIEVE_RETRY_S: Final = 1.0
+STARVED_S: Final = 0.5
 ALARM_S_MAX: Final = 3600.0
 """No alarm is set for later: the time of day may be corrected meanwhile."""
 
@@ -195,7 +196,7 @@ class Delivery:
         self._check()
         if len(self._waiting) < WAITING_MAX:
             self._waiting[waiter] = None
-            if self._is_cut_short or self._has_available:
+            if self._is_cut_short or self._is_starved or self._has_available:
                 self._wake()
             self._set_alarm()
 
@@ -506,6 +507,9 @@ class Delivery:
         if not self._may_give:
             # Whatever changes that wakes those who wait, and they look again.
             self._is_cut_short = False
+            if self._is_starved and (self._last_write is None or self._last_write.done()):
+                # Others fill the store, and do not tell this queue when they have made room.
+                asyncio.get_running_loop().call_later(STARVED_S, self._wake)
             return
         self._prepare(self._wanted_by_all())
         for waiter in list(self._waiting):

@@ -120,6 +120,20 @@ async def test_a_worker_is_woken_when_the_store_has_room_again(bench: Workbench)
     assert given_offsets(await waiting) == [1]
 
 
+async def test_a_worker_is_served_when_others_have_made_room_in_the_store(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "STARVED_S", 0.01)
+    delivery = await bench.open()
+    bench.publish("a")
+    bench.store.room = False
+    waiting = waits(delivery)
+    await turns()
+    assert not waiting.done()
+    bench.store.room = True
+    assert given_offsets(await waiting) == [0]
+
+
 async def test_pausing_gives_nothing_and_resuming_wakes(bench: Workbench) -> None:
     delivery = await bench.open(paused=True)
     bench.publish("a")
