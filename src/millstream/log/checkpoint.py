@@ -72,8 +72,9 @@ class Checkpoint:
             return
         for segment in self.doomed:
             with self.log.naming:
-                if not segment.is_replaced:
+                if not segment.is_removed:
                     remove_segment(files, segment)
+                    segment.is_removed = True
 
     def finish(self) -> None:
         """Account for what was done; called on the loop."""

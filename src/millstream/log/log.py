@@ -33,7 +33,7 @@ from millstream.log.segment import Segment
 from millstream.log.stretch import BrokenSegment, Stretch
 from millstream.log.swap import Swap, settle_swaps
 from millstream.log.transactions import Guard
-from millstream.log.truncation import Checkpointing, Cut, begin_truncation
+from millstream.log.truncation import Checkpointing, Cut, begin_truncation, tried_again
 from millstream.model.clock import Clock
 from millstream.model.errors import (
     DamagedRange,
@@ -124,8 +124,8 @@ class Log:
         self.broken = False
         """A sync of a segment failed; writes are refused until its tail is in another file."""
         self.repairing = False
-        self.is_cutting = False
-        """Whether its files still hold what was cut off; writes are refused until they do not."""
+        self.is_cutting = self.cut_failed = False
+        """Whether its files still hold what was cut off, and if the disk refused the cut; no writes are taken then."""
         self.closed = False
         self.generation = 0
         """Changes when segments are cut or replaced, so that a job that is under way knows."""
@@ -134,8 +134,7 @@ class Log:
         self.folder_synced = True
         self.doomed: list[Segment] = []
         """Segments that are no part of the log any more; their files go after the next checkpoint."""
-        self.naming = threading.Lock()
-        """Held to remove the files of a doomed segment in a thread, and to take over their names."""
+        self.naming = threading.Lock()  # Held to remove the files of doomed segments, and to take over their names.
         self.swaps: list[Swap] = []
         """Compacted segments whose files take their place with the next checkpoint."""
         self.cleaned_offset = contents.cleaned_offset
@@ -205,7 +204,7 @@ class Log:
 
         The guard is what a transaction needs to begin here.
         """
-        if self.closed or self.broken or self.is_cutting:
+        if (self.closed or self.broken or self.is_cutting) and not tried_again(self, self._files):
             raise self._refusal()
         if not internal:
             appended = append_plain(self, batches, leader_epoch)
@@ -216,7 +215,7 @@ class Log:
     def _refusal(self) -> PartitionClosed | StorageFailure:
         if self.closed:
             return PartitionClosed(f"{self.partition} is closed")
-        if self.is_cutting:
+        if self.is_cutting and not self.cut_failed:
             return StorageFailure(f"{self.partition}: writes are refused until its end is cut off")
         return StorageFailure(f"{self.partition}: writes are refused until the disk works again: {self.failure}")
 
@@ -258,7 +257,7 @@ class Log:
         """See to it that files of this name are not removed any more, also by a checkpoint that is under way."""
         for doomed in [doomed for doomed in self.doomed if doomed.base_offset == base_offset]:
             with self.naming:
-                doomed.is_replaced = True
+                doomed.is_removed = True
             self.doomed.remove(doomed)
 
     def write(self, segment: Segment, batches: bytearray | memoryview) -> Index:
@@ -506,7 +505,7 @@ class Log:
 
     def append_replica(self, batches: Buffer, *, leader_epoch: Epoch) -> None:
         """Take over batches as the leader of an epoch wrote them; nothing is synced yet."""
-        if self.closed or self.broken or self.is_cutting:
+        if (self.closed or self.broken or self.is_cutting) and not tried_again(self, self._files):
             raise self._refusal()
         append_replica(self, batches, leader_epoch, self._files)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from millstream.log.files import Files
-from millstream.log.truncation import Cut, check_may_be_cut
+from millstream.log.truncation import Cut, begin_cutting, check_may_be_cut
 from millstream.model.errors import CorruptBatch
 from millstream.model.ids import Offset
 from millstream.records.batch import (
@@ -114,6 +114,7 @@ def _continued(log: Log, batches: Buffer, headers: list[BatchHeader]) -> bytearr
 def begin_restart(log: Log, offset: int, files: Files) -> Cut:
     """Drop everything and let the log begin and end at an offset; it is for good when the cut is done."""
     check_may_be_cut(log)
+    begin_cutting(log)
     for segment in log.segments:
         segment.cuts += 1
         log.open_files.release(segment)

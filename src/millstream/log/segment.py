@@ -50,7 +50,7 @@ class Segment:
     `verified_from` to `verified_to` have been. `holes` maps the start of each damaged stretch to its end and to the
     offset that goes on there. `cuts` counts how often the end was cut off, since when other bytes may be in its place;
     a `suspect` segment could not be read in the middle of an answer, so that nothing is promised of it unread. The
-    files of one that `is_replaced` are those of another segment by now.
+    files of one that `is_removed` are gone, or those of another segment.
     """
 
     __slots__ = (
@@ -66,7 +66,7 @@ class Segment:
         "index_checksum",
         "index_entries",
         "index_stored",
-        "is_replaced",
+        "is_removed",
         "journaled_bytes",
         "last_append_ms",
         "max_timestamp_ms",
@@ -113,7 +113,7 @@ class Segment:
         self.used = False
         self.pins = 0
         self.released = False
-        self.is_replaced = False
+        self.is_removed = False
         self.cuts = 0
         self.suspect = False
         self._sync_lock = threading.Lock()

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+AGAIN_S = 1.0
+"""How long after the disk refused a cut it is tried again, by the next write; sooner if it did something right."""
+
+_DOING = "cutting off the end of the log"
+
 
 class Checkpointing(Protocol):
     """A checkpoint that is captured and not done yet."""
@@ -51,7 +56,7 @@ class Cut:
             self._descriptor = -1 if self._last is None else log.open_files.pin(self._last)
         except OSError as error:
             raise log.refuse(doing, error) from error
-        log.is_cutting = True
+        log.cut_failed = False
         self.checkpoint = log.keeper.checkpoint_job(log)
 
     def execute(self) -> None:
@@ -70,13 +75,14 @@ class Cut:
             self._error = error
 
     def finish(self) -> None:
-        """Let the log go on; raise if the disk did not take it."""
+        """Let the log go on; raise if the disk did not take it, and have it tried again before anything is written."""
         log = self.log
         if self._last is not None:
             log.open_files.unpin(self._last)
-        log.is_cutting = False
         if self._error is not None and not log.closed:
+            log.cut_failed = True
             raise log.refuse(self._doing, self._error) from self._error
+        log.is_cutting = False
         _logger.info("a log was cut", extra={"partition": str(log.partition), "end": log.end_offset})
 
 
@@ -103,7 +109,7 @@ def told_when_done(executed: asyncio.Future[None], end: Callable[[], None]) -> a
 def begin_truncation(log: Log, offset: int, files: Files) -> Cut | None:
     """Cut off everything from an offset on (and the batch that holds it); it is for good when the cut is done."""
     if offset >= log.end_offset:
-        return None
+        return _cut_again(log, files) if log.cut_failed else None
     check_may_be_cut(log)
     if offset < log.start_offset:
         raise OffsetOutOfRange(
@@ -111,16 +117,42 @@ def begin_truncation(log: Log, offset: int, files: Files) -> Cut | None:
             start=log.start_offset,
             end=log.end_offset,
         )
+    begin_cutting(log)
     _cut_end(log, offset)
-    return Cut(log, files, "cutting off the end of the log")
+    return Cut(log, files, _DOING)
 
 
 def check_may_be_cut(log: Log) -> None:
     """Raise when a log cannot be cut now."""
-    if log.broken:
+    if log.broken or log.repairing:
         raise StorageFailure(f"{log.partition} cannot be cut while its disk fails: {log.failure}")
-    if log.is_cutting:
+    if log.is_cutting and not log.cut_failed:
         raise StorageFailure(f"{log.partition} is being cut already")
+
+
+def begin_cutting(log: Log) -> None:
+    """Have nothing written until a cut is done; whatever goes wrong before it begins, it has to be done again."""
+    log.is_cutting = log.cut_failed = True
+
+
+def tried_again(log: Log, files: Files) -> bool:
+    """Carry out a cut that the disk refused, once in a while; whether it is done, so that the log takes writes again.
+
+    What was cut off still lies in the files. Written over, it would be found behind the new records after a crash.
+    """
+    if not log.cut_failed or log.closed or log.broken or log.repairing:
+        return False
+    if log.failure is not None and log.clock.monotonic() - log.failed_at < AGAIN_S:
+        return False
+    log.keeper.cut_now(_cut_again(log, files))
+    return True
+
+
+def _cut_again(log: Log, files: Files) -> Cut:
+    check_may_be_cut(log)
+    if log.segments and log.segments[-1].broken:
+        log.roll()
+    return Cut(log, files, _DOING)
 
 
 def _cut_end(log: Log, offset: int) -> None:

@@ -189,17 +189,21 @@ async def test_a_log_is_cut_while_the_loop_goes_on_and_takes_nothing_until_then(
     again.close_now()
 
 
-async def test_a_cut_that_the_disk_refuses_is_told_and_the_log_goes_on() -> None:
-    files = MemoryFiles()
-    store = LogStore.open(
-        Path("/data"), files=files, clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
-    )
+async def test_a_cut_that_the_disk_refuses_is_told_and_done_again_before_the_log_goes_on() -> None:
+    files, clock = MemoryFiles(), ManualClock()
+    store = LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=10_000, producer_expiry_ms=10**9)
     partition = follower(store, "os")
-    files.fail_next_syncs(".log")
+    files.fail_next_syncs("checkpoints")
     cut = partition.truncate(EpochEnd(Epoch(0), Offset(0)), leader_epoch=Epoch(1))
     assert cut is not None
     with pytest.raises(StorageFailure, match="cutting off"):
         await cut
+    partition.apply(Versioned(dataclasses.replace(STATE, leader=ME, leader_epoch=Epoch(2)), 2), me=ME)
+    batch = encode_batch([NewRecord(None, b"x", (), 1000)])
+    with pytest.raises(StorageFailure, match="until the disk works again"):
+        partition.write(bytearray(batch), acks=1)
+    clock.advance_ms(2000)
+    assert partition.write(bytearray(batch), acks=1).base_offset == 0
     assert not partition.log.is_cutting
     files.kill()
 

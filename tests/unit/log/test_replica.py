@@ -269,6 +269,31 @@ ReplicaMachine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step
 TestReplicaHistories = ReplicaMachine.TestCase
 
 
+@pytest.mark.parametrize("ending", ["checkpoints", ".log"])
+def test_nothing_is_written_over_what_a_cut_could_not_cut_off(clock: ManualClock, ending: str) -> None:
+    """After a crash it would be found behind the new records: as damage, or in the place of some of them."""
+    files = MemoryFiles()
+    store = open_store(files, clock)
+    log = open_log(store, segment_bytes=10_000)
+    for number in range(8):
+        log.append(a_batch(b"%d" % number * 300), leader_epoch=Epoch(1))
+    files.fail_next_syncs(ending)
+    with pytest.raises(StorageFailure):
+        log.truncate_to(3)
+    assert log.end_offset == 3
+    with pytest.raises(StorageFailure, match="until the disk works again"):
+        log.append(a_batch(b"new"), leader_epoch=Epoch(2))
+    clock.advance_ms(2000)
+    while store.commit_once():
+        pass
+    log.append(a_batch(b"new"), leader_epoch=Epoch(2))
+    expected = content(log)
+    files.kill()
+    again = open_log(open_store(files, clock), segment_bytes=10_000)
+    assert (again.end_offset, again.damage) == (4, ())
+    assert content(again) == expected
+
+
 def test_a_late_checkpoint_of_a_cut_that_failed_removes_no_file_that_the_log_has_begun_anew(clock: ManualClock) -> None:
     """The thread knows only the names of what was cut off, and the log may have taken these by then."""
     files = MemoryFiles()
@@ -282,6 +307,7 @@ def test_a_late_checkpoint_of_a_cut_that_failed_removes_no_file_that_the_log_has
     with pytest.raises(StorageFailure):
         log.truncate_to(1)
     late = store.checkpoint_job(log)
+    clock.advance_ms(2000)
     for number in range(1, 8):
         log.append(a_batch(b"%d" % number * 300), leader_epoch=Epoch(2))
     late.execute()
