@@ -15,7 +15,7 @@ CLUSTER = {"lease-ms": 2000, "leader-balance-ms": 1000, "subscriptions-partition
 
 
 async def test_one_node_is_killed_while_it_delivers(tmp_path: Path) -> None:
-    plan = Plan(seed=11, load_s=6.0, kills=2, messages_per_s=60.0, workers=2, down_s=(0.0, 0.5), drain_s_max=60.0)
+    plan = Plan(seed=11, load_s=5.0, kills=2, messages_per_s=60.0, workers=2, down_s=(0.0, 0.5), drain_s_max=60.0)
     plan.stop_share = 0.0
     with Server(tmp_path / "data", settings={"subscriptions-partitions": 3}) as server:
         outcome = await SubscriptionTrial({1: server}, plan, print).run()
@@ -28,7 +28,7 @@ async def test_leaders_of_messages_and_of_states_are_killed_while_they_deliver(
     """The first kill takes a leader of the topic, the second one of `__subscriptions`."""
     plan = Plan(
         seed=12,
-        load_s=6.0,
+        load_s=5.0,
         kills=2,
         messages_per_s=60.0,
         workers=2,

@@ -77,6 +77,10 @@ class Desk:
 
     async def letters(self, count: int) -> list[Record]:
         found: list[Record] = []
+        async with asyncio.timeout(60):
+            # The topic is made for the first letter.
+            while f"{self.topic}-dead" not in (await self.client.metadata()).topics:
+                await asyncio.sleep(0.05)
         while len(found) < count:
             answer = await self.client.fetch(f"{self.topic}-dead", 0, len(found), max_wait_ms=WAIT_MS)
             more = list(decode_records(answer.records))
