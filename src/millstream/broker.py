@@ -29,10 +29,10 @@ from millstream.config import Config, parse_address
 from millstream.http.child import HttpChild
 from millstream.kafka.dispatch import Dispatch
 from millstream.log.files import DiskFiles, Files
-from millstream.log.folder import CLEAN_STOP_NAME, PARTITIONS_NAME
+from millstream.log.folder import CLEAN_STOP_NAME, LOCK_NAME, PARTITIONS_NAME
 from millstream.log.store import LogStore
 from millstream.model.clock import Clock, SystemClock
-from millstream.model.errors import DataFolderInvalid, InvalidSetting, MillstreamError
+from millstream.model.errors import AddressTaken, DataFolderInvalid, InvalidSetting, MillstreamError
 from millstream.model.ids import NodeId
 from millstream.net.budget import Budget
 from millstream.net.connection import ConnectionLimits
@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from millstream.kafka.served import Served
 
 _logger = logging.getLogger(__name__)
+
+_ORPHAN_S = 10.0
+_ORPHAN_LOOK_S = 0.1
+"""How long, and how often, a start after a kill tries to get the address that the old gateway may still hold."""
 
 _TROUBLES_MAX = 10
 """So many failed partitions are named; more would help nobody."""
@@ -130,7 +134,7 @@ class Broker:
             parse_address(config.advertise, name="advertise")
         self._kafka_socket = bind(*parse_address(config.kafka, name="kafka"), flag="kafka", listening=False)
         undo.callback(self._kafka_socket.close)
-        self._http_socket = bind(*parse_address(config.http, name="http"), flag="http", listening=False)
+        self._http_socket = await self._bind_http()
         undo.callback(self._http_socket.close)
         undo.push_async_callback(self._end_tasks)
         gateway = self._gateway = HttpChild(
@@ -185,6 +189,21 @@ class Broker:
             await core.node.join(core.membership.me, self.http_address)
             undo.push_async_callback(core.node.leave)
         _logger.info("ready", extra={"kafka": self.kafka_address, "http": self.http_address, "data": config.data})
+
+    async def _bind_http(self) -> socket.socket:
+        """Bind; a gateway whose broker was killed holds the address until it has noticed that."""
+        address = parse_address(self._config.http, name="http")
+        was_killed = self._files.exists(f"{self._data}/{LOCK_NAME}") and not self._files.exists(
+            f"{self._data}/{CLEAN_STOP_NAME}"
+        )
+        deadline = self._clock.monotonic() + (_ORPHAN_S if was_killed else 0.0)
+        while True:
+            try:
+                return bind(*address, flag="http", listening=False)
+            except AddressTaken:
+                if self._clock.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(_ORPHAN_LOOK_S)
 
     def _check_alone(self) -> None:
         if self._config.in_cluster:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -155,6 +157,15 @@ def test_the_children_notice_that_the_main_process_was_killed(start_server: Any)
     server.kill_main()
     assert all(_is_gone(child) for child in children)
     server.kill()
+    server.start()
+
+
+def test_a_start_after_a_kill_waits_for_the_port_that_the_old_gateway_holds(start_server: Any) -> None:
+    server: Server = start_server()
+    server.kill()
+    host, _, port = server.http.rpartition(":")
+    orphan = socket.create_server((host, int(port)))
+    threading.Timer(1.0, orphan.close).start()
     server.start()
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.model.errors import SubscriptionExists, UnknownGroup
+from millstream.model.partitioner import partition_for_key
 from millstream.model.subscription import ATTEMPTS, DEAD_LETTER_TOPIC, EARLIEST, LEASE, START
 from millstream.records.record import Headers, NewRecord, encode_batch
 from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
@@ -80,9 +81,10 @@ class DeadLetterDesk:
             raise CommandFailed(
                 f"letter {letter.record.offset} does not say where it came from; name a topic with --to"
             )
-        partition = 0
         if to is None and headers.get("dlq-partition", "").isdigit():
             partition = int(headers["dlq-partition"])
+        else:
+            partition = await self._partition_for(topic, letter)
         times = int(headers[REDRIVEN]) if headers.get(REDRIVEN, "").isdigit() else 0
         kept: Headers = tuple(header for header in letter.record.headers if not header[0].startswith(PREFIX))
         record = NewRecord(
@@ -93,6 +95,13 @@ class DeadLetterDesk:
         )
         await self._client.produce(topic, partition, encode_batch([record]))
         return topic
+
+    async def _partition_for(self, topic: str, letter: LeasedMessage) -> int:
+        """Where another topic takes a letter's message: by its key, as Kafka's clients have it."""
+        found = (await self._client.metadata([topic], create=True)).topics.get(topic)
+        partitions = 1 if found is None else max(1, len(found.partitions))
+        key = letter.record.key
+        return letter.record.offset % partitions if key is None else partition_for_key(key, partitions)
 
 
 def headers_of(letter: LeasedMessage) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,7 @@ import typer
 from millstream.cli.connection import ask
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds, Yes, ask_person
 from millstream.cli.output import as_json_text, counted, one_line, print_json, print_line, print_note, print_table
+from millstream.model.errors import InvalidRecordState
 
 if TYPE_CHECKING:
     from millstream.cli.dead_letter import DeadLetterDesk, DeadLetterTopic
@@ -165,7 +167,9 @@ def _work(
                 if limit is not None and done >= limit:
                     break
         finally:
-            await desk.settle(held, RELEASE)
+            # What was held for too long is free already, and that must not hide how the work went.
+            with suppress(InvalidRecordState):
+                await desk.settle(held, RELEASE)
         return done, skipped
 
     return ask(brokers, timeout, question)

@@ -287,12 +287,15 @@ class Engine:
     def _follow(self, topic: str) -> None:
         if topic not in self._followed:
             self._followed.add(topic)
-            self._around.topics.when_leadership_changes(topic, lambda _index, _partition: self._begin_soon(topic))
+            self._around.topics.when_leadership_changes(topic, lambda _index, led: self._begin_soon(topic, led))
 
-    def _begin_soon(self, topic: str) -> None:
+    def _begin_soon(self, topic: str, led: Partition | None) -> None:
+        """Begin the queues of a partition that this node leads from now on."""
+        if led is None or self._closed:
+            return
         for subscription in self._around.subscriptions.all():
             if topic in subscription.topics:
-                self._begin_on(subscription, topic)
+                self._begin_at(subscription, led)
 
     def _begin_all(self) -> None:
         for subscription in self._around.subscriptions.all():
@@ -305,10 +308,13 @@ class Engine:
         if topic is None or self._closed:
             return
         for partition in self._around.topics.partitions_of(topic):
-            key = QueueKey(subscription.subscription_id, topic.topic_id, PartitionIndex(partition.index))
-            if partition.is_leader and key not in self._open and (key, partition) not in self._beginning:
-                self._beginning.add((key, partition))
-                self._spawn(self._begin_quietly(subscription, partition, key))
+            self._begin_at(subscription, partition)
+
+    def _begin_at(self, subscription: Subscription, partition: Partition) -> None:
+        key = QueueKey(subscription.subscription_id, partition.topic.topic_id, PartitionIndex(partition.index))
+        if partition.is_leader and key not in self._open and (key, partition) not in self._beginning:
+            self._beginning.add((key, partition))
+            self._spawn(self._begin_quietly(subscription, partition, key))
 
     async def _reopen(self, delivery: Delivery) -> None:
         """A queue was closed, but may still be led here, and have dead letters to write, or leases to take back."""

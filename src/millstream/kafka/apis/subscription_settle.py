@@ -33,6 +33,8 @@ from millstream.wire.subscription_messages import (
 Results = list[tuple[int, str | None]]
 
 REASON_LENGTH_MAX = 1000
+DELAY_MS_MAX = 366 * 24 * 3600 * 1000
+OFFSET_MAX = 2**63 - 1
 _VERBS = frozenset(Verb)
 
 
@@ -71,10 +73,10 @@ class SubscriptionSettle(PackedApi[SettleRequest]):
 def _verb(asked: SettledRange) -> Settle:
     if asked.verb not in _VERBS:
         raise InvalidRequest(f"verb {asked.verb} is not known; there are 1 accept, 2 release, 3 reject, 4 extend")
-    if not 0 <= asked.first <= asked.last:
+    if not 0 <= asked.first <= asked.last < OFFSET_MAX:
         raise InvalidRequest(f"messages {asked.first} to {asked.last} are none")
-    if asked.delay_ms is not None and asked.delay_ms < 0:
-        raise InvalidRequest(f"a delay of {asked.delay_ms} ms lies in the past")
+    if asked.delay_ms is not None and not 0 <= asked.delay_ms <= DELAY_MS_MAX:
+        raise InvalidRequest(f"a delay is 0 to {DELAY_MS_MAX} ms, not {asked.delay_ms}")
     return Settle(
         Offset(asked.first), Offset(asked.last), Verb(asked.verb), asked.delay_ms, asked.reason[:REASON_LENGTH_MAX]
     )
