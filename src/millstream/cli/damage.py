@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from millstream.model.errors import MillstreamError
+from millstream.model.topic import TRANSACTION_STATE
 
 if TYPE_CHECKING:
     from millstream.model.ids import NodeId
@@ -30,6 +31,13 @@ class LostOffsets(NamedTuple):
     @property
     def advice(self) -> str:
         """What to do about it."""
+        if self.topic == TRANSACTION_STATE:
+            # No group reads this topic; what it lost are decisions about transactions.
+            return (
+                "the other offsets are unharmed and in use; transactions whose state was there may never end by "
+                "themselves: find them with millstream transaction list --hanging, and end them with "
+                "millstream transaction abort"
+            )
         return (
             "the other offsets are unharmed and served; restore these from a copy, if you have one, and let a group "
             f"step over them with: millstream group reset GROUP --topic {self.topic} --partition {self.partition} "

@@ -103,3 +103,10 @@ def test_lost_offsets_are_problems_that_say_what_to_do() -> None:
     assert found[0].detail == "orders-0: the disk lost the offsets 3 to 9"
     assert "group reset GROUP --topic orders --partition 0 --to 10" in found[0].advice
     assert (len(found), found[-1].detail) == (6, "2 more ranges that the disk lost")
+
+
+def test_lost_states_of_transactions_are_no_matter_of_groups() -> None:
+    lost = [{"topic": "__transaction_state", "partition": 0, "first": 3, "next": 4}]
+    (found,) = broker_check._damage(status(damage=lost))
+    assert "millstream transaction list --hanging" in found.advice
+    assert "group reset" not in found.advice
