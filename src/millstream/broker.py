@@ -32,7 +32,7 @@ from millstream.log.files import DiskFiles, Files
 from millstream.log.folder import CLEAN_STOP_NAME, LOCK_NAME, PARTITIONS_NAME
 from millstream.log.store import LogStore
 from millstream.model.clock import Clock, SystemClock
-from millstream.model.errors import AddressTaken, DataFolderInvalid, InvalidSetting, MillstreamError
+from millstream.model.errors import AddressTaken, ClusterMismatch, InvalidSetting, MillstreamError
 from millstream.model.ids import NodeId
 from millstream.net.budget import Budget
 from millstream.net.connection import ConnectionLimits
@@ -208,7 +208,7 @@ class Broker:
     def _check_alone(self) -> None:
         if self._config.in_cluster:
             if os.path.exists(os.path.join(self._data, CATALOG_NAME)):
-                raise DataFolderInvalid(
+                raise ClusterMismatch(
                     f"{self._config.data} is that of a node on its own, whose topics a cluster would not know; "
                     "start this node with another --data and copy the topics over with a Kafka client"
                 )
@@ -216,7 +216,7 @@ class Broker:
         if self._config.catalog:
             raise InvalidSetting("--catalog is for nodes of a cluster, which need --etcd too; a node alone has its own")
         if self._files.exists(f"{self._data}/{LAST_RUN_NAME}"):
-            raise DataFolderInvalid(
+            raise ClusterMismatch(
                 f"{self._config.data} is that of a node of a cluster; give --etcd and --catalog too, or another --data"
             )
 

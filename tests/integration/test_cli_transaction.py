@@ -64,15 +64,22 @@ def test_a_transaction_is_found_and_aborted(millstream: CommandLine, writer: Pro
     assert millstream("transaction", "abort", name).code == 5
 
 
-def test_what_no_coordinator_knows_is_ended_on_its_partition(
+def test_what_its_coordinator_knows_is_not_torn_unless_somebody_insists(
     millstream: CommandLine, writer: Producer, topic: str
 ) -> None:
     described = millstream("transaction", "describe", f"of {topic}", "--json").document
     producer_id = described["producer_id"]
     where = ("--topic", topic, "--partition", "0", "--producer-id", producer_id)
-    assert millstream("transaction", "abort", *where, "--json").document["producer_id"] == producer_id
+    refused = millstream("transaction", "abort", *where)
+    assert refused.code == 5
+    assert f"transaction abort 'of {topic}'" in refused.err
+    forced = millstream("transaction", "abort", *where, "--force", "--json")
+    assert forced.document["producer_id"] == producer_id
     assert millstream("transaction", "abort", *where).code == 5
     assert millstream("transaction", "abort").code == 2
+    assert millstream("transaction", "abort", f"of {topic}", *where).code == 2
+    missing = ("--topic", topic, "--partition", "99", "--producer-id", producer_id)
+    assert millstream("transaction", "abort", *missing).code == 3
 
 
 async def write_marker(client: Client, where: tuple[str, int], producer_id: int, epoch: int, coordinator: int) -> int:

@@ -22,7 +22,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
-from millstream.testing.command import run_command
+from millstream.testing.command import CommandLine, run_command
 from millstream.testing.etcd_server import EtcdServer
 from millstream.testing.postgres_server import PostgresServer
 from millstream.testing.server import Server
@@ -257,7 +257,7 @@ def test_a_node_of_a_cluster_is_not_started_without_it(cluster: ServerGroup, tmp
     assert (strange.code, "postgresql://" in strange.err) == (2, True)
     cluster[3].kill()
     alone = run_command(["serve", "--data", str(cluster[3].data), *free])
-    assert (alone.code, "of a cluster" in alone.err) == (1, True)
+    assert (alone.code, "of a cluster" in alone.err) == (5, True)
 
 
 def test_the_folder_of_a_node_on_its_own_is_not_taken_into_a_cluster(cluster: ServerGroup, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_the_folder_of_a_node_on_its_own_is_not_taken_into_a_cluster(cluster: Se
     shared = [f"--{name}={cluster[1].settings[name]}" for name in ("etcd", "catalog")]
     free = ("--kafka", "127.0.0.1:0", "--http", "127.0.0.1:0")
     taken = run_command(["serve", "--data", str(tmp_path / "alone"), "--node-id", "9", *shared, *free])
-    assert (taken.code, "on its own" in taken.err) == (1, True)
+    assert (taken.code, "on its own" in taken.err) == (5, True)
     with Server(tmp_path / "alone"):
         pass
 
@@ -281,6 +281,23 @@ def get(cluster: ServerGroup, path: str) -> str:
     except OSError as error:
         # The gateway starts a little after the node.
         return str(error)
+
+
+def test_a_subscription_is_used_through_any_node_as_soon_as_it_is_declared(cluster: ServerGroup, topic: str) -> None:
+    create(cluster, topic)
+    millstream = CommandLine(cluster.kafka)
+    lines = "".join(f"k{number}:v{number}\n" for number in range(60))
+    assert millstream.process("publish", topic, "--key-separator", ":", stdin=lines.encode()).code == 0
+    name = f"of-{topic}"
+    dead = ("--dead-letter", f"{topic}-d")
+    assert millstream("subscription", "create", name, "--topic", topic, "--start", "start", *dead).code == 0
+    assert len(millstream("subscription", "pull", name, "-n", "1", "--wait", "10", "--json").documents) == 1
+    taken = millstream("subscription", "pull", name, "-n", "7", "--wait", "10", "--reject", "no", "--json").documents
+    assert 1 <= len(taken) <= 7
+    until(lambda: millstream("dlq", "list", "--json").document["dead_letters"][0]["letters"] == len(taken))
+    shown = millstream("dlq", "show", name, "--json")
+    assert shown.code == 0, shown.err
+    assert len(shown.documents) == len(taken)
 
 
 def test_health_tells_how_the_cluster_is(cluster: ServerGroup, topic: str) -> None:

@@ -19,6 +19,8 @@ from millstream.cli.options import (
     ask_person,
 )
 from millstream.cli.output import one_line, print_json, print_line, print_table
+from millstream.model.ids import PartitionIndex
+from millstream.model.topic import TopicPartition
 
 if TYPE_CHECKING:
     from millstream.cli.transaction_admin import DescribedTransaction, ListedTransaction, OpenTransaction
@@ -110,6 +112,9 @@ def abort(
         int | None, typer.Option("--partition", "-p", metavar="NUMBER", min=0, help="Its partition.")
     ] = None,
     producer_id: Annotated[int | None, typer.Option("--producer-id", metavar="ID", help="Its producer.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="End it on this partition although its coordinator knows it: tears it.")
+    ] = False,
     yes: Yes = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
@@ -120,13 +125,16 @@ def abort(
     One that no coordinator knows (`transaction list --hanging`) is named by --topic, --partition and --producer-id.
     """
     if transactional_id is not None:
+        if topic is not None or partition is not None or producer_id is not None:
+            raise typer.BadParameter("a transactional id names all of a transaction; leave out --topic and the others")
         ask_person(f"Abort the transaction of {transactional_id!r}?", unless=yes)
         _abort_known(transactional_id, as_json=as_json, brokers=brokers, timeout=timeout)
         return
     if topic is None or partition is None or producer_id is None:
         raise typer.BadParameter("give a transactional id, or --topic, --partition and --producer-id")
     ask_person(f"Abort what producer {producer_id} has open on {topic}-{partition}?", unless=yes)
-    _abort_hanging(topic, partition, producer_id, as_json=as_json, brokers=brokers, timeout=timeout)
+    where = TopicPartition(topic, PartitionIndex(partition))
+    _abort_hanging(where, producer_id, force=force, as_json=as_json, brokers=brokers, timeout=timeout)
 
 
 def _how_long(found: DescribedTransaction) -> str:
@@ -170,20 +178,18 @@ def _abort_known(transactional_id: str, *, as_json: bool, brokers: str, timeout:
 
 
 def _abort_hanging(
-    topic: str, partition: int, producer_id: int, *, as_json: bool, brokers: str, timeout: float
+    where: TopicPartition, producer_id: int, *, force: bool, as_json: bool, brokers: str, timeout: float
 ) -> None:
     async def question(client: Client) -> OpenTransaction:
         from millstream.cli.transaction_admin import abort_on_partition
-        from millstream.model.ids import PartitionIndex
-        from millstream.model.topic import TopicPartition
 
-        return await abort_on_partition(client, TopicPartition(topic, PartitionIndex(partition)), producer_id)
+        return await abort_on_partition(client, where, producer_id, force=force)
 
     found = ask(brokers, timeout, question)
     if as_json:
         print_json(_opened(found))
     else:
-        print_line(f"Aborted what producer {producer_id} had open on {one_line(topic)}-{partition}.")
+        print_line(f"Aborted what producer {producer_id} had open on {one_line(str(where))}.")
 
 
 def _opened(one: OpenTransaction) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from millstream.model.errors import InvalidRequest, InvalidTransactionState, UnknownTransaction
+from millstream.model.errors import InvalidRequest, InvalidTransactionState, UnknownTopic, UnknownTransaction
 from millstream.model.ids import NodeId, PartitionIndex
 from millstream.model.topic import TopicPartition
 from millstream.wire.client import Client
@@ -192,6 +192,12 @@ async def hanging_transactions(client: Client) -> list[OpenTransaction]:
     return [one for one in still_open if one in hanging]
 
 
+async def _check_exists(client: Client, where: TopicPartition) -> None:
+    topic = (await client.metadata([where.topic])).topics.get(where.topic)
+    if topic is None or where.partition not in topic.partitions:
+        raise UnknownTopic(f"there is no partition {where}")
+
+
 async def _partitions_of(client: Client, transactional_id: str) -> frozenset[TopicPartition]:
     try:
         return frozenset((await describe_transaction(client, transactional_id)).partitions)
@@ -199,15 +205,28 @@ async def _partitions_of(client: Client, transactional_id: str) -> frozenset[Top
         return frozenset()
 
 
-async def abort_on_partition(client: Client, where: TopicPartition, producer_id: int) -> OpenTransaction:
-    """Write the marker that nobody else will write."""
+async def abort_on_partition(
+    client: Client, where: TopicPartition, producer_id: int, *, force: bool = False
+) -> OpenTransaction:
+    """Write the marker that nobody else will write.
+
+    Unless `force` is given, refuse where a coordinator knows the transaction: to end it here alone would tear it.
+    """
     from kio.schema.write_txn_markers.v1 import request
 
     messages: Any = request
     opened = [one for one in await open_transactions(client, [where.topic]) if one.where == where]
     found = next((one for one in opened if one.producer_id == producer_id), None)
     if found is None:
+        await _check_exists(client, where)
         raise InvalidTransactionState(f"producer {producer_id} has no open transaction on {where}")
+    if not force and found not in await hanging_transactions(client):
+        known = next((one for one in await list_transactions(client) if one.producer_id == producer_id), None)
+        named = "its transactional id" if known is None else repr(known.transactional_id)
+        raise InvalidTransactionState(
+            f"the transaction of producer {producer_id} on {where} does not hang: its coordinator knows it, and to end "
+            f"it on one partition would tear it; abort all of it with `millstream transaction abort {named}`"
+        )
     marker = messages.WritableTxnMarker(
         producer_id=producer_id,
         producer_epoch=found.epoch,

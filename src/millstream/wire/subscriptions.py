@@ -54,6 +54,7 @@ class SubscriptionClient:
 
     def __init__(self, client: Client) -> None:
         self._client = client
+        self._turn = 0
 
     async def create(
         self, name: str, topics: Sequence[str], settings: Mapping[str, str], *, validate_only: bool = False
@@ -106,16 +107,35 @@ class SubscriptionClient:
         while True:
             # A node that has nothing holds its answer back, so none is asked to wait for long while others may have.
             left_ms = max(0, int((deadline - loop.time()) * 1000))
-            request = Receive(name, worker, max_records, max_bytes, min(left_ms, _TURN_MS))
-            answers = await asyncio.gather(
-                *(self._receive_from(node, request) for node in nodes), return_exceptions=True
-            )
-            messages = [message for answer in answers if isinstance(answer, list) for message in answer]
+            request = Receive(name, worker, max_records, max_bytes, min(left_ms, _TURN_MS) // len(nodes))
+            messages, failed = await self._receive_from_all(nodes, request)
             # Messages that some have leased are not thrown away because others have gone.
-            if not messages:
-                _raise_first(answers)
+            if not messages and failed is not None:
+                raise failed
             if messages or left_ms == 0:
                 return messages
+
+    async def _receive_from_all(
+        self, nodes: Sequence[NodeId | None], request: Receive
+    ) -> tuple[list[LeasedMessage], MillstreamError | None]:
+        """Ask one node after the other, since all of them together give no more than was asked for."""
+        messages: list[LeasedMessage] = []
+        failed: MillstreamError | None = None
+        self._turn += 1
+        first = self._turn % len(nodes)
+        for node in (*nodes[first:], *nodes[:first]):
+            left = request.max_records - len(messages)
+            if left <= 0:
+                break
+            # Whoever has something already waits for nobody.
+            wait_ms = 0 if messages else request.wait_ms
+            try:
+                messages += await self._receive_from(
+                    node, msgspec.structs.replace(request, max_records=left, wait_ms=wait_ms)
+                )
+            except MillstreamError as error:
+                failed = error
+        return messages, failed
 
     async def settle(
         self,
@@ -192,12 +212,6 @@ class SubscriptionClient:
         if answer["error"]:
             raise refusal(answer["error"], answer["message"])
         return answer
-
-
-def _raise_first(answers: Iterable[object]) -> None:
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
 
 
 def _read(body: memoryview, kind: type[T]) -> T:

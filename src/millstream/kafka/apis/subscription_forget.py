@@ -38,7 +38,7 @@ class SubscriptionForget(PrivateApi[Unwanted]):
 
     async def handle(self, request: Unwanted) -> dict[str, Any]:
         """Close the queues, or drop their states."""
-        subscription = self._service.declared.existing(request.name)
+        subscription = await self._service.existing(request.name)
         topic = self._service.topics.get(request.topic)
         if topic is None:
             raise UnknownTopic(f"there is no topic {request.topic!r}")
