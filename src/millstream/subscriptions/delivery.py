@@ -42,6 +42,8 @@ _logger = logging.getLogger(__name__)
 
 LOOK_BYTES: Final = 1024 * 1024
 LOOK_OFFSETS: Final = 50_000
+LOOK_OFFSETS_ORDERED: Final = 2_000
+"""Of an ordered queue, each message is opened for its key: a few milliseconds of the loop."""
 READ_BYTES_MIN: Final = 64 * 1024
 LOOKS_AT_ONCE: Final = 8
 """How many stretches are looked at in one turn of the loop when none of them holds a message to deliver."""
@@ -433,7 +435,7 @@ class Delivery:
             Offset(max(self.queue.next_look, partition.log_start)),
             settings.isolation,
             max_bytes=LOOK_BYTES,
-            offsets_max=min(LOOK_OFFSETS, self.queue.room),
+            offsets_max=min(LOOK_OFFSETS_ORDERED if settings.ordered else LOOK_OFFSETS, self.queue.room),
             with_keys=settings.ordered,
         )
 

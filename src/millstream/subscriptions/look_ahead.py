@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from millstream.records.batch import (
     iterate_whole_headers,
 )
 from millstream.records.compression import decompress
+from millstream.records.raw_record import raw_records, records_section
 from millstream.records.record import Record, decode_batch
 from millstream.replication.partition import Partition
 
@@ -31,7 +33,6 @@ DELIVER_AT: Final = "deliver-at"
 
 _DELIVER_AT_BYTES: Final = DELIVER_AT.encode()
 _TIME_DIGITS_MAX: Final = 15
-_KEYS: Final = 2**31 - 1
 
 Ranges = list[tuple[int, int]]
 """Offsets, each range with its first and its last."""
@@ -153,27 +154,22 @@ def deliver_at_ms(record: Record) -> int | None:
 
 
 def _keys(records: Buffer, first: Offset, next_offset: Offset) -> npt.NDArray[np.int64]:
-    """A number for the key of every offset; 0 where there is none."""
+    """A number for the key of every offset, the same on every node; 0 where there is none.
+
+    In plain Python: this runs on the loop, where compiled code would first be compiled, for seconds. Two keys with the
+    same number wait for each other, which keeps the order of both.
+    """
     keys = np.zeros(next_offset - first, np.int64)
-    try:
-        _put_keys(keys, records, first, next_offset)
-    except BatchRejected:
-        # One batch cannot be opened, and so has no keys; the others have.
-        view = memoryview(records)
-        for header in iterate_whole_headers(records):
-            with suppress(BatchRejected):
-                _put_keys(keys, view[header.position : header.end_position], first, next_offset)
+    for header in iterate_whole_headers(records):
+        if header.is_control or header.base_offset >= next_offset or header.last_offset < first:
+            continue
+        # A batch that cannot be opened has no keys; the others have.
+        with suppress(BatchRejected):
+            for record in raw_records(records_section(records, header), header):
+                place = header.base_offset + record.offset_delta - first
+                if record.key is not None and 0 <= place < len(keys):
+                    keys[place] = crc32(record.key) + 1
     return keys
-
-
-def _put_keys(keys: npt.NDArray[np.int64], records: Buffer, first: Offset, next_offset: Offset) -> None:
-    # Compiled code, loaded when the first ordered subscription needs it.
-    from millstream.records.decoder import KEY, decode_columns
-    from millstream.records.partitioner import choose_partitions
-
-    for columns in decode_columns(records, fields={KEY}, start_offset=first, end_offset=next_offset, verify_crc=False):
-        if columns.keys is not None:
-            keys[columns.offsets - first] = choose_partitions(columns.keys, _KEYS).astype(np.int64) + 1
 
 
 def batches_with(records: Buffer, leased: list[tuple[int, int]]) -> Iterator[memoryview]:
