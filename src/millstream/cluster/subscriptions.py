@@ -98,7 +98,8 @@ class Subscriptions:
         validate_only: bool = False,
     ) -> Subscription:
         """Declare a subscription durably; `starts` says where its queues begin, for partitions that are there."""
-        self._check(name, topics, overrides)
+        # In a thread, since the language of filters is loaded when the first one is read.
+        await asyncio.to_thread(self._check, name, topics, overrides)
         async with self._changing:
             if name in self._by_name:
                 raise SubscriptionExists(f"subscription {name!r} exists already")
@@ -145,7 +146,7 @@ class Subscriptions:
             return dataclasses.replace(now, overrides=overrides, topics=wanted, starts=kept)
 
         # What can be told at once is told before the catalog is asked, and again with what it declares by then.
-        preview = changed(found)
+        preview = await asyncio.to_thread(changed, found)
         if validate_only:
             return preview
         async with self._changing:

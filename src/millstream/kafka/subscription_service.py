@@ -173,7 +173,7 @@ class SubscriptionService:
             self._making = asyncio.get_running_loop().create_task(self._make(), name="load subscriptions")
 
     async def _make(self) -> Engine:
-        await asyncio.to_thread(_import_engine)
+        await asyncio.to_thread(_import_engine, any(one.settings.filter for one in self.declared.all()))
         from millstream.subscriptions.engine import Engine, Surroundings
         from millstream.subscriptions.filter.worker import FilterWorker
         from millstream.subscriptions.letter_box import LetterBox
@@ -229,8 +229,11 @@ def _ended(task: asyncio.Task[None]) -> None:
         _logger.error("unused subscriptions are not looked after any more", exc_info=error)
 
 
-def _import_engine() -> None:
-    import millstream.subscriptions.engine  # noqa: F401
+def _import_engine(with_filters: bool) -> None:
+    import millstream.subscriptions.engine
+
+    if with_filters:
+        import millstream.subscriptions.filter.translation  # noqa: F401
 
 
 def _compiled(text: str) -> Filter:
