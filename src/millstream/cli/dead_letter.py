@@ -6,15 +6,24 @@ Millstream's own on that topic has not accepted: whoever sends a letter back, or
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.model.errors import SubscriptionExists, UnknownGroup
-from millstream.model.partitioner import partition_for_key
-from millstream.model.subscription import ATTEMPTS, DEAD_LETTER_TOPIC, EARLIEST, LEASE, START
-from millstream.records.record import Headers, NewRecord, encode_batch
+from millstream.cli.letter_post import LetterPost
+from millstream.model.errors import (
+    InvalidRecordState,
+    MillstreamError,
+    SubscriptionExists,
+    UnknownGroup,
+)
+from millstream.model.ids import PartitionIndex
+from millstream.model.subscription import ATTEMPTS, DEAD_LETTER_TOPIC, EARLIEST, IN_FLIGHT_MAX, LEASE, START
+from millstream.records.record import Headers, NewRecord
+from millstream.wire.refusal import TRANSIENT
 from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
 
 if TYPE_CHECKING:
@@ -23,12 +32,22 @@ if TYPE_CHECKING:
 PREFIX = "dlq-"
 OWN_PREFIX = "__dlq/"
 REDRIVEN = "dlq-redriven"
-ACCEPT, RELEASE = 1, 2
+ACCEPT, RELEASE, EXTEND = 1, 2, 4
 BATCH = 500
-LEASE_MS = 600_000
+LEASE_MS = 60_000
+"""Short, since it is how long the letters of a command that was killed are kept from others."""
+
+EXTEND_S = 15.0
+RELEASE_S_MAX = 5.0
+"""Whoever ends a command does not wait longer for it to give letters back."""
+
 HELD_MAX = 100_000
+_PAUSE_S = 0.25
+_PASSES = (*TRANSIENT, UnknownGroup)
+"""What passes by itself: a failover, and a subscription that another node has not heard of yet."""
 
 Wanted = Callable[[LeasedMessage], bool]
+T = TypeVar("T")
 
 
 class DeadLetterTopic(NamedTuple):
@@ -42,36 +61,75 @@ class DeadLetterTopic(NamedTuple):
 class DeadLetterDesk:
     """Works on the letters of one dead letter topic."""
 
-    def __init__(self, client: Client, topic: str, worker: str) -> None:
+    def __init__(self, client: Client, topic: str, worker: str, *, patience_s: float) -> None:
         self._client = client
         self._subscriptions = SubscriptionClient(client)
         self._topic = topic
         self._worker = worker
         self._name = OWN_PREFIX + topic
+        self._patience_s = patience_s
+        self._held: dict[tuple[int, int], LeasedMessage] = {}
+        self._post = LetterPost(client)
+        self.held_by_others = 0
+        self.unreached = 0
 
     async def open(self) -> None:
         """Begin to count the letters, if nobody has before."""
-        settings = {START: EARLIEST, ATTEMPTS: "0", LEASE: str(LEASE_MS)}
-        with suppress(SubscriptionExists):
-            await self._subscriptions.create(self._name, [self._topic], settings)
+        settings = {LEASE: str(LEASE_MS), IN_FLIGHT_MAX: str(HELD_MAX)}
+        try:
+            told = await self._described(*TRANSIENT)
+        except UnknownGroup:
+            with suppress(SubscriptionExists):
+                await self._subscriptions.create(
+                    self._name, [self._topic], {START: EARLIEST, ATTEMPTS: "0", **settings}
+                )
+            return
+        if any(told["settings"].get(name) != value for name, value in settings.items()):
+            await self._subscriptions.alter(self._name, settings)
 
-    async def letters(self, limit: int) -> AsyncIterator[list[LeasedMessage]]:
-        """The open letters, some at a time, each once; they are held until they are settled."""
+    @asynccontextmanager
+    async def holding(self) -> AsyncIterator[None]:
+        """Keep the leases of what is held while work is done, and give back in the end what was not settled."""
+        extending = asyncio.create_task(self._extend())
+        try:
+            yield
+        finally:
+            extending.cancel()
+            with suppress(asyncio.CancelledError):
+                await extending
+            # What cannot be given back comes back by itself, and that must not hide how the work went.
+            with suppress(MillstreamError, TimeoutError):
+                async with asyncio.timeout(min(RELEASE_S_MAX, self._patience_s)):
+                    await self._settle(self._held.values(), RELEASE)
+
+    async def letters(self, wanted: Callable[[], int]) -> AsyncIterator[list[LeasedMessage]]:
+        """The open letters, some at a time, each once, while any are wanted; they are held until they are settled."""
+        loop = asyncio.get_running_loop()
         taken = 0
-        while taken < limit:
-            some = await self._subscriptions.receive(
-                self._name, self._worker, max_records=min(BATCH, limit - taken), max_bytes=8 * 1024 * 1024
-            )
-            if not some:
+        deadline = loop.time() + self._patience_s
+        while taken < HELD_MAX and (number := wanted()) > 0:
+            some = await self._patiently(partial(self._receive, min(BATCH, number)))
+            if some:
+                self._held.update({_place(letter): letter for letter in some})
+                taken += len(some)
+                yield some
+                deadline = loop.time() + self._patience_s
+            elif await self._is_at_end() or loop.time() + _PAUSE_S > deadline:
                 return
-            taken += len(some)
-            yield some
+            else:
+                await asyncio.sleep(_PAUSE_S)
 
-    async def settle(self, letters: list[LeasedMessage], verb: int) -> None:
-        """Accept letters, or give them back."""
-        for error in await self._subscriptions.settle(self._name, self._worker, letters, verb, delay_ms=0):
-            if error is not None:
-                raise error
+    async def accept(self, letter: LeasedMessage) -> bool:
+        """Close a letter; whether it is closed for certain, which it is not when a failover lost its lease."""
+        (error,) = await self._settle([letter], ACCEPT)
+        if error is not None and not isinstance(error, InvalidRecordState):
+            raise error
+        self._held.pop(_place(letter), None)
+        return error is None
+
+    async def check_target(self, topic: str) -> None:
+        """Raise `UnknownTopic` if letters cannot be sent to a topic since it does not exist."""
+        await self._patiently(lambda: self._post.partitions_of(topic), *TRANSIENT)
 
     async def send_back(self, letter: LeasedMessage, to: str | None) -> str:
         """Publish a letter's message again, where it came from or elsewhere; says to which topic."""
@@ -81,10 +139,7 @@ class DeadLetterDesk:
             raise CommandFailed(
                 f"letter {letter.record.offset} does not say where it came from; name a topic with --to"
             )
-        if to is None and headers.get("dlq-partition", "").isdigit():
-            partition = int(headers["dlq-partition"])
-        else:
-            partition = await self._partition_for(topic, letter)
+        partition = int(headers["dlq-partition"]) if headers.get("dlq-partition", "").isdigit() else None
         times = int(headers[REDRIVEN]) if headers.get(REDRIVEN, "").isdigit() else 0
         kept: Headers = tuple(header for header in letter.record.headers if not header[0].startswith(PREFIX))
         record = NewRecord(
@@ -93,15 +148,83 @@ class DeadLetterDesk:
             (*kept, (REDRIVEN, str(times + 1).encode())),
             letter.record.timestamp_ms,
         )
-        await self._client.produce(topic, partition, encode_batch([record]))
+        await self.check_target(topic)
+        await self._patiently(self._post.open, *TRANSIENT)
+        await self._post.send(topic, partition if to is None else None, record, spread=letter.record.offset)
         return topic
 
-    async def _partition_for(self, topic: str, letter: LeasedMessage) -> int:
-        """Where another topic takes a letter's message: by its key, as Kafka's clients have it."""
-        found = (await self._client.metadata([topic], create=True)).topics.get(topic)
-        partitions = 1 if found is None else max(1, len(found.partitions))
-        key = letter.record.key
-        return letter.record.offset % partitions if key is None else partition_for_key(key, partitions)
+    async def _receive(self, number: int) -> list[LeasedMessage]:
+        return await self._subscriptions.receive(
+            self._name, self._worker, max_records=number, max_bytes=8 * 1024 * 1024
+        )
+
+    async def _is_at_end(self) -> bool:
+        """Whether all queues were asked, and nothing is left that could be had; in a failover some are missing."""
+        told = await self._described(*_PASSES)
+        found = (await self._client.metadata([self._topic])).topics.get(self._topic)
+        partitions = set() if found is None else set(found.partitions)
+        self.unreached = len(partitions - {queue["partition"] for queue in told["queues"]})
+        self.held_by_others = max(0, sum(queue["leased"] for queue in told["queues"]) - len(self._held))
+        return not self.unreached and not any(queue["available"] for queue in told["queues"])
+
+    async def _described(self, *passing: type[MillstreamError]) -> dict[str, Any]:
+        (told,) = await self._patiently(lambda: self._subscriptions.describe([self._name]), *passing)
+        return told
+
+    async def _settle(self, letters: Iterable[LeasedMessage], verb: int) -> list[MillstreamError | None]:
+        """Settle letters at whoever leads them now; leases outlive a failover, mostly."""
+        listed = list(letters)
+        results: list[MillstreamError | None] = [None] * len(listed)
+        left = list(range(len(listed)))
+
+        async def attempt() -> None:
+            nonlocal left
+            some = [listed[at] for at in left]
+            told = await self._subscriptions.settle(
+                self._name, self._worker, some, verb, delay_ms=None if verb == EXTEND else 0
+            )
+            for at, error in zip(left, told, strict=True):
+                results[at] = error
+            left = [at for at in left if isinstance(results[at], _PASSES)]
+            failed = next((results[at] for at in left), None)
+            if failed is not None:
+                await self._find_leaders(listed, left)
+                raise failed
+
+        with suppress(*_PASSES):
+            await self._patiently(attempt)
+        return results
+
+    async def _find_leaders(self, listed: list[LeasedMessage], places: Iterable[int]) -> None:
+        found = (await self._client.metadata([self._topic])).topics.get(self._topic)
+        for at in places:
+            leader = None if found is None else found.partitions.get(PartitionIndex(listed[at].partition))
+            if leader is not None and leader.leader_id >= 0:
+                listed[at] = listed[at]._replace(node=leader.leader_id)
+
+    async def _extend(self) -> None:
+        while True:
+            await asyncio.sleep(EXTEND_S)
+            # A lease that is gone meanwhile shows when its letter is settled.
+            with suppress(MillstreamError):
+                await self._settle(self._held.values(), EXTEND)
+
+    async def _patiently(self, attempt: Callable[[], Awaitable[T]], *named: type[MillstreamError]) -> T:
+        """Try again what passes by itself, for as long as the command may wait."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._patience_s
+        passing = named or _PASSES
+        while True:
+            try:
+                return await attempt()
+            except passing:
+                if loop.time() + _PAUSE_S > deadline:
+                    raise
+            await asyncio.sleep(_PAUSE_S)
+
+
+def _place(letter: LeasedMessage) -> tuple[int, int]:
+    return letter.partition, letter.record.offset
 
 
 def headers_of(letter: LeasedMessage) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,10 +13,9 @@ import typer
 from millstream.cli.connection import ask
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds, Yes, ask_person
 from millstream.cli.output import as_json_text, counted, one_line, print_json, print_line, print_note, print_table
-from millstream.model.errors import InvalidRecordState
 
 if TYPE_CHECKING:
-    from millstream.cli.dead_letter import DeadLetterDesk, DeadLetterTopic
+    from millstream.cli.dead_letter import DeadLetterDesk, DeadLetterTopic, Wanted
     from millstream.wire.client import Client
     from millstream.wire.subscriptions import LeasedMessage
 
@@ -36,6 +35,22 @@ Limit = Annotated[
     int | None, typer.Option("-n", "--limit", metavar="NUMBER", min=1, help="At most so many.", show_default=False)
 ]
 Act = Callable[["DeadLetterDesk", "LeasedMessage"], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a pass over the letters went."""
+
+    done: int = 0
+    unmatched: int = 0
+    doubtful: int = 0
+    """Done, but their leases were lost meanwhile, so that they may be open still."""
+    held: int = 0
+    """Held by other commands."""
+    unreached: int = 0
+    """Partitions that nobody leads now."""
+    has_begun: bool = False
+    is_sending: bool = False
 
 
 @app.command("list")
@@ -100,16 +115,12 @@ def redrive(
         topic = await desk.send_back(letter, to)
         sent[topic] = sent.get(topic, 0) + 1
 
-    done, left = _work(name, filter_, limit, send, keep=False, brokers=brokers, timeout=timeout)
+    outcome = _work(name, filter_, limit, send, keep=False, to=to, brokers=brokers, timeout=timeout)
     if as_json:
-        print_json({"redriven": done, "skipped": left, "topics": sent})
+        print_json({"redriven": outcome.done, **_as_json(outcome), "topics": sent})
     else:
         where = f" to {', '.join(f'{topic} ({number:,})' for topic, number in sorted(sent.items()))}" if sent else ""
-        print_line(
-            f"Redrove {counted(done, 'letter')}{where}; {left:,} did not match."
-            if left
-            else f"Redrove {counted(done, 'letter')}{where}."
-        )
+        print_line(f"Redrove {counted(outcome.done, 'letter')}{where}{_unmatched(outcome)}.")
 
 
 @app.command("purge")
@@ -128,51 +139,112 @@ def purge(
     async def nothing(_desk: DeadLetterDesk, _letter: LeasedMessage) -> None:
         return
 
-    done, left = _work(name, filter_, limit, nothing, keep=False, brokers=brokers, timeout=timeout)
+    outcome = _work(name, filter_, limit, nothing, keep=False, brokers=brokers, timeout=timeout)
     if as_json:
-        print_json({"purged": done, "skipped": left})
+        print_json({"purged": outcome.done, **_as_json(outcome)})
     else:
-        print_line(f"Closed {counted(done, 'letter')}.")
+        print_line(f"Closed {counted(outcome.done, 'letter')}{_unmatched(outcome)}.")
 
 
 def _work(
-    name: str, filter_: str | None, limit: int | None, act: Act, *, keep: bool, brokers: str, timeout: float
-) -> tuple[int, int]:
-    """Do something with every open letter that is meant; how many were, and how many were not."""
+    name: str,
+    filter_: str | None,
+    limit: int | None,
+    act: Act,
+    *,
+    keep: bool,
+    to: str | None = None,
+    brokers: str,
+    timeout: float,
+) -> Outcome:
+    """Do something with every open letter that is meant."""
+    outcome = Outcome()
 
-    async def question(client: Client) -> tuple[int, int]:
-        from millstream.cli.dead_letter import ACCEPT, HELD_MAX, RELEASE, DeadLetterDesk, find_topic, matcher
+    async def question(client: Client) -> None:
+        from millstream.cli.dead_letter import DeadLetterDesk, find_topic, matcher
 
         wanted = matcher(filter_)
         topic = await find_topic(client, name)
-        desk = DeadLetterDesk(client, topic, f"cli/{socket.gethostname()}-{os.getpid()}")
+        desk = DeadLetterDesk(client, topic, f"cli/{socket.gethostname()}-{os.getpid()}", patience_s=timeout)
+        if to is not None:
+            await desk.check_target(to)
         await desk.open()
-        held: list[LeasedMessage] = []
-        done = skipped = 0
-        try:
-            async for letters in desk.letters(HELD_MAX):
-                for letter in letters:
-                    if (limit is not None and done >= limit) or not wanted(letter):
-                        held.append(letter)
-                        skipped += 1
-                        continue
-                    await act(desk, letter)
-                    done += 1
-                    if keep:
-                        held.append(letter)
-                    else:
-                        await desk.settle([letter], ACCEPT)
-                if not keep:
-                    _tell(done)
-                if limit is not None and done >= limit:
-                    break
-        finally:
-            # What was held for too long is free already, and that must not hide how the work went.
-            with suppress(InvalidRecordState):
-                await desk.settle(held, RELEASE)
-        return done, skipped
+        outcome.has_begun = True
+        async with desk.holding():
+            await _pass(desk, wanted, act, outcome, limit=limit, filtered=filter_ is not None, keep=keep)
+        outcome.held, outcome.unreached = desk.held_by_others, desk.unreached
 
-    return ask(brokers, timeout, question)
+    try:
+        ask(brokers, timeout, question)
+    except BaseException:
+        if outcome.has_begun and not keep:
+            print_note(_so_far(outcome))
+        raise
+    _tell_rest(outcome, keep=keep)
+    return outcome
+
+
+async def _pass(
+    desk: DeadLetterDesk,
+    wanted: Wanted,
+    act: Act,
+    outcome: Outcome,
+    *,
+    limit: int | None,
+    filtered: bool,
+    keep: bool,
+) -> None:
+    from millstream.cli.dead_letter import BATCH
+
+    def missing() -> int:
+        # Whoever looks for some has to take more than are wanted; others do not keep letters from anybody.
+        left = BATCH if limit is None else limit - outcome.done
+        return BATCH if filtered and left > 0 else left
+
+    async for letters in desk.letters(missing):
+        for letter in letters:
+            if limit is not None and outcome.done >= limit:
+                return
+            if not wanted(letter):
+                outcome.unmatched += 1
+                continue
+            outcome.is_sending = True
+            await act(desk, letter)
+            if not keep and not await desk.accept(letter):
+                outcome.doubtful += 1
+            outcome.is_sending = False
+            outcome.done += 1
+        if not keep:
+            _tell(outcome.done)
+
+
+def _as_json(outcome: Outcome) -> dict[str, int]:
+    return {"skipped": outcome.unmatched, "held": outcome.held, "doubtful": outcome.doubtful}
+
+
+def _unmatched(outcome: Outcome) -> str:
+    return f"; {outcome.unmatched:,} did not match" if outcome.unmatched else ""
+
+
+def _so_far(outcome: Outcome) -> str:
+    doubt = "; one more may have been done, and closed or not" if outcome.is_sending else ""
+    return f"{counted(outcome.done, 'letter')} done before that{doubt}. The others are open, within a minute at most."
+
+
+def _tell_rest(outcome: Outcome, *, keep: bool) -> None:
+    if outcome.doubtful:
+        print_note(
+            f"{counted(outcome.doubtful, 'letter')} lost the lease in a failover: done, but maybe open still, so that "
+            "another run may do them again."
+        )
+    if outcome.held:
+        verb = "is" if outcome.held == 1 else "are"
+        back = "comes" if outcome.held == 1 else "come"
+        print_note(f"{counted(outcome.held, 'letter')} {verb} held by another command and {back} back within a minute.")
+    if outcome.unreached:
+        print_note(f"{counted(outcome.unreached, 'partition')} could not be asked; see millstream cluster status.")
+    if keep and not outcome.done and not outcome.held:
+        print_note("No open letters" + (" match." if outcome.unmatched else "."))
 
 
 def _tell(done: int) -> None:
