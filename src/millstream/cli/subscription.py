@@ -141,23 +141,27 @@ def create(
     overrides = _overrides(filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires)
     overrides.update({START: _start(start), **parse_assignments(settings or [], flag="--set")})
 
-    async def question(client: Client) -> bool:
+    async def question(client: Client) -> tuple[bool, list[str]]:
         from millstream.wire.subscriptions import SubscriptionClient
 
+        known = (await client.metadata(topic)).topics
+        missing = [one for one in topic if one not in known]
         try:
             await SubscriptionClient(client).create(name, topic, overrides)
         except SubscriptionExists:
             if not if_missing:
                 raise
-            return False
-        return True
+            return False, missing
+        return True, missing
 
-    created = ask(brokers, timeout, question)
+    created, missing = ask(brokers, timeout, question)
     if as_json:
-        print_json({"subscription": name, "topics": topic, "created": created})
+        print_json({"subscription": name, "topics": topic, "created": created, "missing_topics": missing})
     else:
         said = "Created subscription" if created else "There is already a subscription"
         print_line(f"{said} {one_line(name)} on {', '.join(topic)}.")
+    for one in missing:
+        print_note(f"Topic {one_line(one)} does not exist yet; its messages are delivered once it is there.")
 
 
 @app.command("list")

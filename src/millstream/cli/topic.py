@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,8 +19,8 @@ from millstream.cli.options import (
     ask_person,
     parse_assignments,
 )
-from millstream.cli.output import counted, print_json, print_line, print_table
-from millstream.model.errors import TopicExists
+from millstream.cli.output import counted, print_json, print_line, print_note, print_table
+from millstream.model.errors import MillstreamError, TopicExists
 from millstream.model.topic import CONTRACT, DESCRIPTION, OWNER
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def create(
     overrides = parse_assignments(settings or [], flag="--set")
     overrides.update({key: text for key, text in _card(owner, description, contract).items() if text})
 
-    async def question(client: Client) -> tuple[bool, TopicMetadata]:
+    async def question(client: Client) -> tuple[bool, TopicMetadata, int | None]:
         from millstream.cli.topic_admin import create_topic, find_topic
 
         created = True
@@ -105,15 +106,22 @@ def create(
             if not if_missing:
                 raise
             created = False
-        return created, await find_topic(client, name)
+        topic = await find_topic(client, name)
+        return created, topic, await _usual_copies(client) if created and replication is None else None
 
-    created, topic = ask(brokers, timeout, question)
-    number = len(topic.partitions)
+    created, topic, usual = ask(brokers, timeout, question)
+    number, copies = len(topic.partitions), _replication(topic)
     if as_json:
-        print_json({"topic": name, "id": str(topic.topic_id), "partitions": number, "created": created})
+        answer = {"topic": name, "id": str(topic.topic_id), "partitions": number, "replication": copies}
+        print_json({**answer, "created": created})
     else:
         print_line(
             f"{'Created topic' if created else 'There is already a topic'} {name} with {counted(number, 'partition')}."
+        )
+    if usual is not None and copies < usual:
+        has = "copy instead" if copies == 1 else "copies instead"
+        print_note(
+            f"It has {copies} {has} of {usual}, since no more nodes are alive; copies are not added when others come."
         )
 
 
@@ -277,6 +285,15 @@ def _damage_of(lost: list[LostOffsets] | None, partition: int) -> list[dict[str,
     if lost is None:
         return None
     return [{"first": one.first, "next": one.next_offset} for one in lost if one.partition == partition]
+
+
+async def _usual_copies(client: Client) -> int | None:
+    from millstream.cli.topic_admin import default_replication
+
+    # It is only for a note, so a broker that does not tell is no failure.
+    with suppress(MillstreamError):
+        return await default_replication(client, min((await client.metadata(())).nodes))
+    return None
 
 
 def _replication(topic: TopicMetadata) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from millstream.cli.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP, Position
 from millstream.model.errors import InvalidSetting, UnknownTopic
+from millstream.model.ids import NodeId
 from millstream.model.nearest import suggestion
 from millstream.wire.client import Client
 from millstream.wire.cluster_metadata import TopicMetadata
@@ -16,9 +17,11 @@ from millstream.wire.fetching import READ_UNCOMMITTED
 from millstream.wire.refusal import refusal
 
 _TOPIC_RESOURCE = 2
+_NODE_RESOURCE = 4
 _SET, _DELETE = 0, 1
 _SOURCE_TOPIC = 1
 _MIN_IN_SYNC = "min.insync.replicas"
+_DEFAULT_REPLICATION, _ETCD = "default-replication", "etcd"
 _TIMEOUT = timedelta(seconds=30)
 
 
@@ -113,6 +116,20 @@ async def topic_configs(client: Client, name: str) -> dict[str, TopicConfig]:
     answer = await client.send(None, messages.DescribeConfigsRequest(resources=(resource,)))
     described = _checked(answer.results[0], f"settings of topic {name!r}")
     return {one.name: TopicConfig(one.value, one.config_source == _SOURCE_TOPIC) for one in described.configs}
+
+
+async def default_replication(client: Client, node: NodeId) -> int | None:
+    """How many copies a node of a cluster gives a topic; None where it is alone, or does not tell."""
+    from kio.schema.describe_configs.v4 import request
+
+    messages: Any = request
+    keys = (_DEFAULT_REPLICATION, _ETCD)
+    resource = messages.DescribeConfigsResource(
+        resource_type=_NODE_RESOURCE, resource_name=str(node), configuration_keys=keys
+    )
+    (result,) = (await client.send(node, messages.DescribeConfigsRequest(resources=(resource,)))).results
+    told = {} if result.error_code else {one.name: one.value for one in result.configs}
+    return int(told[_DEFAULT_REPLICATION]) if told.get(_ETCD) and told.get(_DEFAULT_REPLICATION) else None
 
 
 async def min_in_sync(client: Client, names: Sequence[str]) -> dict[str, int]:
