@@ -1,0 +1,111 @@
+"""Dead letters by command: what is redriven, what is held by others, and what an interrupted command leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from millstream.cli.dead_letter import HELD_MAX, LEASE_MS, DeadLetterDesk
+from millstream.model.subscription import ATTEMPTS, EARLIEST, LEASE, START
+from millstream.testing.command import CommandLine
+from millstream.testing.server import Server
+from millstream.wire.client import Client
+from millstream.wire.subscriptions import SubscriptionClient
+
+LETTERS = 20
+
+
+@pytest.fixture(scope="module")
+def millstream(server: Server) -> CommandLine:
+    return CommandLine(server.kafka)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def name(millstream: CommandLine, request: pytest.FixtureRequest) -> str:
+    """A subscription with dead letters; its topic is called the same, and theirs has `-dead` behind it."""
+    name = request.node.name.replace("_", "-")[-40:].strip("-")
+    assert millstream("topic", "create", name).code == 0
+    dead = ("--dead-letter", f"{name}-dead")
+    assert millstream("subscription", "create", name, "--topic", name, "--start", "start", *dead).code == 0
+    sent = millstream.process("publish", name, stdin=b"".join(b"%d\n" % number for number in range(LETTERS)))
+    assert sent.code == 0, sent.err
+    rejected: list[object] = []
+    while len(rejected) < LETTERS:
+        pulled = millstream("subscription", "pull", name, "-n", LETTERS, "--wait", 10, "--reject", "no", "--json")
+        rejected += pulled.documents
+    until(lambda: open_letters(millstream, name) == LETTERS)
+    return name
+
+
+def open_letters(millstream: CommandLine, name: str) -> int:
+    told = millstream("dlq", "list", "--json").document["dead_letters"]
+    return next(int(one["letters"]) for one in told if one["topic"] == f"{name}-dead")
+
+
+def test_letters_beyond_the_limit_are_not_said_to_not_match(millstream: CommandLine, name: str) -> None:
+    redriven = millstream("dlq", "redrive", name, "-n", 6)
+    assert (redriven.code, redriven.out, redriven.err) == (0, f"Redrove 6 letters to {name} (6).\n", "")
+    purged = millstream("dlq", "purge", name, "-n", 2, "--json").document
+    assert purged == {"purged": 2, "skipped": 0, "held": 0, "doubtful": 0}
+    filtered = millstream("dlq", "redrive", name, "--filter", "headers['dlq-offset'] = '19'", "--json").document
+    assert filtered == {"redriven": 1, "skipped": LETTERS - 9, "held": 0, "doubtful": 0, "topics": {name: 1}}
+    assert open_letters(millstream, name) == LETTERS - 9
+
+
+def test_letters_are_not_sent_to_a_topic_that_is_not_there(millstream: CommandLine, name: str) -> None:
+    refused = millstream("dlq", "redrive", name, "--to", "no-such-topic")
+    assert (refused.code, "millstream topic create no-such-topic" in refused.err) == (3, True)
+    assert millstream("topic", "describe", "no-such-topic").code == 3
+    assert millstream("topic", "delete", name, "--yes").code == 0
+    refused = millstream("dlq", "redrive", name)
+    assert (refused.code, "does not exist" in refused.err, "0 letters done" in refused.err) == (3, True, True)
+    assert len(millstream("dlq", "show", name, "-n", 50, "--json").documents) == LETTERS, "all were given back"
+
+
+async def test_what_another_command_holds_is_told(server: Server, millstream: CommandLine, name: str) -> None:
+    own = f"__dlq/{name}-dead"
+    async with Client.connect(server.kafka) as client:
+        subscriptions = SubscriptionClient(client)
+        # As an earlier version left it, with leases of ten minutes.
+        old = {START: EARLIEST, ATTEMPTS: "0", LEASE: "600000"}
+        await subscriptions.create(own, [f"{name}-dead"], old)
+        held = await subscriptions.receive(own, "another", max_records=LETTERS, wait_ms=10_000)
+        assert len(held) == LETTERS
+        shown = await asyncio.to_thread(millstream, "dlq", "show", name)
+        assert (shown.code, shown.out) == (0, "")
+        assert f"{LETTERS} letters are held by another command and come back within a minute" in shown.err
+        (told,) = await subscriptions.describe([own])
+        assert told["settings"][LEASE] == str(LEASE_MS)
+
+
+async def test_an_interrupted_command_gives_back_what_it_held(
+    server: Server, millstream: CommandLine, name: str
+) -> None:
+    async with Client.connect(server.kafka) as client:
+        desk = DeadLetterDesk(client, f"{name}-dead", "interrupted", patience_s=10)
+        await desk.open()
+        holds = asyncio.Event()
+
+        async def work() -> None:
+            async with desk.holding():
+                async for _ in desk.letters(lambda: HELD_MAX):
+                    holds.set()
+                    await asyncio.Event().wait()
+
+        task = asyncio.create_task(work())
+        await asyncio.wait_for(holds.wait(), 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    purged = (await asyncio.to_thread(millstream, "dlq", "purge", name, "--json")).document
+    assert purged == {"purged": LETTERS, "skipped": 0, "held": 0, "doubtful": 0}
