@@ -33,7 +33,7 @@ def until(holds: Callable[[], bool]) -> None:
 @pytest.fixture
 def name(millstream: CommandLine, request: pytest.FixtureRequest) -> str:
     """A subscription with dead letters; its topic is called the same, and theirs has `-dead` behind it."""
-    name = request.node.name.replace("_", "-")[-40:].strip("-")
+    name = str(request.node.name).replace("_", "-")[-40:].strip("-")
     assert millstream("topic", "create", name).code == 0
     dead = ("--dead-letter", f"{name}-dead")
     assert millstream("subscription", "create", name, "--topic", name, "--start", "start", *dead).code == 0
