@@ -20,7 +20,7 @@ from millstream.model.errors import (
     SubscriptionExists,
     UnknownGroup,
 )
-from millstream.model.ids import PartitionIndex
+from millstream.model.ids import NodeId
 from millstream.model.subscription import ATTEMPTS, DEAD_LETTER_TOPIC, EARLIEST, IN_FLIGHT_MAX, LEASE, START
 from millstream.records.record import Headers, NewRecord
 from millstream.wire.refusal import TRANSIENT
@@ -69,6 +69,7 @@ class DeadLetterDesk:
         self._name = OWN_PREFIX + topic
         self._patience_s = patience_s
         self._held: dict[tuple[int, int], LeasedMessage] = {}
+        self._leaders: dict[int, NodeId | None] = {}
         self._post = LetterPost(client)
         self.held_by_others = 0
         self.unreached = 0
@@ -111,6 +112,7 @@ class DeadLetterDesk:
             some = await self._patiently(partial(self._receive, min(BATCH, number)))
             if some:
                 self._held.update({_place(letter): letter for letter in some})
+                self._leaders.update({letter.partition: letter.node for letter in some})
                 taken += len(some)
                 yield some
                 deadline = loop.time() + self._patience_s
@@ -179,7 +181,7 @@ class DeadLetterDesk:
 
         async def attempt() -> None:
             nonlocal left
-            some = [listed[at] for at in left]
+            some = [listed[at]._replace(node=self._leaders[listed[at].partition]) for at in left]
             told = await self._subscriptions.settle(
                 self._name, self._worker, some, verb, delay_ms=None if verb == EXTEND else 0
             )
@@ -188,19 +190,18 @@ class DeadLetterDesk:
             left = [at for at in left if isinstance(results[at], _PASSES)]
             failed = next((results[at] for at in left), None)
             if failed is not None:
-                await self._find_leaders(listed, left)
+                await self._find_leaders()
                 raise failed
 
         with suppress(*_PASSES):
             await self._patiently(attempt)
         return results
 
-    async def _find_leaders(self, listed: list[LeasedMessage], places: Iterable[int]) -> None:
+    async def _find_leaders(self) -> None:
         found = (await self._client.metadata([self._topic])).topics.get(self._topic)
-        for at in places:
-            leader = None if found is None else found.partitions.get(PartitionIndex(listed[at].partition))
-            if leader is not None and leader.leader_id >= 0:
-                listed[at] = listed[at]._replace(node=leader.leader_id)
+        for one in () if found is None else found.partitions.values():
+            if one.leader_id >= 0:
+                self._leaders[one.partition] = one.leader_id
 
     async def _extend(self) -> None:
         while True:

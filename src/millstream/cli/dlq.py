@@ -235,7 +235,7 @@ def _tell_rest(outcome: Outcome, *, keep: bool) -> None:
     if outcome.doubtful:
         print_note(
             f"{counted(outcome.doubtful, 'letter')} lost the lease in a failover: done, but maybe open still, so that "
-            "another run may do them again."
+            "another run may repeat it."
         )
     if outcome.held:
         verb = "is" if outcome.held == 1 else "are"
