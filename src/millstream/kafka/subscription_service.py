@@ -19,7 +19,7 @@ from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.model.clock import Clock
-from millstream.model.errors import PartitionClosed
+from millstream.model.errors import MillstreamError, PartitionClosed
 from millstream.model.ids import NodeId
 from millstream.model.metric import Metric, gauge
 from millstream.model.subscription import (
@@ -201,7 +201,11 @@ class SubscriptionService:
         topic = self.topics.get(place.topic)
         if topic is None:
             return None
-        partition = self.topics.partition(place.topic, place.partition)
+        try:
+            partition = self.topics.partition(place.topic, place.partition)
+        except MillstreamError:
+            # It is coming here or going away, and nothing of it may be deleted for its age meanwhile.
+            return 0
         subscribed = [one for one in self.declared.all() if place.topic in one.topics]
         if not partition.is_leader or (subscribed and self._engine is None):
             # The leader knows, and others begin where it does.
