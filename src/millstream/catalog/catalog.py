@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,9 @@ _DENIED = re.compile(
     re.IGNORECASE,
 )
 """How a server says that waiting is of no use. A connection that was never made has no code, only a text."""
+
+_NAMES_AT_ONCE = 1000
+"""Databases have a limit."""
 
 _PREPARE_LOCK = 0x6D696C6C
 """Of PostgreSQL's advisory locks: held by the node that creates or changes the tables."""
@@ -269,6 +272,17 @@ class Catalog:
         with self._read() as connection:
             return [
                 _subscription(row) for row in connection.execute(select(subscriptions).order_by(subscriptions.c.name))
+            ]
+
+    def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
+        """The subscriptions of these names that there are."""
+        with self._read() as connection:
+            return [
+                _subscription(row)
+                for at in range(0, len(names), _NAMES_AT_ONCE)
+                for row in connection.execute(
+                    select(subscriptions).where(subscriptions.c.name.in_(names[at : at + _NAMES_AT_ONCE]))
+                )
             ]
 
     def add_subscription(self, subscription: Subscription) -> None:

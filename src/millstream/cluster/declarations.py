@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 from uuid import UUID
 
@@ -60,6 +60,9 @@ class Declarations(Protocol):
 
     async def subscriptions(self) -> list[Subscription]:
         """Every subscription, by name."""
+
+    async def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
+        """The subscriptions of these names that there are."""
 
     async def add_subscription(self, subscription: Subscription) -> None:
         """Declare a subscription, durably."""
@@ -133,6 +136,10 @@ class CatalogDeclarations:
     async def subscriptions(self) -> list[Subscription]:
         """Every subscription, by name."""
         return await self._call(Catalog.subscriptions)
+
+    async def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
+        """The subscriptions of these names that there are."""
+        return await self._call(lambda catalog: catalog.subscriptions_named(names))
 
     async def add_subscription(self, subscription: Subscription) -> None:
         """Declare a subscription, durably."""
@@ -221,6 +228,7 @@ class AnnouncedDeclarations:
         self.take_block = inner.take_block
         self.client_quotas = inner.client_quotas
         self.subscriptions = inner.subscriptions
+        self.subscriptions_named = inner.subscriptions_named
         self.deleted_subscriptions = inner.deleted_subscriptions
         self.forget_deleted_subscription = inner.forget_deleted_subscription
 

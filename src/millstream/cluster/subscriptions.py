@@ -11,7 +11,7 @@ from uuid import UUID
 
 from millstream.cluster.declarations import Declarations
 from millstream.model.clock import Clock
-from millstream.model.errors import InvalidSubscription, SubscriptionExists, UnknownSubscription
+from millstream.model.errors import CatalogUnavailable, InvalidSubscription, SubscriptionExists, UnknownSubscription
 from millstream.model.subscription import Subscription, SubscriptionSettings, check_subscription, topic_of_start
 
 _logger = logging.getLogger(__name__)
@@ -22,6 +22,15 @@ DELETION_KEPT_MS = 7 * 24 * 3600 * 1000
 
 CheckFilter = Callable[[str], object]
 """Raises an `InvalidRequest` that points at what is wrong with the text of a filter."""
+
+
+class _Asked:
+    """Names that are looked up in the catalog together."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.is_read = False
+        self.error: CatalogUnavailable | None = None
 
 
 class Subscriptions:
@@ -45,6 +54,7 @@ class Subscriptions:
         self._listeners: list[Callable[[], None]] = []
         # One change of the catalog at a time; readers never wait for it.
         self._changing = asyncio.Lock()
+        self._asked = _Asked()
 
     def use_filters(self, check: CheckFilter) -> None:
         """Have the text of every filter that is declared from now on checked by `check`."""
@@ -87,6 +97,12 @@ class Subscriptions:
         if found is None:
             raise UnknownSubscription(f"there is no subscription {name!r}; see `millstream subscription list`")
         return found
+
+    async def find(self, name: str) -> Subscription:
+        """The subscription of this name; another node may have declared it just now."""
+        if name not in self._by_name:
+            await self._look_up(name)
+        return self.existing(name)
 
     async def create(
         self,
@@ -200,6 +216,35 @@ class Subscriptions:
         self._by_name[subscription.name] = subscription
         self._by_id[subscription.subscription_id] = subscription
         self._settings[subscription.subscription_id] = subscription.settings
+
+    async def _look_up(self, name: str) -> None:
+        """Read what the catalog declares under a name, in one go with whatever else is asked for meanwhile.
+
+        However many ask for what does not exist, the catalog answers one question at a time.
+        """
+        asked = self._asked
+        asked.names.add(name)
+        async with self._changing:
+            if name in self._by_name:
+                return
+            if not asked.is_read:
+                await self._read(asked)
+        if asked.error is not None:
+            raise asked.error
+
+    async def _read(self, asked: _Asked) -> None:
+        # Whoever asks from now on may mean what is declared from now on.
+        self._asked = _Asked()
+        try:
+            declared = await self._declarations.subscriptions_named(sorted(asked.names))
+        except CatalogUnavailable as error:
+            asked.error = error
+            declared = []
+        asked.is_read = True
+        for one in declared:
+            self._show(one)
+        if declared:
+            self._tell()
 
     async def _forget_old_deletions(self) -> None:
         long_ago = self._clock.now_ms() - DELETION_KEPT_MS

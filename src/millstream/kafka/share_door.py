@@ -82,15 +82,6 @@ class ShareDoor:
         """The name under which a member holds leases."""
         return f"share/{member_id}"
 
-    async def subscription(self, group_id: str | None) -> Subscription:
-        """The subscription of a share group; another node may have declared it just now."""
-        declared = self.service.declared
-        found = declared.get(group_id or "")
-        if found is None:
-            await declared.load()
-            found = declared.existing(group_id or "")
-        return found
-
     def session(
         self,
         member: tuple[str, str],

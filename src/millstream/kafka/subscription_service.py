@@ -26,7 +26,6 @@ from millstream.model.subscription import (
     EARLIEST,
     READ_COMMITTED,
     QueueKey,
-    Subscription,
     SubscriptionSettings,
     start_key,
 )
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
     from millstream.subscriptions.filter.filter import Filter
 
 _logger = logging.getLogger(__name__)
-
-_LOOK_AGAIN_S = 0.05
 
 _END_MS = -1
 """In the place of a time: the end of what may be read."""
@@ -78,7 +75,6 @@ class SubscriptionService:
         self._client: Client | None = None
         self._expiry = Expiry(subscriptions, clock, self._last_used_ms)
         self._looking_after: asyncio.Task[None] | None = None
-        self._may_look_at = 0.0
         self._closed = False
 
     def metrics(self) -> Iterable[Metric]:
@@ -149,15 +145,6 @@ class SubscriptionService:
                 listed[index].offset if listed[index].offset >= 0 else ends[index].offset for index in range(partitions)
             )
         return found
-
-    async def existing(self, name: str) -> Subscription:
-        """The subscription of this name; another node may have declared it just now."""
-        found = self.declared.get(name)
-        if found is None and self._clock.monotonic() >= self._may_look_at:
-            # Asking for what does not exist does not cost the catalog more than this.
-            self._may_look_at = self._clock.monotonic() + _LOOK_AGAIN_S
-            await self.declared.load()
-        return self.declared.existing(name)
 
     @property
     def loaded(self) -> Engine | None:

@@ -122,6 +122,7 @@ def test_a_subscription_is_kept_changed_and_deleted_with_a_record(open_catalog: 
     with pytest.raises(SubscriptionExists):
         catalog.add_subscription(dataclasses.replace(billing, subscription_id=uuid4()))
     assert open_catalog().subscriptions() == [billing]
+    assert catalog.subscriptions_named(["billing", "none", *map(str, range(1000))]) == [billing]
 
     def change(found: Subscription) -> Subscription:
         return dataclasses.replace(found, topics=("orders",), overrides={})

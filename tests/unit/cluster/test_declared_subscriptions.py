@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from uuid import UUID
 
@@ -11,8 +12,14 @@ import pytest
 from millstream.catalog.catalog import Catalog
 from millstream.cluster.declarations import CatalogDeclarations
 from millstream.cluster.subscriptions import DELETION_KEPT_MS, Subscriptions
-from millstream.model.errors import InvalidRequest, InvalidSetting, SubscriptionExists, UnknownSubscription
-from millstream.model.subscription import FILTER, LEASE, ORDERED, start_key
+from millstream.model.errors import (
+    CatalogUnavailable,
+    InvalidRequest,
+    InvalidSetting,
+    SubscriptionExists,
+    UnknownSubscription,
+)
+from millstream.model.subscription import FILTER, LEASE, ORDERED, Subscription, start_key
 from millstream.testing.clock import ManualClock
 
 
@@ -92,3 +99,65 @@ async def test_a_deletion_is_forgotten_when_no_node_can_still_need_it(catalog: C
     await subscriptions.load()
     assert not subscriptions.is_deleted(billing.subscription_id)
     assert catalog.deleted_subscriptions() == {}
+
+
+class Counted(CatalogDeclarations):
+    """Counts what is asked of the catalog, and may be away."""
+
+    asked: list[Sequence[str]]
+    is_away = False
+
+    async def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
+        self.asked.append(names)
+        await asyncio.sleep(0)
+        if self.is_away:
+            raise CatalogUnavailable("not now")
+        return await super().subscriptions_named(names)
+
+
+@pytest.fixture
+def counted(catalog: Catalog) -> Counted:
+    made = Counted(catalog)
+    made.asked = []
+    return made
+
+
+async def find(subscriptions: Subscriptions, *names: str) -> list[object]:
+    return [*await asyncio.gather(*map(subscriptions.find, names), return_exceptions=True)]
+
+
+async def test_what_another_node_has_just_declared_is_found_with_few_questions(
+    catalog: Catalog, counted: Counted
+) -> None:
+    here = Subscriptions(counted, ManualClock())
+    await here.load()
+    billing = await make(catalog).create("billing", ["orders"], {})
+    *found, missing = await find(here, *["billing"] * 50, "none")
+    assert found == [billing] * 50
+    assert isinstance(missing, UnknownSubscription)
+    assert len(counted.asked) == 2
+    await here.find("billing")
+    assert len(counted.asked) == 2
+
+
+async def test_a_look_up_is_not_answered_by_one_that_began_before(catalog: Catalog, counted: Counted) -> None:
+    here = Subscriptions(counted, ManualClock())
+    early = asyncio.create_task(here.find("billing"))
+    while not counted.asked:
+        await asyncio.sleep(0)
+    late = [asyncio.create_task(here.find("billing")) for _ in range(9)]
+    await asyncio.sleep(0)
+    late[0].cancel()
+    await asyncio.wait([early, *late])
+    assert counted.asked == [["billing"]] * 2
+
+
+async def test_a_catalog_that_is_away_is_not_asked_by_each_who_waits(counted: Counted) -> None:
+    here = Subscriptions(counted, ManualClock())
+    counted.is_away = True
+    found = await find(here, *"abcdefgh")
+    assert {type(one) for one in found} == {CatalogUnavailable}
+    assert counted.asked == [["a"], [*"bcdefgh"]]
+    counted.is_away = False
+    with pytest.raises(UnknownSubscription):
+        await here.find("a")

@@ -55,7 +55,7 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
         if isinstance(session, ErrorCode):
             return _refused(session)
         try:
-            subscription = await self._door.subscription(group_id)
+            subscription = await self._door.service.declared.find(group_id)
             results = await self._door.acknowledge(
                 subscription, member_id, _acknowledgements(request), renews=request.is_renew_ack
             )

@@ -98,7 +98,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             return _refused(session)
         told = _Told()
         try:
-            subscription = await self._door.subscription(group_id)
+            subscription = await self._door.service.declared.find(group_id)
             told.acknowledged = await self._door.acknowledge(
                 subscription, member_id, acknowledged, renews=request.is_renew_ack
             )

@@ -39,7 +39,7 @@ class SubscriptionAlter(PrivateApi[ChangedSubscription]):
 
     async def handle(self, request: ChangedSubscription) -> dict[str, Any]:
         """Change it durably."""
-        found = await self._service.existing(request.name)
+        found = await self._subscriptions.find(request.name)
         further = [topic for topic in request.topics or () if topic not in found.topics]
         await self._subscriptions.alter(
             request.name,

@@ -38,7 +38,7 @@ class SubscriptionForget(PrivateApi[Unwanted]):
 
     async def handle(self, request: Unwanted) -> dict[str, Any]:
         """Close the queues, or drop their states."""
-        subscription = await self._service.existing(request.name)
+        subscription = await self._service.declared.find(request.name)
         topic = self._service.topics.get(request.topic)
         if topic is None:
             raise UnknownTopic(f"there is no topic {request.topic!r}")

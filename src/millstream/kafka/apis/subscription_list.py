@@ -61,7 +61,7 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
         if request.names is None:
             wanted = self._subscriptions.all()
         else:
-            wanted = [await self._service.existing(name) for name in request.names]
+            wanted = [await self._subscriptions.find(name) for name in request.names]
             await self._open(wanted, request.open)
         kept = {} if request.names is None else self._kept()
         queues: dict[UUID, list[Delivery]] = {}

@@ -56,7 +56,7 @@ class SubscriptionReceive(PackedApi[Receive]):
     async def handle(self, request: Receive) -> ReceiveAnswer:
         """Lease what is there, or wait for it."""
         _check(request)
-        subscription = await self._service.existing(request.subscription)
+        subscription = await self._subscriptions.find(request.subscription)
         engine = await self._service.engine()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(request.wait_ms, WAIT_MS_MAX) / 1000
@@ -66,7 +66,7 @@ class SubscriptionReceive(PackedApi[Receive]):
             given = await self._receive(engine, subscription, request, deadline - loop.time(), opening)
             if given or not opening.done() or loop.time() >= deadline:
                 return ReceiveAnswer(0, None, [_told(one) for one in given])
-            subscription = await self._service.existing(request.subscription)
+            subscription = await self._subscriptions.find(request.subscription)
 
     async def _receive(
         self, engine: Engine, subscription: Subscription, request: Receive, wait_s: float, opening: asyncio.Future[None]

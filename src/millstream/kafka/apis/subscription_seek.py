@@ -49,7 +49,7 @@ class SubscriptionSeek(PrivateApi[Sought]):
 
     async def handle(self, request: Sought) -> dict[str, Any]:
         """Move each queue; told once it is durable."""
-        subscription = await self._service.existing(request.name)
+        subscription = await self._subscriptions.find(request.name)
         _check(request.to)
         engine = await self._service.engine()
         moved = []

@@ -52,7 +52,7 @@ class SubscriptionSettle(PackedApi[SettleRequest]):
 
     async def handle(self, request: SettleRequest) -> SettleAnswer:
         """Settle each partition on its own."""
-        subscription = await self._service.existing(request.subscription)
+        subscription = await self._subscriptions.find(request.subscription)
         results = await asyncio.gather(*(self._settle(subscription, request.worker, one) for one in request.partitions))
         return SettleAnswer(0, None, results)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar
 from uuid import UUID
 
@@ -92,6 +92,10 @@ class SimulatedDeclarations:
     async def subscriptions(self) -> list[Subscription]:
         """Every subscription, by name."""
         return await self._ask(lambda: sorted(self._subscriptions.values(), key=lambda one: one.name))
+
+    async def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
+        """The subscriptions of these names that there are."""
+        return [one for one in await self.subscriptions() if one.name in names]
 
     async def add_subscription(self, subscription: Subscription) -> None:
         """Declare a subscription."""
