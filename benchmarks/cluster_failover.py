@@ -12,7 +12,7 @@ from typing import Self
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.cli.cluster_status import cluster_status
+from millstream.admin.cluster_status import cluster_status
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.local_etcd import LocalEtcd

@@ -28,8 +28,8 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, Producer
 
-from millstream.cli.group_admin import delete_group, describe_group, list_groups
-from millstream.cli.topic_admin import create_topic, delete_topic
+from millstream.admin.groups import delete_group, describe_group, list_groups
+from millstream.admin.topics import create_topic, delete_topic
 from millstream.model.errors import MillstreamError
 from millstream.testing.kill_trial import KillTrial, Outcome, Plan
 from millstream.testing.server import Server

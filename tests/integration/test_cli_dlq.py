@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from millstream.cli.dead_letter import HELD_MAX, LEASE_MS, DeadLetterDesk
+from millstream.admin.dead_letter import HELD_MAX, LEASE_MS, DeadLetterDesk
 from millstream.model.subscription import ATTEMPTS, EARLIEST, LEASE, START
 from millstream.testing.command import CommandLine
 from millstream.testing.server import Server

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from millstream.cli.topic_admin import delete_topic, grow_topic
+from millstream.admin.topics import delete_topic, grow_topic
 from millstream.model.errors import (
     InvalidRecordState,
     InvalidRequest,

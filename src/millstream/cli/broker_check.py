@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from millstream import __version__
+from millstream.admin.damage import lost_of, node_status
+from millstream.admin.topics import min_in_sync
 from millstream.cli.connection import CLIENT_ID
-from millstream.cli.damage import lost_of, node_status
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.finding import Finding, ok, problem, warning
 from millstream.cli.output import counted
-from millstream.cli.topic_admin import min_in_sync
 from millstream.model.errors import BrokerUnreachable, MillstreamError, RequestTimedOut
 from millstream.wire.client import Client
 from millstream.wire.cluster_metadata import ClusterMetadata, PartitionMetadata

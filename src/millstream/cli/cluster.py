@@ -20,7 +20,7 @@ from millstream.cli.options import (
 from millstream.cli.output import counted, print_json, print_line, print_note, print_table
 
 if TYPE_CHECKING:
-    from millstream.cli.cluster_status import ClusterStatus
+    from millstream.admin.cluster_status import ClusterStatus
     from millstream.cli.cluster_up import LocalCluster
 
 NODES_MAX = 32
@@ -140,7 +140,7 @@ def status(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Show the nodes, the controller, and the partitions that lack a leader or replicas."""
-    from millstream.cli.cluster_status import cluster_status
+    from millstream.admin.cluster_status import cluster_status
 
     found = ask(brokers, timeout, cluster_status)
     if as_json:

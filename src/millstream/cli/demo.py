@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.cli.output import print_note
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from millstream.admin.tailer import Message
     from millstream.cli.demo_broker import DemoBroker
     from millstream.cli.demo_member import DemoMember
     from millstream.cli.publisher import Placed, Publisher
-    from millstream.cli.tailer import Message
     from millstream.wire.client import Client
 
 TOPIC = "orders"
@@ -158,7 +159,7 @@ class Demo:
         self._account.tell(f"ready after {self._broker.start_s:.2f} s")
 
     async def _create_topic(self) -> None:
-        from millstream.cli.topic_admin import create_topic, find_topic
+        from millstream.admin.topics import create_topic, find_topic
 
         self._account.step(f"A topic with {PARTITIONS} partitions")
         await create_topic(self._client, TOPIC, partitions=PARTITIONS, replication=-1, settings={"flush": "always"})
@@ -270,9 +271,9 @@ class Demo:
         return {index: found.offset for index, found in ends.items()}
 
     async def _read(self, starts: dict[int, int]) -> list[Message]:
-        from millstream.cli.tailer import Tailer
+        from millstream.admin.tailer import Tailer
 
-        tailer = Tailer(self._client, TOPIC, starts, patience_s=_PATIENCE_S)
+        tailer = Tailer(self._client, TOPIC, starts, patience_s=_PATIENCE_S, note=print_note)
         return [message async for message in tailer.until(await self._ends())]
 
     def _check_read(self, messages: Sequence[tuple[int, Any]], expected: range, what: str = "") -> None:
@@ -300,7 +301,7 @@ class Demo:
 
     async def _check_lag(self, expected: int) -> None:
         """How far the group is, as everyone can ask."""
-        from millstream.cli.group_admin import describe_group, progress_of
+        from millstream.admin.groups import describe_group, progress_of
 
         progress = await progress_of(self._client, await describe_group(self._client, GROUP))
         lag = sum(one.lag or 0 for one in progress)

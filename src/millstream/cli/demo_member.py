@@ -6,7 +6,7 @@ import asyncio
 from datetime import timedelta
 from typing import Any
 
-from millstream.cli.group_admin import assigned_partitions, committed_offsets
+from millstream.admin.groups import assigned_partitions, committed_offsets
 from millstream.model.ids import NodeId, Offset
 from millstream.model.topic import TopicPartition
 from millstream.records.record import Record, decode_records

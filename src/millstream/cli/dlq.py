@@ -15,7 +15,8 @@ from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, B
 from millstream.cli.output import as_json_text, counted, one_line, print_json, print_line, print_note, print_table
 
 if TYPE_CHECKING:
-    from millstream.cli.dead_letter import DeadLetterDesk, DeadLetterTopic, Wanted
+    from millstream.admin.dead_letter import DeadLetterDesk, DeadLetterTopic
+    from millstream.subscriptions.filter.matcher import Wanted
     from millstream.wire.client import Client
     from millstream.wire.subscriptions import LeasedMessage
 
@@ -62,7 +63,7 @@ def list_(
     """List dead letter topics and how many letters are open."""
 
     async def question(client: Client) -> list[DeadLetterTopic]:
-        from millstream.cli.dead_letter import dead_letter_topics
+        from millstream.admin.dead_letter import dead_letter_topics
 
         return await dead_letter_topics(client)
 
@@ -161,7 +162,8 @@ def _work(
     outcome = Outcome()
 
     async def question(client: Client) -> None:
-        from millstream.cli.dead_letter import DeadLetterDesk, find_topic, matcher
+        from millstream.admin.dead_letter import DeadLetterDesk, find_topic
+        from millstream.subscriptions.filter.matcher import matcher
 
         wanted = matcher(filter_)
         topic = await find_topic(client, name)
@@ -194,7 +196,7 @@ async def _pass(
     filtered: bool,
     keep: bool,
 ) -> None:
-    from millstream.cli.dead_letter import BATCH
+    from millstream.admin.dead_letter import BATCH
 
     def missing() -> int:
         # Whoever looks for some has to take more than are wanted; others do not keep letters from anybody.
@@ -255,8 +257,9 @@ def _tell(done: int) -> None:
 
 
 def _print(letter: LeasedMessage, *, as_json: bool) -> None:
-    from millstream.cli.dead_letter import headers_of
-    from millstream.cli.message_text import as_document, local_time, readable_value
+    from millstream.admin.dead_letter import headers_of
+    from millstream.admin.message_document import as_document
+    from millstream.cli.message_text import local_time, readable_value
 
     headers = headers_of(letter)
     if as_json:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from millstream.admin.position import HELP, parse_position
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import (
@@ -20,11 +21,10 @@ from millstream.cli.options import (
     ask_person,
 )
 from millstream.cli.output import counted, one_line, print_json, print_line, print_table
-from millstream.cli.position import HELP, parse_position
 
 if TYPE_CHECKING:
-    from millstream.cli.group_admin import Group, Progress
-    from millstream.cli.position import Position
+    from millstream.admin.groups import Group, Progress
+    from millstream.admin.position import Position
     from millstream.model.topic import TopicPartition
     from millstream.wire.client import Client
 
@@ -42,7 +42,7 @@ def list_(
     """List all consumer groups with their lag."""
 
     async def question(client: Client) -> list[dict[str, Any]]:
-        from millstream.cli.group_admin import list_groups
+        from millstream.admin.groups import list_groups
 
         return list(await asyncio.gather(*(_summary(client, *listed) for listed in await list_groups(client))))
 
@@ -66,7 +66,7 @@ def describe(
     """Show a group's members, offsets and lag."""
 
     async def question(client: Client) -> tuple[Group, list[Progress]]:
-        from millstream.cli.group_admin import describe_group, progress_of
+        from millstream.admin.groups import describe_group, progress_of
 
         group = await describe_group(client, name)
         return group, await progress_of(client, group)
@@ -106,7 +106,7 @@ def reset(
     position = parse_position(to)
 
     async def question(client: Client) -> list[tuple[TopicPartition, int | None, int]]:
-        from millstream.cli.group_admin import commit_offsets
+        from millstream.admin.groups import commit_offsets
 
         moves = await _plan(client, name, topic, partition, position)
         if not dry_run:
@@ -139,7 +139,7 @@ def delete(
     ask_person(f"Delete group {name} and forget how far it has read?", unless=yes or as_json)
 
     async def question(client: Client) -> None:
-        from millstream.cli.group_admin import delete_group, describe_group
+        from millstream.admin.groups import delete_group, describe_group
 
         await describe_group(client, name)
         await delete_group(client, name)
@@ -152,7 +152,7 @@ def delete(
 
 
 async def _summary(client: Client, name: str, state: str, kind: str) -> dict[str, Any]:
-    from millstream.cli.group_admin import describe_group, progress_of
+    from millstream.admin.groups import describe_group, progress_of
 
     group = await describe_group(client, name)
     lag = _total_lag(await progress_of(client, group))
@@ -163,8 +163,8 @@ async def _plan(
     client: Client, name: str, topics: list[str] | None, partitions: list[int] | None, position: Position
 ) -> list[tuple[TopicPartition, int | None, int]]:
     """Which partitions move from where to where."""
-    from millstream.cli.group_admin import committed_offsets, refuse_members
-    from millstream.cli.topic_admin import find_topic, offsets_at
+    from millstream.admin.groups import committed_offsets, refuse_members
+    from millstream.admin.topics import find_topic, offsets_at
     from millstream.model.ids import PartitionIndex
     from millstream.model.topic import TopicPartition
 

@@ -198,7 +198,7 @@ def _records(order: _Order, lines: list[bytes]) -> list[NewRecord]:
 
 
 def _told(publisher: Publisher, order: _Order, record: NewRecord, where: Placed) -> str:
-    from millstream.cli.message_id import message_id
+    from millstream.model.message_id import message_id
 
     name = message_id(publisher.topic_id, where.partition, where.offset, record.headers)
     if not order.as_json:

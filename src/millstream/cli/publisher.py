@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from millstream.cli.explanation import explain
+from millstream.admin.explanation import explain
 from millstream.model.errors import BatchTooLarge, CoordinatorUnavailable, NotLeader, RequestTimedOut, UnknownTopic
 from millstream.model.partitioner import partition_for_key
 from millstream.records.record import NewRecord, encode_batch

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from millstream.admin.position import HELP, Kind, parse_position
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import (
@@ -22,7 +23,6 @@ from millstream.cli.options import (
     parse_assignments,
 )
 from millstream.cli.output import as_json_text, counted, one_line, print_json, print_line, print_note, print_table
-from millstream.cli.position import HELP, Kind, parse_position
 from millstream.model.errors import SubscriptionExists
 from millstream.model.subscription import (
     ATTEMPTS,
@@ -376,7 +376,8 @@ def pull(
 
 
 def _show(messages: Iterable[LeasedMessage], *, as_json: bool) -> None:
-    from millstream.cli.message_text import as_document, as_text
+    from millstream.admin.message_document import as_document
+    from millstream.cli.message_text import as_text
 
     for message in messages:
         if as_json:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from millstream.admin.position import HELP, Kind, Position, parse_position
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, Partitions, TimeoutSeconds
 from millstream.cli.output import as_json_text, print_bytes, print_note
-from millstream.cli.position import HELP, Kind, Position, parse_position
 from millstream.model.errors import UnknownTopic
 
 if TYPE_CHECKING:
-    from millstream.cli.tailer import Message, Tailer
+    from millstream.admin.tailer import Message, Tailer
     from millstream.wire.client import Client
     from millstream.wire.cluster_metadata import TopicMetadata
 
@@ -85,8 +85,8 @@ def tail(
     begin = None if position is None else parse_position(position)
 
     async def question(client: Client) -> None:
-        from millstream.cli.tailer import Tailer
-        from millstream.cli.topic_admin import find_topic, offset_bounds, offsets_at
+        from millstream.admin.tailer import Tailer
+        from millstream.admin.topics import find_topic, offset_bounds, offsets_at
 
         found = await find_topic(client, topic)
         partitions = _chosen(found, partition)
@@ -100,7 +100,7 @@ def tail(
         if begin is not None:
             starts = await offsets_at(client, topic, partitions, begin, isolation=level)
             _note_moved(begin, starts)
-        tailer = Tailer(client, topic, starts, patience_s=timeout, isolation=level)
+        tailer = Tailer(client, topic, starts, patience_s=timeout, isolation=level, note=print_note)
         left = await _show_past(tailer, begin, ends, number, show)
         _note_held_back(written, ends)
         if follow and left != 0:
@@ -165,7 +165,8 @@ def _chosen(topic: TopicMetadata, wanted: list[int] | None) -> list[int]:
 
 
 def _shower(topic: TopicMetadata, *, raw: bool, as_json: bool) -> Show:
-    from millstream.cli.message_text import as_document, as_text
+    from millstream.admin.message_document import as_document
+    from millstream.cli.message_text import as_text
 
     if raw:
         return lambda message: (message.record.value or b"") + b"\n"

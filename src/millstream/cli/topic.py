@@ -24,7 +24,7 @@ from millstream.model.errors import MillstreamError, TopicExists
 from millstream.model.topic import CONTRACT, DESCRIPTION, OWNER
 
 if TYPE_CHECKING:
-    from millstream.cli.damage import LostOffsets
+    from millstream.admin.damage import LostOffsets
     from millstream.wire.client import Client
     from millstream.wire.cluster_metadata import TopicMetadata
 
@@ -91,7 +91,7 @@ def create(
     overrides.update({key: text for key, text in _card(owner, description, contract).items() if text})
 
     async def question(client: Client) -> tuple[bool, TopicMetadata, int | None]:
-        from millstream.cli.topic_admin import create_topic, find_topic
+        from millstream.admin.topics import create_topic, find_topic
 
         created = True
         try:
@@ -203,7 +203,7 @@ def alter(
         raise typer.BadParameter("nothing to change; give --set, --unset, --partitions or what is said about the topic")
 
     async def question(client: Client) -> None:
-        from millstream.cli.topic_admin import alter_topic, check_settings_exist, find_topic, grow_topic
+        from millstream.admin.topics import alter_topic, check_settings_exist, find_topic, grow_topic
 
         await find_topic(client, name, advice=_LIST_ADVICE)
         # The broker takes names back that it does not know, as Kafka does; whoever mistypes one should hear of it.
@@ -232,7 +232,7 @@ def delete(
     ask_person(f"Delete topic {name} and every message in it?", unless=yes or as_json)
 
     async def question(client: Client) -> None:
-        from millstream.cli.topic_admin import delete_topic, find_topic
+        from millstream.admin.topics import delete_topic, find_topic
 
         await find_topic(client, name, advice=_LIST_ADVICE)
         await delete_topic(client, name)
@@ -251,8 +251,8 @@ def _card(owner: str | None, description: str | None, contract: str | None) -> d
 
 
 async def _describe(client: Client, name: str) -> dict[str, Any]:
-    from millstream.cli.damage import ask_lost
-    from millstream.cli.topic_admin import find_topic, offset_bounds, topic_configs
+    from millstream.admin.damage import ask_lost
+    from millstream.admin.topics import find_topic, offset_bounds, topic_configs
 
     topic = await find_topic(client, name, advice=_LIST_ADVICE)
     bounds, configs = await asyncio.gather(
@@ -288,7 +288,7 @@ def _damage_of(lost: list[LostOffsets] | None, partition: int) -> list[dict[str,
 
 
 async def _usual_copies(client: Client) -> int | None:
-    from millstream.cli.topic_admin import default_replication
+    from millstream.admin.topics import default_replication
 
     # It is only for a note, so a broker that does not tell is no failure.
     with suppress(MillstreamError):
@@ -330,7 +330,7 @@ def _row(one: dict[str, Any]) -> list[Any]:
 
 
 def _print_damage(described: dict[str, Any]) -> None:
-    from millstream.cli.damage import LostOffsets
+    from millstream.admin.damage import LostOffsets
 
     lost = [
         LostOffsets(described["topic"], one["partition"], each["first"], each["next"])

@@ -23,7 +23,7 @@ from millstream.model.ids import PartitionIndex
 from millstream.model.topic import TopicPartition
 
 if TYPE_CHECKING:
-    from millstream.cli.transaction_admin import DescribedTransaction, ListedTransaction, OpenTransaction
+    from millstream.admin.transactions import DescribedTransaction, ListedTransaction, OpenTransaction
     from millstream.wire.client import Client
 
 app = typer.Typer(help="List, describe and abort transactions.", no_args_is_help=True)
@@ -57,7 +57,7 @@ def list_(
         return
 
     async def question(client: Client) -> list[ListedTransaction]:
-        from millstream.cli.transaction_admin import list_transactions
+        from millstream.admin.transactions import list_transactions
 
         longer_than_ms = -1 if longer_than is None else int(longer_than * 1000)
         return await list_transactions(client, states=state or (), longer_than_ms=longer_than_ms)
@@ -84,7 +84,7 @@ def describe(
     """Show one transactional id: its producer, its state, and the partitions that its transaction holds."""
 
     async def question(client: Client) -> DescribedTransaction:
-        from millstream.cli.transaction_admin import describe_transaction
+        from millstream.admin.transactions import describe_transaction
 
         return await describe_transaction(client, transactional_id)
 
@@ -138,7 +138,7 @@ def abort(
 
 
 def _how_long(found: DescribedTransaction) -> str:
-    from millstream.cli.transaction_admin import ONGOING, OPEN_STATES, PREPARED
+    from millstream.admin.transactions import ONGOING, OPEN_STATES, PREPARED
 
     begun = f"begun {max(0.0, time.time() - found.started_ms / 1000):.0f} s ago"
     if found.state == ONGOING:
@@ -150,7 +150,7 @@ def _how_long(found: DescribedTransaction) -> str:
 
 def _list_hanging(*, as_json: bool, brokers: str, timeout: float) -> None:
     async def question(client: Client) -> list[OpenTransaction]:
-        from millstream.cli.transaction_admin import hanging_transactions
+        from millstream.admin.transactions import hanging_transactions
 
         return await hanging_transactions(client)
 
@@ -166,7 +166,7 @@ def _list_hanging(*, as_json: bool, brokers: str, timeout: float) -> None:
 
 def _abort_known(transactional_id: str, *, as_json: bool, brokers: str, timeout: float) -> None:
     async def question(client: Client) -> str:
-        from millstream.cli.transaction_admin import abort_transaction
+        from millstream.admin.transactions import abort_transaction
 
         return await abort_transaction(client, transactional_id)
 
@@ -181,7 +181,7 @@ def _abort_hanging(
     where: TopicPartition, producer_id: int, *, force: bool, as_json: bool, brokers: str, timeout: float
 ) -> None:
     async def question(client: Client) -> OpenTransaction:
-        from millstream.cli.transaction_admin import abort_on_partition
+        from millstream.admin.transactions import abort_on_partition
 
         return await abort_on_partition(client, where, producer_id, force=force)
 

@@ -17,7 +17,7 @@ from random import Random
 from typing import Final, NamedTuple
 from zlib import crc32
 
-from millstream.cli.topic_admin import create_topic
+from millstream.admin.topics import create_topic
 from millstream.model.errors import MillstreamError, UnknownTopic
 from millstream.model.subscription import (
     AT_LEAST_ONCE,

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from millstream.cli.cluster_status import ClusterStatus, cluster_status
+from millstream.admin.cluster_status import ClusterStatus, cluster_status
 from millstream.model.errors import MillstreamError
 from millstream.testing.cluster_network import Network
 from millstream.testing.etcd_server import EtcdServer

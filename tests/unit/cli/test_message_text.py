@@ -4,9 +4,10 @@ from uuid import UUID
 
 import pytest
 
-from millstream.cli.message_id import message_id
-from millstream.cli.message_text import as_document, as_text
+from millstream.admin.message_document import as_document
+from millstream.cli.message_text import as_text
 from millstream.model.ids import Offset
+from millstream.model.message_id import message_id
 from millstream.records.record import Headers, Record
 
 TOPIC_ID = UUID(int=1)

@@ -1,4 +1,4 @@
-"""What the commands ask brokers about consumer groups, over Kafka's own APIs."""
+"""What is asked of brokers about consumer groups, over Kafka's own APIs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millstream.cli.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP
+from millstream.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP
 from millstream.model.errors import GroupNotEmpty, InvalidRequest, ProtocolViolation, UnknownGroup, UnknownTopic
 from millstream.model.ids import PartitionIndex
 from millstream.model.topic import TopicPartition

@@ -1,4 +1,4 @@
-"""What the commands ask nodes about their clients. Only Millstream answers this; Kafka has no such request."""
+"""What is asked of nodes about their clients. Only Millstream answers this; Kafka has no such request."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.model.errors import BrokerUnreachable
+from millstream.model.errors import BrokerUnreachable, RequestRefused
 from millstream.model.ids import NodeId
 from millstream.wire.client import Client
 
 CLIENT_LIST_KEY = 32001
+UNSUPPORTED_VERSION = 35
 
 PRODUCER, CONSUMER = "producer", "consumer"
 
@@ -63,9 +63,9 @@ async def _ask(client: Client, node: NodeId) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(bytes(await client.private(node, CLIENT_LIST_KEY, b"")))
     except (BrokerUnreachable, ValueError) as error:
-        raise CommandFailed(
+        raise RequestRefused(
             f"node {node} does not tell its clients ({error}); only Millstream does, no other kind of broker",
-            ExitCode.FAILED,
+            code=UNSUPPORTED_VERSION,
         ) from error
     return answer
 

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from millstream.cli.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP, Kind, Position, parse_position
+from millstream.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP, Kind, Position, parse_position
 from millstream.model.errors import InvalidRequest
 
 NOW_MS = 1_800_000_000_000

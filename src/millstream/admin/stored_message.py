@@ -57,12 +57,12 @@ async def find_message(client: Client, topic: TopicMetadata, partition: int, off
     try:
         answer = await client.fetch(topic.name, partition, offset, max_bytes=_ONE_BATCH, max_wait_ms=0)
     except OffsetOutOfRange:
-        from millstream.cli.topic_admin import offset_bounds
+        from millstream.admin.topics import offset_bounds
 
         start, end = (await offset_bounds(client, topic.name, [partition]))[partition]
         raise NotFound(_nothing(where, offset, start, end)) from None
     except CorruptBatch:
-        from millstream.cli.damage import ask_lost
+        from millstream.admin.damage import ask_lost
 
         for lost in await ask_lost(client, topic, [partition]) or ():
             if lost.first <= offset < lost.next_offset:

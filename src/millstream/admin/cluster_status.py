@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from millstream.cli.damage import node_status
+from millstream.admin.damage import node_status
 
 if TYPE_CHECKING:
     from millstream.model.ids import NodeId

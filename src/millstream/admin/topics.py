@@ -1,4 +1,4 @@
-"""What the commands ask brokers about topics, over Kafka's own APIs, so that they work against any Kafka too."""
+"""What is asked of brokers about topics, over Kafka's own APIs, so that they work against any Kafka too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from millstream.cli.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP, Position
+from millstream.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP, Position
 from millstream.model.errors import InvalidSetting, UnknownTopic
 from millstream.model.ids import NodeId
 from millstream.model.nearest import suggestion

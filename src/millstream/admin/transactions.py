@@ -1,4 +1,4 @@
-"""What the commands ask brokers about transactions, over Kafka's own APIs and Millstream's private requests."""
+"""What is asked of brokers about transactions, over Kafka's own APIs and Millstream's private requests."""
 
 from __future__ import annotations
 

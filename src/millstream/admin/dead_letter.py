@@ -12,11 +12,12 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.letter_post import LetterPost
+from millstream.admin.letter_post import LetterPost
 from millstream.model.errors import (
     InvalidRecordState,
+    InvalidRequest,
     MillstreamError,
+    NotFound,
     SubscriptionExists,
     UnknownGroup,
 )
@@ -46,7 +47,6 @@ _PAUSE_S = 0.25
 _PASSES = (*TRANSIENT, UnknownGroup)
 """What passes by itself: a failover, and a subscription that another node has not heard of yet."""
 
-Wanted = Callable[[LeasedMessage], bool]
 T = TypeVar("T")
 
 
@@ -138,7 +138,7 @@ class DeadLetterDesk:
         headers = headers_of(letter)
         topic = to or headers.get("dlq-topic")
         if not topic:
-            raise CommandFailed(
+            raise InvalidRequest(
                 f"letter {letter.record.offset} does not say where it came from; name a topic with --to"
             )
         partition = int(headers["dlq-partition"]) if headers.get("dlq-partition", "").isdigit() else None
@@ -260,27 +260,8 @@ async def find_topic(client: Client, name: str) -> str:
             return one.topic
     with suppress(UnknownGroup):
         (told,) = await SubscriptionClient(client).describe([name])
-        raise CommandFailed(f"subscription {told['name']!r} has no dead letter topic", ExitCode.NOT_FOUND)
-    raise CommandFailed(
-        f"no subscription is called {name!r} or has it as its dead letter topic; see millstream dlq list",
-        ExitCode.NOT_FOUND,
-    )
-
-
-def matcher(text: str | None) -> Wanted:
-    """Whether a letter is meant; a condition in the language of subscriptions' filters."""
-    if text is None:
-        return lambda _letter: True
-    from millstream.subscriptions.filter.batch import RecordBatch
-    from millstream.subscriptions.filter.filter import compile_filter
-
-    condition = compile_filter(text)
-
-    def matches(letter: LeasedMessage) -> bool:
-        batch: Any = RecordBatch([letter.record], topic=letter.topic, partition=letter.partition, uses=condition.uses)
-        return bool(condition.matches(batch)[0])
-
-    return matches
+        raise NotFound(f"subscription {told['name']!r} has no dead letter topic")
+    raise NotFound(f"no subscription is called {name!r} or has it as its dead letter topic; see millstream dlq list")
 
 
 async def _stored(client: Client, topic: str) -> int:

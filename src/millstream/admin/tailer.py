@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import NamedTuple
 
-from millstream.cli.damage import LostOffsets
-from millstream.cli.output import print_note
+from millstream.admin.damage import LostOffsets
 from millstream.model.errors import BrokerUnreachable, CorruptBatch, OffsetOutOfRange, RequestTimedOut
 from millstream.model.ids import Offset, PartitionIndex
 from millstream.model.topic import TopicPartition
@@ -42,11 +41,13 @@ class Tailer:
         *,
         patience_s: float,
         isolation: int = READ_UNCOMMITTED,
+        note: Callable[[str], None],
     ) -> None:
         self._client = client
         self._isolation = isolation
         self._topic = topic
         self._patience_s = patience_s
+        self._note = note
         self.lost: list[LostOffsets] = []
         """What was left out, since the disk of the broker lost it."""
         self._positions = {
@@ -123,7 +124,7 @@ class Tailer:
                 await self._start_over()
             except (BrokerUnreachable, RequestTimedOut) as error:
                 if deadline is None:
-                    print_note(f"Lost the broker; trying for {self._patience_s:g} s to find it again ({error}).")
+                    self._note(f"Lost the broker; trying for {self._patience_s:g} s to find it again ({error}).")
                     deadline = loop.time() + self._patience_s
                 if loop.time() > deadline:
                     raise
@@ -141,8 +142,8 @@ class Tailer:
 
     async def _step_over(self) -> bool:
         """Go on behind what the disk of the broker lost, and say so; False when it knows of nothing there."""
-        from millstream.cli.damage import ask_lost
-        from millstream.cli.topic_admin import find_topic
+        from millstream.admin.damage import ask_lost
+        from millstream.admin.topics import find_topic
 
         found = await find_topic(self._client, self._topic)
         lost = await ask_lost(self._client, found, [where.partition for where in self._positions]) or ()
@@ -152,17 +153,17 @@ class Tailer:
             if one.first <= self._positions[where] < one.next_offset:
                 self._positions[where] = Offset(one.next_offset)
                 self.lost.append(one)
-                print_note(f"{one}; going on at {one.next_offset}. To do: {one.advice}.")
+                self._note(f"{one}; going on at {one.next_offset}. To do: {one.advice}.")
                 moved = True
         return moved
 
     async def _start_over(self) -> None:
         """Retention has overtaken a slow reader: go on with what is left."""
-        from millstream.cli.topic_admin import offset_bounds
+        from millstream.admin.topics import offset_bounds
 
         bounds = await offset_bounds(self._client, self._topic, [where.partition for where in self._positions])
         for where, at in self._positions.items():
             start, end = bounds[where.partition]
             if not start <= at <= end:
-                print_note(f"{where}: offset {at} is gone; going on from {start}.")
+                self._note(f"{where}: offset {at} is gone; going on from {start}.")
                 self._positions[where] = Offset(start)

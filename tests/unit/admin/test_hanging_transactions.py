@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from millstream.cli import transaction_admin
-from millstream.cli.transaction_admin import DescribedTransaction, ListedTransaction, OpenTransaction
+from millstream.admin import transactions
+from millstream.admin.transactions import DescribedTransaction, ListedTransaction, OpenTransaction
 from millstream.model.errors import UnknownTransaction
 from millstream.model.ids import NodeId, PartitionIndex
 from millstream.model.topic import TopicPartition
@@ -45,14 +45,14 @@ class Cluster:
         return DescribedTransaction(name, state, 1000, 0, producer, 0, partitions, NODE)
 
     async def hanging(self) -> list[OpenTransaction]:
-        return await transaction_admin.hanging_transactions(cast("Any", None))
+        return await transactions.hanging_transactions(cast("Any", None))
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster()
     for name in ("open_transactions", "list_transactions", "describe_transaction"):
-        monkeypatch.setattr(transaction_admin, name, getattr(made, name))
+        monkeypatch.setattr(transactions, name, getattr(made, name))
     return made
 
 

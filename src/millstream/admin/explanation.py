@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from millstream.cli.damage import node_status
+from millstream.admin.damage import node_status
 from millstream.model.errors import RequestTimedOut
 
 if TYPE_CHECKING:
