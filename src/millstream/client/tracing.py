@@ -1,0 +1,280 @@
+"""What a message takes along from the work it came out of: a correlation id and the trace.
+
+    with tracing.publish_span("orders") as span:        # only if tracing.is_on()
+        headers = tracing.outgoing(headers)             # correlation-id, traceparent, tracestate
+        span.placed([await publish(…, headers)])
+
+    with tracing.handling(message):                     # around a handler
+        await handler(message)                          # what it publishes carries the ids of `message` on
+
+OpenTelemetry is asked only in a program that has imported it and has set a tracer provider up. Everywhere else a
+publish costs one look into a dictionary, and the trace of a handled message is still passed on as it came.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from millstream.records.record import Headers
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+CORRELATION_ID = "correlation-id"
+TRACEPARENT = "traceparent"
+TRACESTATE = "tracestate"
+_TRACE_HEADERS = (TRACEPARENT, TRACESTATE, "baggage")
+_SCOPE = "millstream"
+_SYSTEM = "millstream"
+_API = "opentelemetry.trace"
+
+
+class Handled(Protocol):
+    """What is asked of a message that a handler works on."""
+
+    @property
+    def id(self) -> str:
+        """The message id."""
+
+    @property
+    def topic(self) -> str:
+        """Where it was published."""
+
+    @property
+    def partition(self) -> int:
+        """Its partition."""
+
+    @property
+    def offset(self) -> int:
+        """Its place there."""
+
+    @property
+    def value(self) -> bytes | None:
+        """Its payload."""
+
+    @property
+    def correlation_id(self) -> str | None:
+        """What it belongs to."""
+
+    @property
+    def attempt(self) -> int:
+        """How often it was delivered, this time included."""
+
+    @property
+    def subscription(self) -> str | None:
+        """Whose queue it was taken from; None when it comes from no queue."""
+
+    def header_text(self, name: str) -> str | None:
+        """The value of a header as text."""
+
+
+class Placed(Protocol):
+    """What is asked of the receipt of a publish."""
+
+    @property
+    def id(self) -> str:
+        """The message id."""
+
+    @property
+    def partition(self) -> int:
+        """Its partition."""
+
+    @property
+    def offset(self) -> int:
+        """Its place there."""
+
+
+class _Origin(NamedTuple):
+    """What a message that is published now comes out of."""
+
+    correlation_id: str | None
+    handled: Handled | None
+
+
+_origin: ContextVar[_Origin | None] = ContextVar("millstream_origin", default=None)
+
+
+# -- correlation --------------------------------------------------------------------------------------------
+
+
+def correlation_id() -> str | None:
+    """The correlation id that a message published here and now carries, if any.
+
+    In a handler that is the one of the handled message, or its message id when it has none.
+    """
+    origin = _origin.get()
+    if origin is None:
+        return None
+    if origin.handled is None:
+        return origin.correlation_id
+    return origin.handled.correlation_id or origin.handled.id
+
+
+@contextmanager
+def correlated(identifier: str) -> Iterator[None]:
+    """Give every message that is published within this block a correlation id, as that of a web request."""
+    token = _origin.set(_Origin(identifier, None))
+    try:
+        yield
+    finally:
+        _origin.reset(token)
+
+
+def outgoing(headers: Headers, correlation: str | None = None) -> Headers:
+    """The headers of a message that is published now: the given ones, which count, and what it takes along."""
+    if correlation is None and _origin.get() is None and not is_on():
+        return headers
+    taken = {name for name, _ in headers}
+    added: dict[str, bytes] = {}
+    correlation = correlation or correlation_id()
+    if correlation is not None:
+        added[CORRELATION_ID] = correlation.encode()
+    if TRACEPARENT not in taken:
+        added.update((name, value.encode()) for name, value in _trace().items())
+    return (*headers, *((name, value) for name, value in added.items() if name not in taken))
+
+
+def _trace() -> Mapping[str, str]:
+    """The trace that goes on here: OpenTelemetry's span, or else that of the handled message."""
+    carrier: dict[str, str] = {}
+    if is_on():
+        from opentelemetry import propagate
+
+        propagate.inject(carrier)
+    origin = _origin.get()
+    if not carrier and origin is not None and origin.handled is not None:
+        return _texts(origin.handled, _TRACE_HEADERS)
+    return carrier
+
+
+def _texts(message: Handled, names: Sequence[str]) -> dict[str, str]:
+    texts = ((name, message.header_text(name)) for name in names)
+    return {name: text for name, text in texts if text is not None}
+
+
+# -- spans --------------------------------------------------------------------------------------------------
+
+
+def is_on() -> bool:
+    """Whether somebody wants spans: the program has imported OpenTelemetry and set a tracer provider up."""
+    module = sys.modules.get(_API)
+    if module is None:
+        return False
+    return not isinstance(module.get_tracer_provider(), (module.ProxyTracerProvider, module.NoOpTracerProvider))
+
+
+class PublishSpan:
+    """The span of one publish."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def placed(self, receipts: Sequence[Placed]) -> None:
+        """Note what became of the messages."""
+        if len(receipts) == 1:
+            (receipt,) = receipts
+            self._span.set_attribute("messaging.message.id", receipt.id)
+            self._span.set_attribute("messaging.destination.partition.id", str(receipt.partition))
+            self._span.set_attribute("millstream.offset", receipt.offset)
+
+
+@contextmanager
+def publish_span(
+    topic: str, *, count: int = 1, client_id: str | None = None, correlation: str | None = None
+) -> Iterator[PublishSpan]:
+    """A span of kind PRODUCER that is the current one within the block, so that `outgoing` passes it on."""
+    from opentelemetry import trace
+
+    attributes: dict[str, Any] = {
+        "messaging.system": _SYSTEM,
+        "messaging.operation.name": "publish",
+        "messaging.operation.type": "send",
+        "messaging.destination.name": topic,
+    }
+    if count != 1:
+        attributes["messaging.batch.message_count"] = count
+    if client_id is not None:
+        attributes["messaging.client.id"] = client_id
+    conversation = correlation or correlation_id()
+    if conversation is not None:
+        attributes["messaging.message.conversation_id"] = conversation
+    tracer = trace.get_tracer(_SCOPE)
+    with (
+        tracer.start_as_current_span(f"publish {topic}", kind=trace.SpanKind.PRODUCER, attributes=attributes) as span,
+        _failure_named(span),
+    ):
+        yield PublishSpan(span)
+
+
+class handling:  # noqa: N801
+    """Around the work on a message: what is published there carries its correlation id and goes on with its trace.
+
+    A class, since a generator would cost more than all the rest of it when nobody wants spans.
+    """
+
+    __slots__ = ("_message", "_span", "_token")
+
+    def __init__(self, message: Handled) -> None:
+        self._message = message
+        self._span: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        self._token = _origin.set(_Origin(None, self._message))
+        if is_on():
+            self._span = _process_span(self._message)
+            self._span.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self._span is not None:
+                self._span.__exit__(kind, error, traceback)
+        finally:
+            _origin.reset(self._token)
+
+
+@contextmanager
+def _process_span(message: Handled) -> Iterator[None]:
+    """A span of kind CONSUMER, whose parent is the span that published the message."""
+    from opentelemetry import propagate, trace
+
+    came_from = propagate.extract(_texts(message, sorted(propagate.get_global_textmap().fields)))
+    attributes: dict[str, Any] = {
+        "messaging.system": _SYSTEM,
+        "messaging.operation.name": "process",
+        "messaging.operation.type": "process",
+        "messaging.destination.name": message.topic,
+        "messaging.destination.partition.id": str(message.partition),
+        "messaging.message.id": message.id,
+        "messaging.message.conversation_id": message.correlation_id or message.id,
+        "messaging.message.body.size": len(message.value or b""),
+        "millstream.offset": message.offset,
+        "millstream.attempt": message.attempt,
+    }
+    if message.subscription is not None:
+        attributes["messaging.destination.subscription.name"] = message.subscription
+    tracer = trace.get_tracer(_SCOPE)
+    with (
+        tracer.start_as_current_span(
+            f"process {message.topic}", context=came_from, kind=trace.SpanKind.CONSUMER, attributes=attributes
+        ) as span,
+        _failure_named(span),
+    ):
+        yield
+
+
+@contextmanager
+def _failure_named(span: Span) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        span.set_attribute("error.type", type(error).__qualname__)
+        raise

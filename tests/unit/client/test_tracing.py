@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from millstream.client import tracing
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A message as a handler gets it."""
+
+    id: str = "7f/0/12"
+    topic: str = "orders"
+    partition: int = 0
+    offset: int = 12
+    value: bytes | None = b"{}"
+    attempt: int = 2
+    subscription: str | None = "billing"
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def correlation_id(self) -> str | None:
+        return self.header_text(tracing.CORRELATION_ID)
+
+    def header_text(self, name: str) -> str | None:
+        return self.headers.get(name)
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """A tracer provider for one test; the API itself takes only one for a whole process."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    yield exporter
+    provider.shutdown()
+
+
+def attributes_of(span: ReadableSpan) -> dict[str, object]:
+    return dict(span.attributes or {})
+
+
+def test_nothing_is_added_where_there_is_nothing_to_take_along() -> None:
+    headers = (("region", b"eu"),)
+    assert tracing.outgoing(headers) is headers
+    assert tracing.correlation_id() is None
+
+
+def test_a_given_correlation_id_is_sent() -> None:
+    assert tracing.outgoing((), "c-1") == ((tracing.CORRELATION_ID, b"c-1"),)
+
+
+def test_a_block_has_a_correlation_id() -> None:
+    with tracing.correlated("request-7"):
+        assert tracing.correlation_id() == "request-7"
+        assert tracing.outgoing(()) == ((tracing.CORRELATION_ID, b"request-7"),)
+        assert tracing.outgoing((), "other") == ((tracing.CORRELATION_ID, b"other"),)
+    assert tracing.correlation_id() is None
+
+
+def test_a_handler_passes_on_what_its_message_came_with() -> None:
+    came = {tracing.CORRELATION_ID: "c-1", tracing.TRACEPARENT: PARENT, tracing.TRACESTATE: "a=b"}
+    with tracing.handling(Taken(headers=came)):
+        assert dict(tracing.outgoing(())) == {name: text.encode() for name, text in came.items()}
+    assert tracing.outgoing(()) == ()
+
+
+def test_the_first_message_of_a_chain_gives_its_id() -> None:
+    with tracing.correlated("of a request that subscribed"), tracing.handling(Taken(id="first")):
+        assert tracing.correlation_id() == "first"
+
+
+def test_what_the_publisher_says_counts() -> None:
+    given = ((tracing.TRACEPARENT, b"mine"), (tracing.CORRELATION_ID, b"mine too"))
+    with tracing.handling(Taken(headers={tracing.TRACEPARENT: PARENT, tracing.TRACESTATE: "a=b"})):
+        assert tracing.outgoing(given) == given
+
+
+def test_a_publish_has_a_span_that_its_message_carries(spans: InMemorySpanExporter) -> None:
+    with tracing.publish_span("orders", client_id="me", correlation="c-1") as span:
+        headers = dict(tracing.outgoing((), "c-1"))
+        span.placed([Taken()])
+    (found,) = spans.get_finished_spans()
+    assert (found.name, found.kind) == ("publish orders", trace.SpanKind.PRODUCER)
+    assert attributes_of(found) == {
+        "messaging.system": "millstream",
+        "messaging.operation.name": "publish",
+        "messaging.operation.type": "send",
+        "messaging.destination.name": "orders",
+        "messaging.destination.partition.id": "0",
+        "messaging.client.id": "me",
+        "messaging.message.id": "7f/0/12",
+        "messaging.message.conversation_id": "c-1",
+        "millstream.offset": 12,
+    }
+    context = found.get_span_context()
+    assert context is not None
+    assert f"00-{context.trace_id:032x}-{context.span_id:016x}-".encode() in (headers[tracing.TRACEPARENT] or b"")
+
+
+def test_many_messages_are_one_span(spans: InMemorySpanExporter) -> None:
+    with tracing.publish_span("orders", count=3) as span:
+        span.placed([Taken()] * 3)
+    (found,) = spans.get_finished_spans()
+    assert attributes_of(found)["messaging.batch.message_count"] == 3
+    assert "messaging.message.id" not in attributes_of(found)
+
+
+def test_handling_is_a_child_of_the_publish(spans: InMemorySpanExporter) -> None:
+    with tracing.handling(Taken(headers={tracing.TRACEPARENT: PARENT})), tracing.publish_span("bills"):
+        passed_on = dict(tracing.outgoing(()))
+    publish, process = spans.get_finished_spans()
+    assert (process.name, process.kind) == ("process orders", trace.SpanKind.CONSUMER)
+    assert process.parent is not None
+    assert publish.parent is not None
+    assert f"{process.parent.trace_id:032x}-{process.parent.span_id:016x}" in PARENT
+    assert publish.parent.span_id == process.get_span_context().span_id  # type: ignore[union-attr]
+    assert PARENT[:35].encode() in (passed_on[tracing.TRACEPARENT] or b"")
+    assert attributes_of(process)["messaging.destination.subscription.name"] == "billing"
+    assert attributes_of(process)["millstream.attempt"] == 2
+
+
+def fail() -> None:
+    raise ValueError("no such customer")
+
+
+def test_a_failure_is_on_the_span(spans: InMemorySpanExporter) -> None:
+    with pytest.raises(ValueError, match="no such customer"), tracing.handling(Taken()):
+        fail()
+    (found,) = spans.get_finished_spans()
+    assert attributes_of(found)["error.type"] == "ValueError"
+    assert found.status.status_code is trace.StatusCode.ERROR
+    assert tracing.correlation_id() is None
+
+
+def test_opentelemetry_is_not_imported_for_it() -> None:
+    program = (
+        "import sys; from millstream.client import tracing\n"
+        "assert tracing.outgoing(()) == () and not tracing.is_on()\n"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
+        "import opentelemetry.trace\n"
+        "assert not tracing.is_on()\n"
+        "from opentelemetry.sdk.trace import TracerProvider\n"
+        "opentelemetry.trace.set_tracer_provider(TracerProvider())\n"
+        "assert tracing.is_on()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
