@@ -58,7 +58,6 @@ BYTES_MIN = 1024 * 1024
 LOOK_MAX = 2000
 """So many partitions are looked at for one answer; the others come with the next, so that nobody waits for long."""
 
-ROOM_SHARE = 4
 MAX_WAIT_S_MAX = 300.0
 
 
@@ -164,7 +163,7 @@ class FollowerFetch:
 
     def _look(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer]:
         """What there is to say of the partitions to which something has happened, within the bytes allowed."""
-        room = max(BYTES_MIN, self._budget.room_bytes // ROOM_SHARE)
+        room = max(BYTES_MIN, self._budget.share_bytes)
         left = min(fetch.max_bytes, self._bytes_max, room)
         found: dict[PartitionKey, ReplicaAnswer] = {}
         for key in tuple(islice(session.unread, LOOK_MAX)):

@@ -30,6 +30,7 @@ from millstream.model.subscription import (
     start_key,
 )
 from millstream.model.topic import TopicPartition
+from millstream.net.budget import Budget
 from millstream.subscriptions.expiry import Expiry
 from millstream.subscriptions.routed_store import RoutedStateStore
 from millstream.subscriptions.state_coordinator import StateCoordinator
@@ -56,6 +57,7 @@ class SubscriptionService:
         membership: Membership,
         subscriptions: Subscriptions,
         producer_ids: ProducerIds,
+        budget: Budget,
         *,
         config: Config,
         clock: Clock,
@@ -63,6 +65,7 @@ class SubscriptionService:
         me = membership.me.node_id
         self.topics = topics
         self.declared = subscriptions
+        self.budget = budget
         self.states = StateCoordinator(topics, config, clock, _image)
         self._membership = membership
         self._producer_ids = producer_ids

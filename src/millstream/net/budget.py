@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
+ROOM_SHARE = 4
+"""An answer, or a piece of it, takes no more than this part of the memory that is left."""
+
 
 class Budget:
     """Counts bytes and lets those who find no room wait in order.
@@ -37,6 +40,14 @@ class Budget:
     def room_bytes(self) -> int:
         """How much may still be taken."""
         return max(0, self.limit_bytes - self.used_bytes)
+
+    @property
+    def share_bytes(self) -> int:
+        """How much one answer may take, so that clients who read nothing of what they asked for leave some for others.
+
+        At least one byte while there is any room, and nothing when there is none.
+        """
+        return -(-self.room_bytes // ROOM_SHARE)
 
     @property
     def waiting(self) -> int:

@@ -52,9 +52,6 @@ FRAMES_AT_ONCE_MAX = 128
 SENT_AT_ONCE_MAX = 4 * 1024 * 1024
 """So much of an answer is sent to a client that reads as fast before the others get their turn."""
 
-ROOM_SHARE = 4
-"""A piece of an answer takes no more than this part of the memory that is left."""
-
 REPLIES_WAITING_MAX = 1024
 PIECES_MAX = 4
 """More small pieces than this are joined, since each one by itself costs the transport more than its bytes."""
@@ -508,7 +505,7 @@ class Connection(asyncio.BufferedProtocol):
             if sent >= SENT_AT_ONCE_MAX:
                 self._loop.call_soon(self._go_on_sending)
                 return
-            wanted = min(PIECE_BYTES, max(WRITE_BUFFER_HIGH_BYTES, self._budget.room_bytes // ROOM_SHARE))
+            wanted = min(PIECE_BYTES, max(WRITE_BUFFER_HIGH_BYTES, self._budget.share_bytes))
             try:
                 pieces = self._outgoing.take(wanted)
             except (OSError, MillstreamError) as error:

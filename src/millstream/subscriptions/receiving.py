@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from millstream.model.errors import MillstreamError
+from millstream.net.budget import Budget
 from millstream.subscriptions.delivery import Delivery, Received, Wanted
 from millstream.subscriptions.lease import Settle, Verb
 
@@ -25,18 +26,51 @@ class Given(NamedTuple):
     received: Received
 
 
+class _Room:
+    """What an answer takes of the memory for all clients, until it is with the connection, which counts on."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self._taken_bytes = 0
+
+    def fit(self, wanted: Wanted) -> Wanted | None:
+        """So much of what is wanted as there is room for now; None when there is none."""
+        share_bytes = self.budget.share_bytes
+        return wanted._replace(max_bytes=min(wanted.max_bytes, share_bytes)) if share_bytes else None
+
+    def take(self, received: Received) -> int:
+        """Count what is given."""
+        size = sum(map(len, received.batches))
+        self.budget.take(size)
+        self._taken_bytes += size
+        return size
+
+    def give_back(self) -> None:
+        """Everything is sent, or given up."""
+        self.budget.give_back(self._taken_bytes)
+
+
 class _Waiting:
     """One worker's wait. The first queue that has something ends it."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: Wanted, deliveries: Sequence[Delivery], room: _Room) -> None:
         self.wanted = wanted
         self.found: asyncio.Future[Given | None] = asyncio.get_running_loop().create_future()
+        self._deliveries = deliveries
+        self._room = room
 
     @property
     def is_done(self) -> bool:
         return self.found.done()
 
+    def wanted_now(self) -> Wanted | None:
+        fitting = self._room.fit(self.wanted)
+        if fitting is None:
+            self._room.budget.wait(self, self._room_again)
+        return fitting
+
     def give(self, delivery: Delivery, received: Received) -> None:
+        self._room.take(received)
         self.found.set_result(Given(delivery, received))
 
     def refuse(self, reason: MillstreamError) -> None:
@@ -44,10 +78,21 @@ class _Waiting:
         if not self.found.done():
             self.found.set_result(None)
 
+    def end(self) -> None:
+        """Nobody is told any more."""
+        self._room.budget.stop_waiting(self)
+        for delivery in self._deliveries:
+            delivery.forget(self)
+
+    def _room_again(self) -> None:
+        for delivery in self._deliveries:
+            delivery.look_again()
+
 
 async def receive(
     deliveries: Sequence[Delivery],
     wanted: Wanted,
+    budget: Budget,
     *,
     wait_s: float,
     first: int = 0,
@@ -56,7 +101,8 @@ async def receive(
     """Lease messages to a worker, beginning with one of the queues; wait for some when there are none, or `until`.
 
     What comes back may be told to the worker: where the subscription promises it, the leases are durable. A queue that
-    cannot give anything now does not keep others from it; an error is raised when no queue can.
+    cannot give anything now does not keep others from it; an error is raised when no queue can. The messages count as
+    memory of clients until the loop's next turn: whoever encodes and sends them does so before.
     """
     if not deliveries:
         # Nothing is led here yet. Whoever asks again and again is not answered again and again.
@@ -65,18 +111,25 @@ async def receive(
         else:
             await asyncio.wait([until], timeout=wait_s)
         return []
-    given = _look_round(deliveries, wanted, first)
-    if not given and wait_s > 0:
-        given = await _wait(deliveries, _Waiting(wanted), wait_s, until)
-    elif not given:
-        # A filter may just be looking at what is there.
-        for delivery in deliveries:
-            await delivery.looked(patience_s=FILTER_S)
-        given = _look_round(deliveries, wanted, first)
-    return await _certain(given, wanted.worker)
+    room = _Room(budget)
+    try:
+        given = _look_round(deliveries, wanted, first, room)
+        if not given and wait_s > 0:
+            given = await _wait(deliveries, _Waiting(wanted, deliveries, room), wait_s, until)
+        elif not given:
+            # A filter may just be looking at what is there.
+            for delivery in deliveries:
+                await delivery.looked(patience_s=FILTER_S)
+            given = _look_round(deliveries, wanted, first, room)
+        return await _certain(given, wanted.worker)
+    finally:
+        asyncio.get_running_loop().call_soon(room.give_back)
 
 
-def _look_round(deliveries: Sequence[Delivery], wanted: Wanted, first: int) -> list[Given]:
+def _look_round(deliveries: Sequence[Delivery], asked: Wanted, first: int, room: _Room) -> list[Given]:
+    wanted = room.fit(asked)
+    if wanted is None:
+        return []
     given: list[Given] = []
     errors: list[MillstreamError] = []
     for delivery in chain(deliveries[first:], deliveries[:first]):
@@ -88,7 +141,7 @@ def _look_round(deliveries: Sequence[Delivery], wanted: Wanted, first: int) -> l
         if received.leases:
             given.append(Given(delivery, received))
             records = wanted.max_records - sum(lease.last - lease.first + 1 for lease in received.leases)
-            left_bytes = wanted.max_bytes - sum(map(len, received.batches))
+            left_bytes = wanted.max_bytes - room.take(received)
             if records <= 0 or left_bytes <= 0:
                 break
             wanted = wanted._replace(max_records=records, max_bytes=left_bytes)
@@ -105,6 +158,8 @@ async def _wait(
             # Some may be closed; if all were, it has been told.
             with suppress(MillstreamError):
                 delivery.park(waiting)
+        # Without room nothing was looked at yet, and it is heard of when there is some.
+        waiting.wanted_now()
         ends: list[asyncio.Future[Any]] = [waiting.found] if until is None else [waiting.found, until]
         await asyncio.wait(ends, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
@@ -112,8 +167,7 @@ async def _wait(
             _give_back([found], waiting.wanted.worker)
         raise
     finally:
-        for delivery in deliveries:
-            delivery.forget(waiting)
+        waiting.end()
     # Also after the time is over: it may have come in the very moment.
     found = waiting.found.result() if waiting.found.done() else None
     return [] if found is None else [found]

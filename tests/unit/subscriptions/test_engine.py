@@ -24,6 +24,7 @@ from millstream.model.errors import (
 from millstream.model.ids import Offset, PartitionIndex, ProducerId
 from millstream.model.subscription import FILTER, ORDERED, QueueKey, Subscription, SubscriptionSettings, start_key
 from millstream.model.topic import Topic
+from millstream.net.budget import Budget
 from millstream.replication.partition import Partition
 from millstream.subscriptions import engine as opening
 from millstream.subscriptions.engine import Engine, Surroundings
@@ -280,8 +281,8 @@ async def test_whoever_waits_is_told_of_further_queues_and_of_the_end(node: Node
     further = node.engine.next_opening(billing)
     assert node.engine.next_opening(billing) is further
     (here,) = node.engine.deliveries
-    waiting = asyncio.ensure_future(receive([here], wanted(), wait_s=WAIT_S, until=further))
-    nowhere = asyncio.ensure_future(receive([], wanted(), wait_s=WAIT_S, until=further))
+    waiting = asyncio.ensure_future(receive([here], wanted(), Budget(1 << 30), wait_s=WAIT_S, until=further))
+    nowhere = asyncio.ensure_future(receive([], wanted(), Budget(1 << 30), wait_s=WAIT_S, until=further))
     await turns()
     assert not further.done()
     node.topics.show(node.bench.partition, node.bench.make_partition(1))
@@ -339,7 +340,7 @@ async def test_a_change_of_the_order_begins_the_queue_anew_and_keeps_its_state(n
     (before,) = node.engine.deliveries
     node.bench.publish("a", "b", key=b"k")
     before.try_receive(wanted())
-    waiting = asyncio.ensure_future(receive([before], wanted(1, "two"), wait_s=WAIT_S))
+    waiting = asyncio.ensure_future(receive([before], wanted(1, "two"), Budget(1 << 30), wait_s=WAIT_S))
     await turns()
     changed = node.declared.declare(billing, overrides={ORDERED: "true"})
     await waiting

@@ -58,7 +58,6 @@ FIRST_FLEXIBLE = 12
 FIRST_WITH_TOPIC_IDS = 13
 FIRST_WITHOUT_REPLICA_ID = 15
 MAX_WAIT_S_MAX = 300.0
-ROOM_SHARE = 4
 READ_BYTES_MAX = 64 * 1024
 """Records of a partition up to this size are read at once; more are read while the answer is being sent."""
 
@@ -253,8 +252,7 @@ class Fetch:
     def _look_again(self, context: _Context, found: _FoundByKey, keys: Iterable[PartitionKey]) -> None:
         """The same of some of the partitions; what was found of the others stands."""
         size = _size_of(found)
-        # A share of what is left, so that consumers who read nothing of what they asked for leave some for the others.
-        left = min(context.bytes_max, -(-self._budget.room_bytes // ROOM_SHARE)) - size
+        left = min(context.bytes_max, self._budget.share_bytes) - size
         committed = context.request.read_committed
         # A single partition's records are one piece, and sooner read at once than found first.
         most_at_once = READ_BYTES_MAX if len(context.positions) > 1 else READ_ALL_BYTES_MAX

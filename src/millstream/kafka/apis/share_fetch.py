@@ -142,6 +142,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         given = await receive(
             list(deliveries.values()),
             wanted,
+            self._door.service.budget,
             wait_s=max(0, wait_ms) / 1000,
             first=session.turn % max(1, len(deliveries)),
         )

@@ -80,6 +80,7 @@ class SubscriptionReceive(PackedApi[Receive]):
         return await receive(
             deliveries,
             Wanted(request.worker, min(request.max_records, RECORDS_MAX), min(request.max_bytes, BYTES_MAX)),
+            self._service.budget,
             wait_s=max(0.0, wait_s),
             first=next(self._turn) % max(1, len(deliveries)),
             until=opening,
