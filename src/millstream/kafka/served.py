@@ -36,7 +36,6 @@ from millstream.kafka.apis.delete_groups import DeleteGroups
 from millstream.kafka.apis.delete_records import DeleteRecords
 from millstream.kafka.apis.delete_share_group_offsets import DeleteShareGroupOffsets
 from millstream.kafka.apis.delete_topics import DeleteTopics
-from millstream.kafka.apis.delivery_state import DeliveryState
 from millstream.kafka.apis.describe_acls import DescribeAcls
 from millstream.kafka.apis.describe_client_quotas import DescribeClientQuotas
 from millstream.kafka.apis.describe_cluster import DescribeCluster
@@ -71,7 +70,6 @@ from millstream.kafka.apis.offset_fetch import OffsetFetch
 from millstream.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
 from millstream.kafka.apis.prepare_transaction import PrepareTransaction
 from millstream.kafka.apis.produce import Produce
-from millstream.kafka.apis.publish_once import PublishOnce
 from millstream.kafka.apis.share_acknowledge import ShareAcknowledge
 from millstream.kafka.apis.share_fetch import ShareFetch
 from millstream.kafka.apis.share_group_describe import ShareGroupDescribe
@@ -148,10 +146,8 @@ class Served:
             clock=parts.clock,
         )
         self._produce = Produce(parts.topics, self._meters.produce, self._transactions.gate)
-        self._publish_once = PublishOnce(parts.topics)
         self.apis: list[Api[Any, Any] | RawApi] = [
             self._produce,
-            self._publish_once,
             self._fetch,
             *self._topic_apis(),
             *self._group_apis(),
@@ -244,7 +240,6 @@ class Served:
         yield SubscriptionList(service)
         yield SubscriptionSeek(service)
         yield SubscriptionForget(service)
-        yield DeliveryState(service)
 
     def _share_apis(self) -> Iterable[Api[Any, Any]]:
         groups, service = self._groups, self._subscriptions
@@ -266,7 +261,6 @@ class Served:
         sources = (
             *parts.sources,
             self._produce,
-            self._publish_once,
             self._fetch,
             self._transactions,
             self._subscriptions,
