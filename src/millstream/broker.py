@@ -374,6 +374,7 @@ class Broker:
             damage=store.damage,
             warnings=core.node.warnings if core.node is not None else tuple,
             node=node,
+            supervise=self._supervise,
         )
         self._served = module.Served(parts)
         await self._served.start()

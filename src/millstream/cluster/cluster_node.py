@@ -37,11 +37,11 @@ from millstream.model.clock import Clock
 from millstream.model.errors import CatalogUnavailable, MillstreamError
 from millstream.model.ids import NodeId
 from millstream.model.metric import Metric, counter, gauge
+from millstream.model.supervise import Supervise
 from millstream.replication.in_sync import NOT_REGISTERED
 
 _logger = logging.getLogger(__name__)
 
-Supervise = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
 Links = Callable[[Callable[[NodeId], Node | None]], ReplicaLinks]
 
 

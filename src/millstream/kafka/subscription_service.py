@@ -7,7 +7,6 @@ no subscriptions never loads them.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable
 from random import SystemRandom
 from typing import TYPE_CHECKING
@@ -29,6 +28,7 @@ from millstream.model.subscription import (
     SubscriptionSettings,
     start_key,
 )
+from millstream.model.supervise import Supervise
 from millstream.model.topic import TopicPartition
 from millstream.net.budget import Budget
 from millstream.subscriptions.expiry import Expiry
@@ -41,8 +41,6 @@ from millstream.wire.client import Client
 if TYPE_CHECKING:
     from millstream.subscriptions.engine import Engine
     from millstream.subscriptions.filter.filter import Filter
-
-_logger = logging.getLogger(__name__)
 
 _END_MS = -1
 """In the place of a time: the end of what may be read."""
@@ -61,6 +59,7 @@ class SubscriptionService:
         *,
         config: Config,
         clock: Clock,
+        supervise: Supervise,
     ) -> None:
         me = membership.me.node_id
         self.topics = topics
@@ -74,8 +73,9 @@ class SubscriptionService:
         self._peers = WirePeers(membership.node, me=me)
         self._store = RoutedStateStore(self.states, self._peers, self._random, me=me)
         self._engine: Engine | None = None
-        self._making: asyncio.Task[Engine] | None = None
+        self._making: asyncio.Task[None] | None = None
         self._client: Client | None = None
+        self._supervise = supervise
         self._expiry = Expiry(subscriptions, clock, self._last_used_ms)
         self._looking_after: asyncio.Task[None] | None = None
         self._closed = False
@@ -97,8 +97,7 @@ class SubscriptionService:
         self.topics.use_delivery_floor(self._floor)
         await self.states.start()
         self._changed()
-        self._looking_after = asyncio.get_running_loop().create_task(self._expiry.run(), name="unused subscriptions")
-        self._looking_after.add_done_callback(_ended)
+        self._looking_after = self._supervise("unused subscriptions", self._expiry.run())
 
     async def close(self) -> None:
         """Send workers who wait away, and let what was written become durable."""
@@ -118,13 +117,13 @@ class SubscriptionService:
 
     async def engine(self) -> Engine:
         """The queues, loaded when they are first needed."""
-        if self._engine is not None:
-            return self._engine
-        if self._closed:
+        if self._making is None and not self._closed:
+            self._making = self._supervise("loading of subscriptions", self._make())
+        if self._engine is None and self._making is not None:
+            await asyncio.shield(self._making)
+        if self._engine is None:
             raise PartitionClosed("the broker is stopping")
-        if self._making is None:
-            self._making = asyncio.get_running_loop().create_task(self._make(), name="load subscriptions")
-        return await asyncio.shield(self._making)
+        return self._engine
 
     async def starts(self, topics: Iterable[str], settings: SubscriptionSettings) -> dict[str, tuple[int, ...]]:
         """Where queues on these topics begin that are made now; topics that do not exist yet begin at their start."""
@@ -160,9 +159,9 @@ class SubscriptionService:
 
     def _changed(self) -> None:
         if self._engine is None and self._making is None and self.declared.all() and not self._closed:
-            self._making = asyncio.get_running_loop().create_task(self._make(), name="load subscriptions")
+            self._making = self._supervise("loading of subscriptions", self._make())
 
-    async def _make(self) -> Engine:
+    async def _make(self) -> None:
         await asyncio.to_thread(_import_engine, any(one.settings.filter for one in self.declared.all()))
         from millstream.subscriptions.engine import Engine, Surroundings
         from millstream.subscriptions.filter.worker import FilterWorker
@@ -184,7 +183,6 @@ class SubscriptionService:
         )
         engine.start()
         self._engine = engine
-        return engine
 
     def _floor(self, place: TopicPartition) -> int | None:
         """From where on subscriptions need a partition; all of it while that is not known."""
@@ -216,11 +214,6 @@ class SubscriptionService:
 
     def _addresses(self) -> str:
         return ",".join(f"{node.host}:{node.port}" for node in self._membership.nodes())
-
-
-def _ended(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _logger.error("unused subscriptions are not looked after any more", exc_info=error)
 
 
 def _import_engine(with_filters: bool) -> None:

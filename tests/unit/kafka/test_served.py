@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import kio.schema
 import pytest
 
+from millstream.broker import Broker
 from millstream.catalog.catalog import Catalog
 from millstream.cli.protocol_reference import NOT_SERVED, api_entries
 from millstream.cluster.declarations import CatalogDeclarations
@@ -22,6 +25,7 @@ from millstream.kafka.apis.node_status import NodeState
 from millstream.kafka.served import Parts, Served
 from millstream.model.clock import SystemClock
 from millstream.net.budget import Budget
+from millstream.subscriptions.expiry import Expiry
 from millstream.wire.codec import PRIVATE_KEY_MIN, load_request_class
 
 
@@ -43,6 +47,7 @@ async def served(
         sources=(),
         troubles=tuple,
         node=node,
+        supervise=lambda name, work: asyncio.get_running_loop().create_task(work, name=name),
     )
     return Served(parts)
 
@@ -84,3 +89,19 @@ def test_every_version_served_has_its_messages() -> None:
             for version in range(oldest, entry.newest + 1):
                 request = load_request_class(entry.key, version)
                 assert request.__name__ == f"{entry.name}Request"
+
+
+async def test_a_node_does_not_go_on_without_looking_after_unused_subscriptions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dies(_expiry: Expiry) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(Expiry, "run", dies)
+    broker = Broker(Config(data=str(tmp_path), kafka="127.0.0.1:0", http="127.0.0.1:0"))
+    await broker.start()
+    try:
+        with pytest.raises(RuntimeError, match="unused subscriptions: a defect"):
+            await broker.failed
+    finally:
+        await broker.stop()

@@ -222,6 +222,7 @@ async def desk(
         sources=(),
         troubles=tuple,
         node=node,
+        supervise=lambda _name, work: asyncio.ensure_future(work),
     )
     served = Served(parts)
     await served.start()
