@@ -36,6 +36,7 @@ from millstream.kafka.apis.delete_groups import DeleteGroups
 from millstream.kafka.apis.delete_records import DeleteRecords
 from millstream.kafka.apis.delete_share_group_offsets import DeleteShareGroupOffsets
 from millstream.kafka.apis.delete_topics import DeleteTopics
+from millstream.kafka.apis.delivery_state import DeliveryState
 from millstream.kafka.apis.describe_acls import DescribeAcls
 from millstream.kafka.apis.describe_client_quotas import DescribeClientQuotas
 from millstream.kafka.apis.describe_cluster import DescribeCluster
@@ -70,6 +71,7 @@ from millstream.kafka.apis.offset_fetch import OffsetFetch
 from millstream.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
 from millstream.kafka.apis.prepare_transaction import PrepareTransaction
 from millstream.kafka.apis.produce import Produce
+from millstream.kafka.apis.publish_once import PublishOnce
 from millstream.kafka.apis.share_acknowledge import ShareAcknowledge
 from millstream.kafka.apis.share_fetch import ShareFetch
 from millstream.kafka.apis.share_group_describe import ShareGroupDescribe
@@ -96,7 +98,6 @@ from millstream.kafka.subscription_service import SubscriptionService
 from millstream.kafka.transaction_service import TransactionService
 from millstream.model.clock import Clock
 from millstream.model.metric import MetricSource
-from millstream.model.supervise import Supervise
 from millstream.net.budget import Budget
 from millstream.net.connection import Connection
 
@@ -117,7 +118,6 @@ class Parts:
     sources: Sequence[MetricSource]
     troubles: Callable[[], Iterable[str]]
     node: NodeState
-    supervise: Supervise
     damage: Callable[[], Damaged] = tuple
     warnings: Callable[[], Iterable[str]] = tuple
 
@@ -146,11 +146,12 @@ class Served:
             parts.budget,
             config=parts.config,
             clock=parts.clock,
-            supervise=parts.supervise,
         )
         self._produce = Produce(parts.topics, self._meters.produce, self._transactions.gate)
+        self._publish_once = PublishOnce(parts.topics)
         self.apis: list[Api[Any, Any] | RawApi] = [
             self._produce,
+            self._publish_once,
             self._fetch,
             *self._topic_apis(),
             *self._group_apis(),
@@ -243,6 +244,7 @@ class Served:
         yield SubscriptionList(service)
         yield SubscriptionSeek(service)
         yield SubscriptionForget(service)
+        yield DeliveryState(service)
 
     def _share_apis(self) -> Iterable[Api[Any, Any]]:
         groups, service = self._groups, self._subscriptions
@@ -264,6 +266,7 @@ class Served:
         sources = (
             *parts.sources,
             self._produce,
+            self._publish_once,
             self._fetch,
             self._transactions,
             self._subscriptions,

@@ -235,6 +235,15 @@ class TopicSettings:
         minimum=0,
         needs_restart=False,
     )
+    deduplication_window_ms: int = setting(
+        "deduplication.window.ms",
+        120_000,
+        "How long a message that is published with deduplication is known by its `message-id`: published again within "
+        "this time of the first one's timestamp, it is not stored again. A partition remembers the last 200,000 ids.",
+        minimum=1,
+        maximum=24 * 3600 * 1000,
+        needs_restart=False,
+    )
     owner: str = setting(
         OWNER,
         "",

@@ -32,6 +32,7 @@ from millstream.model.metric import LATENCY_BOUNDS_S, Histogram
 from millstream.model.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSettings
 from millstream.records.batch import Buffer, iterate_whole_headers
 from millstream.replication.partition import Partition
+from millstream.subscriptions.endings import Endings
 from millstream.subscriptions.lease import Lease, Settle, Verb
 from millstream.subscriptions.look_ahead import Stretch, batches_with, look, read, readable_end
 from millstream.subscriptions.queue import Queue
@@ -138,6 +139,7 @@ class Delivery:
         # How large a message is, by what was read last.
         self._message_bytes = 1024
         self._last_write: asyncio.Future[None] | None = None
+        self.endings = Endings()
         self._closed: MillstreamError | None = None
         self._note_filter()
         partition.listen(self)
@@ -238,9 +240,9 @@ class Delivery:
             self.queue.worker_gone(worker, now_ms=self._clock.now_ms())
             self._after()
 
-    async def durable(self) -> None:
-        """Wait until everything that has happened so far is durable."""
-        written = self._write()
+    async def durable(self, *, is_all: bool = False) -> None:
+        """Wait until what has happened so far is durable; without `is_all`, what would be found out again may not."""
+        written = self._write(is_all=is_all)
         if written is not None:
             # Others wait for the same write, whoever gives up.
             await asyncio.shield(written)
@@ -286,6 +288,7 @@ class Delivery:
             self._looking.cancel()
         if self._sieve is not None:
             self._sieve.close()
+        self.endings.changed()
         waiting, self._waiting = self._waiting, {}
         for waiter in waiting:
             waiter.refuse(reason)
@@ -460,18 +463,20 @@ class Delivery:
     def _after(self) -> None:
         """What follows from every change."""
         self._write()
+        self.endings.changed()
         if self.queue.counts.rejecting:
             self.when_rejecting()
         if self._waiting and not self._is_serving and self._has_available:
             self._wake()
         self._set_alarm()
 
-    def _write(self) -> asyncio.Future[None] | None:
-        """Write what has happened since the last time; None when everything is durable."""
+    def _write(self, *, is_all: bool = False) -> asyncio.Future[None] | None:
+        """Write what has happened since the last time and has to be kept; None when everything is durable."""
         if self._closed is not None:
             raise self._closed
-        frame = self.queue.drain() if self.queue.is_urgent else None
+        frame = self.queue.drain() if is_all or self.queue.is_urgent else None
         if frame is not None:
+            self.endings.wrote(frame)
             written = self._store.write(QueueWrite(self.key, self.leader_epoch, self._next_sequence, frame))
             self._next_sequence += 1
             self._last_write = written

@@ -117,12 +117,24 @@ class Client:
         async with pool.borrowed(by_member=request.__api_key__ in _OF_MEMBERS) as channel:
             return await _call(pool, channel, request, patience_s)
 
-    async def private(self, node: NodeId | None, api_key: int, body: bytes, *, version: int = 0) -> memoryview:
-        """Send one of Millstream's own requests, whose bodies are bytes; the answer's body comes back."""
+    async def private(
+        self, node: NodeId | None, api_key: int, body: bytes, *, version: int = 0, waits: bool = False
+    ) -> memoryview:
+        """Send one of Millstream's own requests, whose bodies are bytes; the answer's body comes back.
+
+        One that the broker may hold back has a connection of its own while it waits.
+        """
         pool = await self._reach(node)
-        channel = await pool.shared()
-        frame = await channel.exchange(api_key, version, [body], timeout_s=self._timeout_s)
+        if waits:
+            async with pool.borrowed() as channel:
+                frame = await channel.exchange(api_key, version, [body], timeout_s=self._timeout_s)
+        else:
+            frame = await (await pool.shared()).exchange(api_key, version, [body], timeout_s=self._timeout_s)
         return frame[response_body_at(api_key, version, frame) :]
+
+    async def pool_of(self, node: NodeId | None) -> Pool:
+        """The connections to a node (any, if None), for whoever minds requests and answers by itself."""
+        return await self._reach(node)
 
     # -- the cluster ----------------------------------------------------------------------------------------
 
@@ -144,6 +156,16 @@ class Client:
 
         async def once() -> T:
             return await attempt(await self._find_coordinator(name, kind))
+
+        return await self._retrying(once)
+
+    async def at_leader(
+        self, topic: str, partition: int, attempt: Callable[[NodeId], Awaitable[T]], *, create: bool = False
+    ) -> T:
+        """Do something at the leader of a partition, again and at the new one when it moves or an answer is lost."""
+
+        async def once() -> T:
+            return await attempt(await self._leader(topic, partition, create=create))
 
         return await self._retrying(once)
 

@@ -1,0 +1,223 @@
+"""Publishing once: what came through any door counts, within the window, whoever leads."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.cluster.topics import Topics
+from millstream.kafka.apis import publish_once as api
+from millstream.kafka.apis.publish_once import PublishOnce
+from millstream.model.errors import InvalidBatch, InvalidRequest, NotLeader, RequestTimedOut
+from millstream.model.ids import Epoch, NodeId
+from millstream.model.partition_state import PartitionState, Versioned
+from millstream.records.batch import COMPRESSION_NONE, COMPRESSION_ZSTD
+from millstream.records.record import NewRecord, decode_records, encode_batch
+from millstream.replication import published_ids
+from millstream.replication.partition import Partition
+from millstream.testing.queue_bench import Workbench
+from millstream.wire.publish_once import PublishOnceRequest, partition_of
+
+WINDOW_MS = 120_000
+
+
+class Place:
+    """The one partition, as topics would give it."""
+
+    def __init__(self, partition: Partition) -> None:
+        self.there = partition
+
+    def partition(self, _topic: str, _index: int) -> Partition:
+        return self.there
+
+
+class Door:
+    """PublishOnce on a partition in memory."""
+
+    def __init__(self) -> None:
+        self.bench = Workbench()
+        self.api = self.anew()
+
+    def anew(self) -> PublishOnce:
+        """As after a failover: nothing is remembered."""
+        self.api = PublishOnce(cast("Topics", Place(self.bench.partition)))
+        return self.api
+
+    def record(self, name: str) -> NewRecord:
+        return NewRecord(None, name.encode(), (("message-id", name.encode()),), self.bench.clock.now_ms())
+
+    async def publish(self, *names: str, compression: int = COMPRESSION_NONE) -> list[tuple[int, bool]]:
+        batch = bytes(encode_batch([self.record(name) for name in names], compression=compression))
+        answer = await self.api.handle(PublishOnceRequest("orders", 0, batch))
+        return [(offset, is_new) for offset, _, is_new in answer.placed]
+
+    def publish_otherwise(self, name: str, compression: int = COMPRESSION_NONE) -> int:
+        batch = encode_batch([self.record(name)], compression=compression)
+        return int(self.bench.partition.write(batch, acks=-1).base_offset)
+
+    def publish_in_transaction(self, name: str, producer_id: int, *, commit: bool | None) -> None:
+        guard = self.bench.partition.start_transaction(producer_id, 0, 0, bumps_epoch=False)
+        batch = encode_batch(
+            [self.record(name)], producer_id=producer_id, producer_epoch=0, base_sequence=0, transactional=True
+        )
+        self.bench.partition.write(batch, acks=-1, guard=guard)
+        if commit is not None:
+            self.bench.end_transaction(producer_id, commit=commit)
+
+    def stored(self) -> list[str]:
+        log = self.bench.partition.log
+        found = decode_records(log.read(0, max_bytes=1 << 30, up_to=log.end_offset)) if log.end_offset else ()
+        return [(record.value or b"").decode() for record in found]
+
+
+async def test_a_message_that_comes_again_is_not_stored_again() -> None:
+    door = Door()
+    assert await door.publish("a", "b", "a") == [(0, True), (1, True), (0, False)]
+    assert await door.publish("b", "c", compression=COMPRESSION_ZSTD) == [(1, False), (2, True)]
+    assert door.stored() == ["a", "b", "c"]
+    assert door.api.duplicates == 2
+
+
+async def test_what_came_through_another_door_counts() -> None:
+    door = Door()
+    door.publish_otherwise("a", COMPRESSION_ZSTD)
+    door.publish_in_transaction("gone", 1, commit=False)
+    door.publish_in_transaction("kept", 2, commit=True)
+    door.publish_in_transaction("open", 3, commit=None)
+    placed = await door.publish("a", "gone", "kept", "open")
+    assert [is_new for _, is_new in placed] == [False, True, False, True]
+
+
+async def test_ids_are_read_beside_the_loop_when_there_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published_ids, "ON_LOOP_BYTES", 0)
+    monkeypatch.setattr(published_ids, "READ_BYTES", 1)
+    door = Door()
+    for number in range(20):
+        door.publish_otherwise(str(number))
+    placed = await asyncio.gather(door.publish("7", "new"), door.publish("new", "8"))
+    assert sorted(offset for both in placed for offset, _ in both) == [7, 8, 20, 20]
+
+
+async def test_too_many_ids_are_forgotten_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published_ids, "IDS_MAX", 2)
+    door = Door()
+    await door.publish("a", "b", "c")
+    assert await door.publish("b", "c") == [(1, False), (2, False)]
+    assert await door.publish("a") == [(3, True)]
+    forgotten = {metric.name: next(iter(metric.samples)).value for metric in door.api.metrics()}
+    assert forgotten["millstream_deduplication_ids"] == 2
+    assert forgotten["millstream_deduplication_ids_forgotten_total"] == 1
+
+
+async def test_partitions_that_were_not_asked_for_lately_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "NODE_IDS_MAX", 1)
+    door = Door()
+    first = door.bench.partition
+    for _ in range(2):
+        await door.publish("a", "b")
+    cast("Place", door.api._topics).there = door.bench.make_partition(1)
+    await door.publish("a")
+    assert len(door.api._ids) == 1
+    cast("Place", door.api._topics).there = first
+    assert await door.publish("b") == [(1, False)]
+
+
+async def test_a_node_that_does_not_lead_says_so() -> None:
+    door = Door()
+    await door.publish("a")
+    state = PartitionState(
+        replicas=(NodeId(1), NodeId(2)), in_sync=(NodeId(1), NodeId(2)), leader=NodeId(2), leader_epoch=Epoch(5)
+    )
+    door.bench.partition.apply(Versioned(state, 7), me=NodeId(1))
+    with pytest.raises(NotLeader):
+        await door.publish("a")
+
+
+async def test_a_duplicate_is_answered_when_the_original_is_acknowledged() -> None:
+    door = Door()
+    partition = door.bench.partition
+    state = PartitionState(
+        replicas=(NodeId(1), NodeId(2)), in_sync=(NodeId(1), NodeId(2)), leader=NodeId(1), leader_epoch=Epoch(5)
+    )
+    partition.apply(Versioned(state, 7), me=NodeId(1))
+    first = asyncio.ensure_future(door.publish("a"))
+    again = asyncio.ensure_future(door.publish("a"))
+    await asyncio.sleep(0)
+    batch = bytes(encode_batch([door.record("a")]))
+    with pytest.raises(RequestTimedOut):
+        await door.api.handle(PublishOnceRequest("orders", 0, batch, None, 1))
+    assert not first.done()
+    assert not again.done()
+    partition.read_for_follower(NodeId(2), offset=partition.log.end_offset, last_epoch=5, leader_epoch=5, max_bytes=1)
+    assert (await first, await again) == ([(0, True)], [(0, False)])
+
+
+@pytest.mark.parametrize(
+    ("batch", "window_ms", "error"),
+    [
+        (encode_batch([NewRecord(None, b"x")]), None, InvalidRequest),
+        (encode_batch([NewRecord(None, b"x", (("message-id", b"a"),))], producer_id=7), None, InvalidBatch),
+        (2 * encode_batch([NewRecord(None, b"x", (("message-id", b"a"),))]), None, InvalidBatch),
+        (encode_batch([NewRecord(None, b"x", (("message-id", b"a"),))]), WINDOW_MS + 1, InvalidRequest),
+    ],
+)
+async def test_what_cannot_be_published_once_is_refused(
+    batch: bytearray, window_ms: int | None, error: type[Exception]
+) -> None:
+    door = Door()
+    with pytest.raises(error):
+        await door.api.handle(PublishOnceRequest("orders", 0, bytes(batch), window_ms))
+    assert door.stored() == []
+
+
+def test_a_message_goes_to_the_same_partition_each_time() -> None:
+    assert partition_of(b"key", b"id", 8) == partition_of(b"key", b"other", 8)
+    assert {partition_of(None, str(number).encode(), 8) for number in range(100)} == set(range(8))
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("once"), st.lists(st.sampled_from("abcd"), min_size=1, max_size=3)),
+        st.tuples(st.just("otherwise"), st.sampled_from("abcd")),
+        st.tuples(st.just("wait"), st.integers(1, WINDOW_MS)),
+        st.tuples(st.just("failover"), st.none()),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS)
+def test_it_does_what_a_dictionary_would(steps: list[tuple[str, object]]) -> None:
+    asyncio.run(_follow(steps))
+
+
+async def _follow(steps: list[tuple[str, object]]) -> None:
+    door = Door()
+    clock = door.bench.clock
+    known: dict[str, tuple[int, int]] = {}
+    end = 0
+    for step, detail in steps:
+        if step == "wait":
+            clock.advance_ms(cast("int", detail))
+        elif step == "failover":
+            door.anew()
+        elif step == "otherwise":
+            name = cast("str", detail)
+            door.publish_otherwise(name)
+            if name not in known or known[name][1] < clock.now_ms() - WINDOW_MS:
+                known[name] = (end, clock.now_ms())
+            end += 1
+        else:
+            expected = []
+            for name in cast("list[str]", detail):
+                is_new = name not in known or known[name][1] < clock.now_ms() - WINDOW_MS
+                if is_new:
+                    known[name] = (end, clock.now_ms())
+                    end += 1
+                expected.append((known[name][0], is_new))
+            assert await door.publish(*cast("list[str]", detail)) == expected

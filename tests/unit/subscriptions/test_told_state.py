@@ -1,0 +1,125 @@
+"""What a publisher is told of its message, from its publication to its end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from millstream.model.errors import NotLeader, PolicyViolation
+from millstream.model.ids import Offset
+from millstream.model.subscription import AT_MOST_ONCE
+from millstream.subscriptions import endings
+from millstream.subscriptions.delivery import Delivery
+from millstream.subscriptions.lease import Settle, Verb
+from millstream.subscriptions.told_state import ToldState, told_state
+from millstream.testing.queue_bench import Workbench, turns, wanted
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+async def bench() -> Workbench:
+    return Workbench()
+
+
+def settle(offset: int, verb: Verb, delay_ms: int | None = None) -> list[Settle]:
+    return [Settle(Offset(offset), Offset(offset), verb, delay_ms)]
+
+
+async def state(delivery: Delivery, offset: int = 0, start: int | None = 0) -> str:
+    return (await told_state(delivery, offset, start=start, wait_s=0)).state
+
+
+async def test_from_publication_to_acceptance(bench: Workbench) -> None:
+    delivery = await bench.open()
+    bench.publish("a")
+    assert await state(delivery) == "waiting"
+    (lease,) = delivery.try_receive(wanted()).leases
+    told = await told_state(delivery, 0, start=0, wait_s=0)
+    assert told == ToldState("leased", 1, lease.deadline_ms)
+    delivery.settle_now("one", settle(0, Verb.RELEASE, 5000))
+    assert await told_state(delivery, 0, start=0, wait_s=0) == ToldState("delayed", 1, bench.clock.now_ms() + 5000)
+    bench.clock.advance_ms(6000)
+    delivery.try_receive(wanted())
+    waiting = asyncio.ensure_future(told_state(delivery, 0, start=0, wait_s=WAIT_S))
+    await turns()
+    assert not waiting.done()
+    delivery.settle_now("one", settle(0, Verb.ACCEPT))
+    assert await waiting == ToldState("accepted", 2, is_final=True)
+
+
+async def test_other_ends(bench: Workbench) -> None:
+    delivery = await bench.open(dead_letter_topic="dead")
+    bench.publish("a", "b", "c")
+    delivery.try_receive(wanted(3))
+    delivery.settle_now("one", settle(0, Verb.REJECT))
+    assert await state(delivery, 0) == "rejected"
+    delivery.queue.dead_lettered(0, b"", now_ms=bench.clock.now_ms())
+    delivery.news()
+    assert await state(delivery, 0) == "dead-lettered"
+    delivery.queue.settings = type(delivery.settings)()
+    delivery.settle_now("one", settle(1, Verb.REJECT))
+    assert await state(delivery, 1) == "dropped"
+    assert await state(delivery, 0, start=1) == "skipped"
+    delivery.seek(Offset(3))
+    assert await state(delivery, 2) == "skipped"
+
+
+async def test_what_the_filter_leaves_out_and_what_is_no_message(bench: Workbench) -> None:
+    delivery = await bench.open()
+    bench.publish(*"abcdefghij")
+    now_ms = bench.clock.now_ms()
+    matches = np.array([True, False] * 5)
+    delivery.queue.look(0, 10, now_ms=now_ms, matches=matches, absent=[(4, 4)])
+    assert [await state(delivery, offset) for offset in range(6)] == [
+        "waiting",
+        "filtered",
+        "waiting",
+        "filtered",
+        "absent",
+        "filtered",
+    ]
+
+
+async def test_an_end_that_is_forgotten(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    delivery = await bench.open()
+    bench.publish("a", "b", "c")
+    delivery.try_receive(wanted(3))
+    delivery.settle_now("one", settle(0, Verb.ACCEPT))
+    monkeypatch.setattr(endings, "FRAMES_BYTES_MAX", 0)
+    delivery.settle_now("one", settle(1, Verb.ACCEPT))
+    # Nothing has ended otherwise so far, so it is known all the same.
+    assert await state(delivery, 0) == "accepted"
+    delivery.settle_now("one", settle(2, Verb.REJECT))
+    assert await state(delivery, 0) == "done"
+
+
+async def test_at_most_once_accepts_what_it_hands_out(bench: Workbench) -> None:
+    delivery = await bench.open(delivery=AT_MOST_ONCE)
+    bench.publish("a")
+    delivery.try_receive(wanted())
+    assert await state(delivery) == "accepted"
+
+
+async def test_whoever_waits_is_told_when_the_queue_goes(bench: Workbench) -> None:
+    delivery = await bench.open()
+    bench.publish("a")
+    waiting = asyncio.ensure_future(told_state(delivery, 0, start=0, wait_s=WAIT_S))
+    await turns()
+    delivery.close(NotLeader("elsewhere"))
+    with pytest.raises(NotLeader):
+        await waiting
+
+
+async def test_not_everybody_may_wait(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endings, "WATCHERS_MAX", 1)
+    delivery = await bench.open()
+    bench.publish("a")
+    waiting = asyncio.ensure_future(told_state(delivery, 0, start=0, wait_s=WAIT_S))
+    await turns()
+    with pytest.raises(PolicyViolation):
+        await told_state(delivery, 0, start=0, wait_s=WAIT_S)
+    waiting.cancel()
+    await asyncio.wait([waiting])
