@@ -138,6 +138,7 @@ def by_hand(command: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
+@pytest.mark.trial
 def test_a_cluster_outlives_all_its_nodes_until_they_are_started_by_hand(up: Callable[..., Up]) -> None:
     cluster = up("--nodes", "1", "--set", "lease-ms=1000")
     assert cluster.command("topic", "create", "orders").code == 0

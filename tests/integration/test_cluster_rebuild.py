@@ -61,6 +61,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.trial
 def test_everything_acknowledged_is_there_after_etcd_was_rebuilt(tmp_path: Path, postgres: PostgresServer) -> None:
     values = [b"%d" % number for number in range(600)]
     catalog = postgres.new_database()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from millstream.testing.cluster_faults import KINDS
 from millstream.testing.cluster_network import RelayNetwork
 from millstream.testing.cluster_trial import ClusterTrial, Plan
@@ -11,9 +13,14 @@ from millstream.testing.cluster_trial import ClusterTrial, Plan
 CHEAP = ("kill", "pause", "cut", "cut-from-etcd", "cut-from-all", "clock", "stop")
 
 
-def test_nothing_acknowledged_is_lost_through_one_fault_of_each_cheap_kind(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kinds", [("kill", "cut-from-all"), pytest.param(CHEAP, marks=pytest.mark.trial)], ids=["two", "each"]
+)
+def test_nothing_acknowledged_is_lost_through_one_fault_of_each_cheap_kind(
+    tmp_path: Path, kinds: tuple[str, ...]
+) -> None:
     plan = Plan(
-        kinds={kind: KINDS[kind][1] for kind in CHEAP},
+        kinds={kind: KINDS[kind][1] for kind in kinds},
         each_once=True,
         partitions=2,
         producers=2,
@@ -27,5 +34,5 @@ def test_nothing_acknowledged_is_lost_through_one_fault_of_each_cheap_kind(tmp_p
         outcome = trial.run()
     told = f"seed {plan.seed}\n{outcome.findings()}\n" + "\n".join(lines)
     assert outcome.ok, told
-    assert outcome.faults == len(CHEAP), told
+    assert outcome.faults == len(kinds), told
     assert outcome.report.acknowledged > 0

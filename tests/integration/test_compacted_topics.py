@@ -117,9 +117,9 @@ def test_records_without_a_key_are_refused(server: Server) -> None:
 def test_killed_while_it_compacts_nothing_is_lost(server: Server) -> None:
     create(server)
     wanted: dict[bytes, bytes] = {}
-    for round_ in range(3):
+    for round_ in range(2):
         pairs: list[tuple[bytes | None, bytes | None]] = [
-            (b"key-%d" % (n % 200), b"%d-%d" % (round_, n) + bytes(500)) for n in range(6000)
+            (b"key-%d" % (n % 200), b"%d-%d" % (round_, n) + bytes(500)) for n in range(3000)
         ]
         assert send(server, pairs) == []
         wanted |= {key: value for key, value in pairs if key is not None and value is not None}

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
@@ -60,6 +61,7 @@ def read_all(brokers: str, topic: str, number: int) -> list[bytes]:
     return found
 
 
+@pytest.mark.trial
 def test_a_member_of_etcd_that_stops_is_nothing_that_clients_notice(tmp_path: Path, postgres: PostgresServer) -> None:
     with EtcdGroup() as etcd, ServerGroup(tmp_path, etcd.url, postgres.new_database()) as cluster:
         admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})

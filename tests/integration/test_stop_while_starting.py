@@ -15,7 +15,7 @@ def test_clients_that_came_early_are_answered(start_server: StartServer) -> None
     server = start_server()
     request = codec.load_request_class(18, 0)()
     host, _, port = server.kafka.rpartition(":")
-    for _ in range(3):
+    for _ in range(2):
         server.stop()
         server.start()
         with socket.create_connection((host, int(port)), timeout=60) as client:

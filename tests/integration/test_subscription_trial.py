@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from millstream.model.subscription import AT_LEAST_ONCE, EXACTLY_ONCE
 from millstream.testing.etcd_server import EtcdServer
 from millstream.testing.postgres_server import PostgresServer
@@ -22,6 +24,7 @@ async def test_one_node_is_killed_while_it_delivers(tmp_path: Path) -> None:
     assert outcome.ok, "\n".join([outcome.account, *outcome.findings, server.log_tail()])
 
 
+@pytest.mark.trial
 async def test_leaders_of_messages_and_of_states_are_killed_while_they_deliver(
     tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer
 ) -> None:

@@ -40,6 +40,7 @@ def test_each_effect_is_there_once_although_a_node_and_its_programs_are_killed(t
     run(TransactionTrial(tmp_path, TrialSolo(tmp_path, settings=SETTINGS), plan, lines.append), plan, lines)
 
 
+@pytest.mark.trial
 def test_each_effect_is_there_once_although_nodes_of_a_cluster_are_killed(tmp_path: Path) -> None:
     plan = Plan(
         kills=2,

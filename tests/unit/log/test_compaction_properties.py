@@ -301,7 +301,7 @@ def _read(log: Log) -> list[tuple[int, int, bytes | None, bytes | None]]:
 
 
 CompactionMachine.TestCase.settings = settings(
-    max_examples=int(os.environ.get("LOG_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("LOG_EXAMPLES", "40")),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

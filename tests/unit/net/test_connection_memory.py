@@ -96,7 +96,9 @@ async def test_small_requests_pass_by_frames_that_are_stuck() -> None:
     budget = Budget(4 * 1024 * 1024)
     async with listening(budget) as (_, port), clients(port, 20) as senders, clients(port, 1) as (other,):
         for _, writer in senders:
-            writer.write(struct.pack(">i", 9_000_000) + bytes(300_000))
+            # Whoever has the pass may go beyond the limit by a frame, so a frame is small beside the budget, as it is
+            # in a broker.
+            writer.write(struct.pack(">i", 800_000) + bytes(300_000))
         await until_holding(budget, 3 * 1024 * 1024)
         for size in (1, 100, 1000):
             other[1].write(framed(bytes(size)))

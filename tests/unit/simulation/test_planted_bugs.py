@@ -145,6 +145,7 @@ BUGS = (
 )
 
 
+@pytest.mark.trial
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found_and_goes_with_its_removal(bug: PlantedBug) -> None:
     with bug.planted():

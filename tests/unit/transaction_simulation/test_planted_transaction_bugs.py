@@ -222,6 +222,7 @@ BUGS = (
 )
 
 
+@pytest.mark.trial
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_of_transactions_is_found(bug: PlantedBug) -> None:
     with bug.planted():
