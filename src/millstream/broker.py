@@ -83,15 +83,24 @@ class _Reached:
 
 
 class Broker:
-    """One node: everything between its sockets and its data folder."""
+    """One node: everything between its sockets and its data folder.
 
-    def __init__(self, config: Config, *, clock: Clock | None = None, files: Files | None = None) -> None:
+    As a guest in the process of a program it leaves alone what belongs to the whole process: how memory is given back
+    and when the collector runs.
+    """
+
+    def __init__(
+        self, config: Config, *, clock: Clock | None = None, files: Files | None = None, is_guest: bool = False
+    ) -> None:
         self._config = config
+        self._is_guest = is_guest
         self._clock = clock or SystemClock()
         self._files = files or DiskFiles()
         self._data = os.path.abspath(config.data)
         self._kafka_socket: socket.socket | None = None
         self._http_socket: socket.socket | None = None
+        # Kept, since the sockets may be closed already while somebody still wants to tell where they were.
+        self._kafka_at = self._http_at = ""
         self._served: Served | None = None
         self._store: LogStore | None = None
         self._gateway: HttpChild | None = None
@@ -127,19 +136,18 @@ class Broker:
         return None if self._store is None else self._store.stop_failure
 
     async def _start(self) -> None:
-        keep_freed_memory()
+        if not self._is_guest:
+            keep_freed_memory()
         config, undo = self._config, self._undo
         if config.advertise:
             # Used only when the APIs are built, but what is wrong with it is told before anything starts.
             parse_address(config.advertise, name="advertise")
         self._kafka_socket = bind(*parse_address(config.kafka, name="kafka"), flag="kafka", listening=False)
         undo.callback(self._kafka_socket.close)
-        self._http_socket = await self._bind_http()
-        undo.callback(self._http_socket.close)
+        self._kafka_at = _address_of(self._kafka_socket)
+        if config.http:
+            await self._prepare_gateway()
         undo.push_async_callback(self._end_tasks)
-        gateway = self._gateway = HttpChild(
-            self._http_socket, self.kafka_address, log_level=config.log_level, log_format=config.log_format
-        )
 
         # What may be wrong with the settings is told before the log is opened: a start that fails after that leaves the
         # mark of a clean stop, and with it nobody would know that a machine went down before.
@@ -156,15 +164,16 @@ class Broker:
             retention_check_ms=config.retention_check_ms,
         )
         self._store = store
-        store.when_recovering(lambda done, left: gateway.tell(f"{done} of {done + left} logs are recovered"))
+        store.when_recovering(lambda done, left: self._tell(f"{done} of {done + left} logs are recovered"))
         undo.push_async_callback(store.close)
         self._supervise("log store", store.run())
         core = await (self._open_alone(store) if reached is None else self._open_in_cluster(store, reached))
         store.tell_recovered()
-        gateway.tell("the logs are open, and the APIs are being loaded")
+        self._tell("the logs are open, and the APIs are being loaded")
         # Not before: whoever connects while logs are recovered would wait without knowing what for.
         listen(self._kafka_socket, flag="kafka")
-        listen(self._http_socket, flag="http")
+        if self._http_socket is not None:
+            listen(self._http_socket, flag="http")
 
         budget = Budget(config.inflight_bytes_max)
         dispatch = Dispatch()
@@ -180,8 +189,9 @@ class Broker:
         self._serving = self._supervise("APIs", self._serve(dispatch, core, listener, budget, store))
         undo.push_async_callback(self._close_served)
 
-        self._supervise("start of the HTTP gateway", self._gateway_serves(gateway, dispatch))
-        undo.push_async_callback(gateway.stop)
+        if self._gateway is not None:
+            self._supervise("start of the HTTP gateway", self._gateway_serves(self._gateway, dispatch))
+            undo.push_async_callback(self._gateway.stop)
         undo.callback(listener.stop_accepting)
         if core.node is not None:
             # Others send requests as soon as they know of this node.
@@ -189,6 +199,23 @@ class Broker:
             await core.node.join(core.membership.me, self.http_address)
             undo.push_async_callback(core.node.leave)
         _logger.info("ready", extra={"kafka": self.kafka_address, "http": self.http_address, "data": config.data})
+
+    async def _prepare_gateway(self) -> None:
+        """Take the address of the gateway, which is started when there is something to tell."""
+        self._http_socket = await self._bind_http()
+        self._undo.callback(self._http_socket.close)
+        self._http_at = _address_of(self._http_socket)
+        self._gateway = HttpChild(
+            self._http_socket,
+            self.kafka_address,
+            log_level=self._config.log_level,
+            log_format=self._config.log_format,
+        )
+
+    def _tell(self, starting: str | None) -> None:
+        """Have the gateway, if there is one, answer why the node is not up yet."""
+        if self._gateway is not None:
+            self._gateway.tell(starting)
 
     async def _bind_http(self) -> socket.socket:
         """Bind; a gateway whose broker was killed holds the address until it has noticed that."""
@@ -348,15 +375,13 @@ class Broker:
     ) -> None:
         """Import the APIs beside the loop, since their message classes take a while, then answer with them."""
         config, clock = self._config, self._clock
-        # Told before anything is awaited: a node that is stopped meanwhile has no sockets any more.
-        kafka, http = self.kafka_address, self.http_address
         module = await asyncio.to_thread(_import_served)
         node = module.NodeState(
             node_id=config.node_id,
             cluster_id=core.membership.cluster_id,
             started_ms=clock.now_ms(),
-            kafka=kafka,
-            http=http,
+            kafka=self.kafka_address,
+            http=self.http_address,
             data=self._data,
         )
         parts = module.Parts(
@@ -379,7 +404,8 @@ class Broker:
         self._served = module.Served(parts)
         await self._served.start()
         dispatch.serve(self._served.apis)
-        leave_what_stays_alone()
+        if not self._is_guest:
+            leave_what_stays_alone()
 
     async def _served_or_failed(self) -> None:
         if self._serving is not None:
@@ -462,12 +488,14 @@ class Broker:
     @property
     def kafka_address(self) -> str:
         """Where Kafka clients connect, with the real port."""
-        return _address_of(self._kafka_socket)
+        if not self._kafka_at:
+            raise RuntimeError("the broker has not been started")
+        return self._kafka_at
 
     @property
     def http_address(self) -> str:
-        """Where HTTP is served, with the real port."""
-        return _address_of(self._http_socket)
+        """Where HTTP is served, with the real port; empty when no gateway is wanted."""
+        return self._http_at
 
 
 def _import_served() -> Any:
@@ -485,8 +513,6 @@ def _troubles(store: LogStore, node: ClusterNode | None) -> Iterable[str]:
         yield f"{partition}: {reason}"
 
 
-def _address_of(bound: socket.socket | None) -> str:
-    if bound is None:
-        raise RuntimeError("the broker has not been started")
+def _address_of(bound: socket.socket) -> str:
     host, port = bound.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

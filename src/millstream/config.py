@@ -38,7 +38,9 @@ class Config:
     kafka: str = setting(
         "kafka", "127.0.0.1:9092", "HOST:PORT on which Kafka clients connect; port 0 picks a free one."
     )
-    http: str = setting("http", "127.0.0.1:8080", "HOST:PORT of the HTTP gateway; port 0 picks a free one.")
+    http: str = setting(
+        "http", "127.0.0.1:8080", "HOST:PORT of the HTTP gateway; port 0 picks a free one, empty means no gateway."
+    )
     advertise: str = setting(
         "advertise", "", "HOST:PORT that clients are told to connect to; empty means the address of `kafka`."
     )
@@ -286,6 +288,20 @@ class Config:
         config._check_together()
         return config
 
+    @classmethod
+    def of(cls, settings: Mapping[str, object]) -> Config:
+        """These settings, by their flag names, and nothing else: the environment and the file are not asked."""
+        declared = cls.declared()
+        values: dict[str, Any] = {}
+        for name, value in settings.items():
+            if name not in declared:
+                raise InvalidSetting(f"a node has no setting {name!r}{suggestion(name, declared)}")
+            attribute, known = declared[name]
+            values[attribute] = known.parse(_as_text(value))
+        config = cls(**values)
+        config._check_together()
+        return config
+
     def _check_together(self) -> None:
         if not self.data.strip():
             raise InvalidSetting("data cannot be empty; name the folder that holds everything the node stores")
@@ -353,8 +369,12 @@ def _from_file(file: Path | None) -> dict[str, Any]:
         if name not in declared:
             raise InvalidSetting(f"config file {path} has an unknown setting {name!r}{suggestion(name, declared)}")
         attribute, known = declared[name]
-        values[attribute] = known.parse(str(value).lower() if isinstance(value, bool) else str(value))
+        values[attribute] = known.parse(_as_text(value))
     return values
+
+
+def _as_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parse_address(text: str, *, name: str) -> tuple[str, int]:

@@ -163,6 +163,7 @@ def _announce(broker: Broker, config: Config, *, as_json: bool) -> None:
         return
     print_line(f"millstream {__version__} is ready")
     print_line(f"  kafka  {broker.kafka_address}  (point any Kafka client here)")
-    print_line(f"  http   http://{broker.http_address}  (/healthz /readyz /metrics)")
+    if broker.http_address:
+        print_line(f"  http   http://{broker.http_address}  (/healthz /readyz /metrics)")
     print_line(f"  data   {config.data}")
     print_line("Stop with Ctrl-C.")

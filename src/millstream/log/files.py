@@ -82,6 +82,10 @@ class Files(Protocol):
         """How many files the log may hold open at the same time."""
 
 
+_PID_DIGITS_MAX = 32
+_COMMAND_BYTES_MAX = 200
+
+
 class DiskFiles:
     """The real disk."""
 
@@ -145,8 +149,11 @@ class DiskFiles:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            holder = _holder(os.pread(descriptor, _PID_DIGITS_MAX, 0))
             os.close(descriptor)
-            raise DataFolderInUse(f"another process holds {path}; stop it, or use another data folder") from None
+            raise DataFolderInUse(f"{holder} holds {path}; stop it, or use another data folder") from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
         return descriptor
 
     def free_bytes(self, path: str, /) -> int:
@@ -158,6 +165,23 @@ class DiskFiles:
         """A quarter of what the process may open: connections need descriptors too."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return max(OPEN_FILES_MIN, min(OPEN_FILES_MAX, soft // 4))
+
+
+def _holder(written: bytes) -> str:
+    """Who holds a lock, by what it wrote into the file: the process itself, or another one and what it runs."""
+    text = written.decode(errors="replace").strip()
+    if not text.isdigit():
+        return "another process"
+    if int(text) == os.getpid():
+        return "this process"
+    try:
+        with open(f"/proc/{text}/cmdline", "rb") as file:
+            words = file.read(_COMMAND_BYTES_MAX).decode(errors="replace").split("\0")
+    except OSError:
+        # It may run in another container.
+        return f"process {text}"
+    command = " ".join(words).strip()
+    return f"process {text} ({command})" if command else f"process {text}"
 
 
 WRITE_BYTES = 1024 * 1024

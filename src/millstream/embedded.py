@@ -1,0 +1,172 @@
+"""`millstream.open("./data")`: the broker inside the program, on the code path of `millstream serve`.
+
+    async with millstream.open("./data") as ms:
+        await ms.publish("orders", {"order_id": 1})
+
+The broker has a thread and an event loop of its own. So whatever the program does on its loop, leases are kept and
+Kafka clients are answered, and however long a recovery takes, the program's loop goes on. The client talks to the
+broker over the loopback interface, on a free port unless `kafka` names one: nothing is different from a broker
+elsewhere. No gateway is started unless `http` names an address.
+
+What belongs to the whole process stays as it is: signal handlers, the event loop policy, logging, the collector. Log
+lines go to the logger `millstream`, which the program may listen to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+# Imported before `_remember` does its work: what is to run at the end runs in the opposite order of the imports.
+import concurrent.futures.thread  # noqa: F401
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+
+from millstream.config import Config
+from millstream.model.errors import BrokerUnreachable, InvalidSetting
+
+_logger = logging.getLogger(__name__)
+
+FREE_PORT = "127.0.0.1:0"
+_STOP_S_MAX = 60.0
+"""How long an interpreter that ends waits for a broker that nobody has stopped."""
+
+
+class EmbeddedBroker:
+    """A broker in a thread of this process: `await start()`, use `kafka_address`, `await stop()`."""
+
+    def __init__(
+        self,
+        data: str | os.PathLike[str],
+        *,
+        kafka: str = FREE_PORT,
+        http: str = "",
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
+        self._config = config_of(data, kafka=kafka, http=http, settings=settings)
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._is_told = False
+        self._process = os.getpid()
+        self._ready: Future[None] = Future()
+        self._ended: Future[None] = Future()
+        self.kafka_address = ""
+        """Where clients connect, once the broker is started."""
+        self.http_address = ""
+        """Where the gateway is, if one is wanted."""
+
+    async def start(self) -> None:
+        """Start, and wait until clients can connect; a start that fails leaves nothing behind."""
+        self._begin()
+        try:
+            await _without_cancelling(self._ready)
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Stop in order, as SIGTERM makes a server do; tells when a part of the broker had failed meanwhile."""
+        if self._tell_to_stop():
+            await _without_cancelling(self._ended)
+
+    def start_and_wait(self) -> None:
+        """As `start`, for a program without an event loop."""
+        self._begin()
+        self._ready.result()
+
+    def stop_and_wait(self, timeout_s: float | None = None) -> None:
+        """As `stop`, for a program without an event loop."""
+        if self._tell_to_stop():
+            self._ended.result(timeout_s)
+
+    def _begin(self) -> None:
+        if self._thread is not None:
+            raise RuntimeError("the broker was started already")
+        # A daemon, since a program may end without stopping the broker, and would else wait for it for ever.
+        self._thread = threading.Thread(target=self._run, name="millstream broker", daemon=True)
+        _remember(self)
+        self._thread.start()
+
+    def _tell_to_stop(self) -> bool:
+        """Whether there is an end to wait for; a process that was forked off has the object, but not the thread."""
+        if self._thread is None or self._process != os.getpid():
+            return False
+        self._is_told = True
+        if self._loop is not None and self._stopping is not None:
+            with suppress(RuntimeError):  # The loop has ended by itself.
+                self._loop.call_soon_threadsafe(self._stopping.set)
+        return True
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner() as runner:
+                runner.run(self._serve())
+        except BaseException as error:
+            if self._ready.done():
+                self._ended.set_exception(error)
+            else:
+                self._ready.set_exception(error)
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    async def _serve(self) -> None:
+        from millstream.broker import Broker
+
+        stopping = self._stopping = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        if self._is_told:
+            raise BrokerUnreachable("the broker was stopped before it was started")
+        broker = Broker(self._config, is_guest=True)
+        await broker.start()
+        try:
+            self.kafka_address, self.http_address = broker.kafka_address, broker.http_address
+            self._ready.set_result(None)
+            broker.failed.add_done_callback(lambda _: stopping.set())
+            await stopping.wait()
+        finally:
+            await broker.stop()
+        if broker.failed.done():
+            await broker.failed
+
+
+async def _without_cancelling(awaited: Future[None]) -> None:
+    """Wait for what happens in the thread; whoever gives up waiting does not change what happens there."""
+    waiting = asyncio.wrap_future(awaited)
+    # Looked at here, since nobody else does so after giving up.
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+    await asyncio.shield(waiting)
+
+
+def config_of(data: str | os.PathLike[str], *, kafka: str, http: str, settings: Mapping[str, object] | None) -> Config:
+    """The settings of an embedded broker: neither the environment nor a `millstream.toml` changes them."""
+    fixed = {"data": os.fspath(data), "kafka": kafka, "http": http}
+    twice = sorted(fixed.keys() & (settings or {}).keys())
+    if twice:
+        raise InvalidSetting(f"{twice[0]} is a parameter of its own, and not one of the settings")
+    return Config.of(fixed | dict(settings or {}))
+
+
+_running: weakref.WeakSet[EmbeddedBroker] = weakref.WeakSet()
+
+
+def _stop_what_runs() -> None:
+    """Stop the brokers that the program has left running, while threads can still be used."""
+    for broker in tuple(_running):
+        with suppress(Exception):
+            broker.stop_and_wait(_STOP_S_MAX)
+
+
+def _remember(broker: EmbeddedBroker) -> None:
+    """Have a broker stopped in order when the interpreter ends, if nobody has stopped it before."""
+    if not _running:
+        # The `atexit` module comes too late: by then no thread pool takes work any more, and closing the log needs one.
+        # Where a version of Python has no such hook, the broker ends as one that is killed does, which loses nothing.
+        register = getattr(threading, "_register_atexit", None)
+        if register is not None:
+            register(_stop_what_runs)
+    _running.add(broker)
