@@ -89,12 +89,15 @@ MillstreamError
 ├── DataFolderInvalid
 ├── AddressTaken                   a listener cannot have the address it was given
 ├── BrokerUnreachable              raised by clients of the wire protocol
+├── PublishFailed                  some of the messages that were published together are not stored
 ├── RequestRefused                 an error code that has no class of its own here
 ├── RequestTimedOut
 └── ProtocolViolation              fatal to the connection it came from
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class MillstreamError(Exception):
@@ -471,6 +474,17 @@ class AddressTaken(MillstreamError):
 
 class BrokerUnreachable(MillstreamError):
     """No broker answered at any of the addresses given."""
+
+
+class PublishFailed(MillstreamError):
+    """Some messages that were published together are not stored; `outcomes` has a receipt or an error for each."""
+
+    def __init__(self, outcomes: Sequence[object]) -> None:
+        failed = [(at, outcome) for at, outcome in enumerate(outcomes) if isinstance(outcome, Exception)]
+        places = ", ".join(str(at) for at, _ in failed[:10]) + (", …" if len(failed) > 10 else "")
+        first = failed[0][1] if failed else "nothing failed"
+        super().__init__(f"{len(failed)} of {len(outcomes)} messages were not published (numbers {places}): {first}")
+        self.outcomes = list(outcomes)
 
 
 class RequestRefused(MillstreamError):

@@ -32,7 +32,7 @@ from millstream.wire.channel import Channel
 from millstream.wire.cluster_metadata import ClusterMetadata, NodeMetadata, from_response
 from millstream.wire.codec import load_request_class, load_response_class, response_body_at
 from millstream.wire.fetching import FetchAnswer, FetchLimits
-from millstream.wire.pool import Pool
+from millstream.wire.pool import BORROWED_MAX, Pool
 from millstream.wire.primitives import Buffer
 from millstream.wire.producing import Produced
 from millstream.wire.refusal import TRANSIENT, refusal
@@ -67,21 +67,39 @@ class ListedOffset(NamedTuple):
 class Client:
     """A client of one cluster. Use it as a context manager; one instance serves many tasks of one loop."""
 
-    def __init__(self, bootstrap: Collection[tuple[str, int]], *, client_id: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        bootstrap: Collection[tuple[str, int]],
+        *,
+        client_id: str,
+        timeout_s: float,
+        waiting_max: int = BORROWED_MAX,
+    ) -> None:
         self._bootstrap = tuple(bootstrap)
         self._client_id = client_id
         self._timeout_s = timeout_s
+        self._waiting_max = waiting_max
         self._pools: dict[tuple[str, int], Pool] = {}
         self._nodes: dict[NodeId, NodeMetadata] = {}
         self._leaders: dict[TopicPartition, NodeId] = {}
         self._closed = False
 
     @classmethod
-    def connect(cls, addresses: str, *, client_id: str = "millstream", timeout_s: float = 30.0) -> Self:
-        """Prepare a client from `host:port,host:port`; entering it connects to the first that answers."""
+    def connect(
+        cls,
+        addresses: str,
+        *,
+        client_id: str = "millstream",
+        timeout_s: float = 30.0,
+        waiting_max: int = BORROWED_MAX,
+    ) -> Self:
+        """Prepare a client from `host:port,host:port`; entering it connects to the first that answers.
+
+        So many requests may wait at one node for records or messages, each on a connection of its own.
+        """
         parts = [part.strip() for part in addresses.split(",") if part.strip()]
         bootstrap = [parse_address(part, name="the broker address") for part in parts or [addresses]]
-        return cls(bootstrap, client_id=client_id, timeout_s=timeout_s)
+        return cls(bootstrap, client_id=client_id, timeout_s=timeout_s, waiting_max=waiting_max)
 
     async def __aenter__(self) -> Self:
         try:
@@ -425,7 +443,7 @@ class Client:
         pool = self._pools.get((host, port))
         if pool is None:
             connect_s = min(self._timeout_s, CONNECT_S_MAX)
-            pool = Pool(host, port, client_id=self._client_id, connect_s=connect_s)
+            pool = Pool(host, port, client_id=self._client_id, connect_s=connect_s, borrowed_max=self._waiting_max)
             self._pools[host, port] = pool
         return pool
 

@@ -1,7 +1,8 @@
-"""The Produce request as a client lays it: one partition, whose batches are sent as they are, uncopied."""
+"""The Produce request as a client lays it: batches are sent as they are, uncopied."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from millstream.model.errors import MillstreamError, ProtocolViolation
@@ -23,6 +24,14 @@ class Produced(NamedTuple):
     append_time_ms: int
 
 
+class ProducedAt(NamedTuple):
+    """What came of one partition's batches."""
+
+    topic: str
+    partition: int
+    answer: Produced | MillstreamError
+
+
 def write_produce(
     version: int,
     topic: str,
@@ -34,36 +43,65 @@ def write_produce(
     transactional_id: str | None = None,
 ) -> list[Buffer]:
     """Lay the body of a request for one partition."""
-    writer = Writer(flexible=is_flexible(PRODUCE_KEY, version))
+    return write_produce_many(
+        version, {topic: [(partition, batches)]}, acks=acks, timeout_ms=timeout_ms, transactional_id=transactional_id
+    )
+
+
+def write_produce_many(
+    version: int,
+    topics: Mapping[str, Sequence[tuple[int, Buffer]]],
+    *,
+    acks: int,
+    timeout_ms: int,
+    transactional_id: str | None = None,
+) -> list[Buffer]:
+    """Lay the body of a request for partitions of one node, each with its batches."""
+    flexible = is_flexible(PRODUCE_KEY, version)
+    no_tags = b"\0" if flexible else b""
+    writer = Writer(flexible=flexible)
     writer.string(transactional_id)
     writer.int16(acks)
     writer.int32(timeout_ms)
-    writer.array_length(1)
-    writer.string(topic)
-    writer.array_length(1)
-    writer.int32(partition)
-    writer.blob_length(len(batches))
-    # The tags of partition, topic and request.
-    return [writer.buffer, batches, b"\0\0\0" if writer.flexible else b""]
+    writer.array_length(len(topics))
+    body: list[Buffer] = []
+    for topic, partitions in topics.items():
+        writer.string(topic)
+        writer.array_length(len(partitions))
+        for partition, batches in partitions:
+            writer.int32(partition)
+            writer.blob_length(len(batches))
+            body += (writer.buffer, batches)
+            writer = Writer(flexible=flexible, buffer=bytearray(no_tags))
+        writer.buffer += no_tags
+    body.append(writer.buffer + no_tags)
+    return body
 
 
 def read_produced(version: int, frame: memoryview, *, about: str) -> tuple[Produced | MillstreamError, int]:
     """Read the answer for the one partition, and for how many milliseconds the broker asks to be left alone."""
-    reader = Reader(frame, response_body_at(PRODUCE_KEY, version, frame), flexible=is_flexible(PRODUCE_KEY, version))
-    if reader.array_length() != 1:
-        raise ProtocolViolation("the answer to a produce request does not name its one topic")
-    reader.string()
-    if reader.array_length() != 1:
+    found, throttle_ms = read_produced_many(version, frame, about=about)
+    if len(found) != 1:
         raise ProtocolViolation("the answer to a produce request does not name its one partition")
-    reader.int32()
-    code = reader.int16()
-    produced = Produced(Offset(reader.int64()), reader.int64())
-    message = _message(version, reader)
-    # The tags of the partition and of the topic.
-    reader.skip_tags()
-    reader.skip_tags()
-    throttle_ms = reader.int32()
-    return (refusal(code, message, about=about) if code else produced), throttle_ms
+    return found[0].answer, throttle_ms
+
+
+def read_produced_many(version: int, frame: memoryview, *, about: str = "") -> tuple[list[ProducedAt], int]:
+    """Read the answer for every partition, and for how many milliseconds the broker asks to be left alone."""
+    reader = Reader(frame, response_body_at(PRODUCE_KEY, version, frame), flexible=is_flexible(PRODUCE_KEY, version))
+    found: list[ProducedAt] = []
+    for _ in range(reader.array_length()):
+        topic = reader.string()
+        for _ in range(reader.array_length()):
+            partition = reader.int32()
+            code = reader.int16()
+            produced = Produced(Offset(reader.int64()), reader.int64())
+            message = _message(version, reader)
+            reader.skip_tags()
+            said = about or f"publish to {topic}-{partition}"
+            found.append(ProducedAt(topic, partition, refusal(code, message, about=said) if code else produced))
+        reader.skip_tags()
+    return found, reader.int32()
 
 
 def _message(version: int, reader: Reader) -> str | None:

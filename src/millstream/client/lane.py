@@ -1,0 +1,226 @@
+"""The way to one node: batches of all partitions that it leads go together, a request at a time.
+
+What comes while a request is under way goes with the next one, so batches grow by themselves under load and nothing
+waits for a timer. Only when much has gathered are more requests sent before the first is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from millstream.client.outgoing_batch import OutgoingBatch
+from millstream.client.partition_queue import IN_FLIGHT_MAX, PartitionQueue
+from millstream.model.errors import MillstreamError, NotEnoughReplicas, RequestTimedOut, UnknownTopic
+from millstream.model.ids import NO_OFFSET, NodeId, Offset
+from millstream.wire import producing
+from millstream.wire.channel import Channel
+from millstream.wire.pool import Pool
+from millstream.wire.primitives import Buffer
+from millstream.wire.producing import Produced
+from millstream.wire.refusal import TRANSIENT
+
+REQUEST_S_MAX: Final = 30.0
+_PATIENCE_S: Final = REQUEST_S_MAX + 5
+_REQUEST_BYTES_MAX: Final = 4 * 1024 * 1024
+_MUCH_BYTES: Final = 64 * 1024
+_DUPLICATE_SEQUENCE: Final = 46
+ACKS_NONE: Final = 0
+
+
+class _Sent(NamedTuple):
+    """One batch of a request."""
+
+    queue: PartitionQueue
+    batch: OutgoingBatch
+
+
+class Lane:
+    """Sends batches to one node."""
+
+    def __init__(self, node: NodeId, *, acks: int, linger_s: float, mend: Callable[[PartitionQueue], None]):
+        self.node = node
+        self._acks = acks
+        self._linger_s = linger_s
+        self._mend = mend
+        """Told of each partition to which nothing can be sent for now."""
+        self._loop = asyncio.get_running_loop()
+        self._pool: Pool | None = None
+        self._channel: Channel | None = None
+        self._version = 0
+        self._ready: dict[PartitionQueue, None] = {}
+        self._turn: asyncio.Handle | None = None
+        self._requests: dict[asyncio.Future[Any], float] = {}
+        self._watch: asyncio.TimerHandle | None = None
+        self._muted_until = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether batches can be sent."""
+        return self._channel is not None and self._channel.is_open
+
+    def open(self, pool: Pool, channel: Channel) -> None:
+        """Send over this connection from now on."""
+        self._pool, self._channel = pool, channel
+        self._version = channel.version_for(producing.PRODUCE_KEY, newest=producing.NEWEST, oldest=producing.OLDEST)
+
+    def kick(self, queue: PartitionQueue) -> None:
+        """Something waits for a partition of this node: send it with whatever else comes in this turn of the loop."""
+        self._ready[queue] = None
+        if self._turn is None:
+            if self._linger_s and len(queue.waiting) < 2:
+                self._turn = self._loop.call_later(self._linger_s, self._pump)
+            else:
+                self._turn = self._loop.call_soon(self._pump)
+
+    def hurry(self) -> None:
+        """Send what waits now, however long it was to linger."""
+        if self._turn is not None:
+            self._turn.cancel()
+        self._pump()
+
+    def drop(self, queue: PartitionQueue) -> None:
+        """Another node leads this partition."""
+        self._ready.pop(queue, None)
+
+    def close(self) -> None:
+        """Send nothing more; the connection belongs to the client."""
+        for handle in (self._turn, self._watch):
+            if handle is not None:
+                handle.cancel()
+        self._ready.clear()
+
+    # -- sending --------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        self._turn = None
+        pause = self._muted_until - self._loop.time()
+        if pause > 0:
+            self._turn = self._loop.call_later(pause, self._pump)
+            return
+        while self._ready and self._may_send():
+            sent, topics = self._load()
+            if not sent:
+                return
+            self._send(sent, topics)
+
+    def _may_send(self) -> bool:
+        if not self._requests:
+            return True
+        if len(self._requests) >= IN_FLIGHT_MAX:
+            return False
+        return sum(queue.waiting_bytes for queue in self._ready) >= _MUCH_BYTES
+
+    def _load(self) -> tuple[list[_Sent], dict[str, list[tuple[int, Buffer]]]]:
+        """Take one batch of each partition that may send, as many as fit into a request."""
+        sent: list[_Sent] = []
+        topics: dict[str, list[tuple[int, Buffer]]] = {}
+        size = 0
+        for queue in list(self._ready):
+            if not queue.can_send:
+                del self._ready[queue]
+                continue
+            batch = queue.take()
+            sealed = queue.sealed(batch)
+            size += len(sealed)
+            sent.append(_Sent(queue, batch))
+            topics.setdefault(queue.topic, []).append((queue.index, sealed))
+            # Whoever has had its turn comes last the next time.
+            del self._ready[queue]
+            if queue.can_send:
+                self._ready[queue] = None
+            if size >= _REQUEST_BYTES_MAX:
+                break
+        return sent, topics
+
+    def _send(self, sent: list[_Sent], topics: dict[str, list[tuple[int, Buffer]]]) -> None:
+        body = producing.write_produce_many(
+            self._version, topics, acks=self._acks, timeout_ms=int(REQUEST_S_MAX * 1000)
+        )
+        answer: asyncio.Future[Any]
+        try:
+            if self._channel is None:
+                raise RequestTimedOut("no connection")
+            if self._acks == ACKS_NONE:
+                answer = self._loop.create_task(self._channel.send(producing.PRODUCE_KEY, self._version, body))
+            else:
+                answer = self._channel.ask(producing.PRODUCE_KEY, self._version, body)
+        except MillstreamError as error:
+            self._conclude(sent, error, maybe_stored=False)
+            return
+        self._requests[answer] = self._loop.time() + _PATIENCE_S
+        if self._watch is None:
+            self._watch = self._loop.call_later(_PATIENCE_S, self._look)
+        answer.add_done_callback(lambda done: self._answered(done, sent))
+
+    def _look(self) -> None:
+        """Break the connection if an answer does not come; everything under way there goes again."""
+        self._watch = None
+        if not self._requests:
+            return
+        due = min(self._requests.values())
+        if due <= self._loop.time() and self._channel is not None:
+            self._channel.abort("a publish was not answered in time")
+            return
+        self._watch = self._loop.call_at(due, self._look)
+
+    # -- answers --------------------------------------------------------------------------------------------
+
+    def _answered(self, answer: asyncio.Future[Any], sent: list[_Sent]) -> None:
+        del self._requests[answer]
+        error: BaseException | None = RequestTimedOut("cancelled") if answer.cancelled() else answer.exception()
+        if error is None:
+            try:
+                self._read(answer.result(), sent)
+            except MillstreamError as unreadable:
+                error = unreadable
+        if error is not None:
+            self._conclude(sent, error, maybe_stored=True)
+        if self._ready:
+            self._pump()
+
+    def _read(self, frame: memoryview | None, sent: list[_Sent]) -> None:
+        if frame is None:
+            for queue, batch in sent:
+                queue.stored(batch, Produced(Offset(NO_OFFSET), -1))
+            self._settle(sent)
+            return
+        found, throttle_ms = producing.read_produced_many(self._version, frame)
+        if throttle_ms > 0 and self._pool is not None:
+            self._muted_until = self._loop.time() + throttle_ms / 1000
+            self._pool.mute(throttle_ms / 1000)
+        answers = {(one.topic, one.partition): one.answer for one in found}
+        for queue, batch in sent:
+            answer = answers.get((queue.topic, queue.index))
+            if isinstance(answer, Produced):
+                queue.stored(batch, answer)
+            else:
+                _refuse(queue, batch, answer)
+        self._settle(sent)
+
+    def _conclude(self, sent: list[_Sent], error: BaseException, *, maybe_stored: bool) -> None:
+        """A request came to nothing."""
+        for queue, batch in sent:
+            if not batch.is_done and batch.in_flight:
+                queue.failed_for_now(batch, maybe_stored=maybe_stored)
+        self._settle(sent)
+
+    def _settle(self, sent: list[_Sent]) -> None:
+        for queue, _ in sent:
+            if queue.troubled:
+                self._mend(queue)
+            elif queue.can_send and queue.lane is self:
+                self._ready[queue] = None
+
+
+def _refuse(queue: PartitionQueue, batch: OutgoingBatch, error: MillstreamError | None) -> None:
+    if error is None or isinstance(error, RequestTimedOut | NotEnoughReplicas):
+        # It may be in the log, and only the acknowledgement is missing.
+        queue.failed_for_now(batch, maybe_stored=True)
+    elif isinstance(error, (*TRANSIENT, UnknownTopic)):
+        queue.failed_for_now(batch, maybe_stored=False)
+    elif getattr(error, "code", None) == _DUPLICATE_SEQUENCE:
+        queue.stored(batch, Produced(Offset(NO_OFFSET), -1))
+    else:
+        queue.refused(batch, error)

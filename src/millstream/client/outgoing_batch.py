@@ -1,0 +1,235 @@
+"""A batch on its way to a partition: its records as bytes, and who waits for them.
+
+Records are written when they are added, in plain Python: short numbers come from a table and one join makes the batch,
+so that a client needs no compiled code, whose import would take longer than most programs publish for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+from millstream.client.receipt import Receipt
+from millstream.model.errors import InvalidBatch, MillstreamError
+from millstream.records.batch import COMPRESSION_NONE, HEADER_BYTES, Buffer, read_header, seal_batch
+from millstream.records.compression import compress
+from millstream.records.record import Headers, decode_batch
+
+RECORDS_MAX: Final = 10_000
+_TABLE_SIZE: Final = 8192
+_NO_FIELD: Final = b"\x01"
+_NO_HEADERS: Final = b"\x00"
+
+
+def _varint(value: int) -> bytes:
+    """A zigzag number of up to 64 bits."""
+    rest = (value << 1 if value >= 0 else (-value << 1) - 1) & (2**64 - 1)
+    written = bytearray()
+    while rest > 0x7F:
+        written.append(0x80 | rest & 0x7F)
+        rest >>= 7
+    written.append(rest)
+    return bytes(written)
+
+
+_SMALL: Final = tuple(_varint(value) for value in range(_TABLE_SIZE))
+"""Zigzag numbers of one and two bytes, from 0 on."""
+
+
+class Together:
+    """Messages that one caller published together; it is woken once, when the last of them is settled."""
+
+    __slots__ = ("future", "given_ids", "left", "receipts", "timestamps_ms")
+
+    def __init__(self, future: asyncio.Future[None], timestamps_ms: list[int], given_ids: list[str | None]) -> None:
+        self.future = future
+        self.timestamps_ms = timestamps_ms
+        self.given_ids = given_ids
+        self.receipts: list[Receipt | MillstreamError | None] = [None] * len(timestamps_ms)
+        self.left = len(timestamps_ms)
+
+    def settle(self, count: int) -> None:
+        """So many more have their receipt or error."""
+        self.left -= count
+        if self.left == 0 and not self.future.done():
+            self.future.set_result(None)
+
+
+Single = tuple[int, "asyncio.Future[Receipt]", int, "str | None"]
+"""The record's number in its batch, who waits for it, its time and the id its publisher gave it."""
+
+Share = tuple[int, Together, list[int]]
+"""The first record's number, whose messages these are, and which of them."""
+
+
+class OutgoingBatch:
+    """Records for one partition."""
+
+    __slots__ = (
+        "_freed",
+        "_pieces",
+        "base_timestamp_ms",
+        "behind_gap",
+        "charged",
+        "count",
+        "deadline",
+        "flushers",
+        "in_flight",
+        "is_done",
+        "max_timestamp_ms",
+        "maybe_stored",
+        "section",
+        "shares",
+        "singles",
+        "size",
+    )
+
+    def __init__(self, deadline: float, freed: Callable[[int], None]) -> None:
+        self.deadline = deadline
+        self._freed = freed
+        """Told how many bytes no longer wait, once everyone has an answer."""
+        self.charged = 0
+        self.count = 0
+        self.size = 0
+        self.base_timestamp_ms = 0
+        self.max_timestamp_ms = 0
+        self._pieces: list[Buffer] = []
+        self.section: bytes | None = None
+        """The records, compressed, once nothing more is added."""
+        self.singles: list[Single] = []
+        self.shares: list[Share] = []
+        self.flushers: list[asyncio.Future[None]] = []
+        self.in_flight = False
+        self.is_done = False
+        self.behind_gap = False
+        """Whether it was under way when one before it was given up, so that the broker sees a gap."""
+        self.maybe_stored = False
+        """Whether it was sent at some time and nobody knows what came of it."""
+
+    def add(self, key: Buffer | None, value: Buffer | None, headers: Headers, timestamp_ms: int) -> int:
+        """Write one record; says how many bytes it takes."""
+        count = self.count
+        if count == 0:
+            self.base_timestamp_ms = self.max_timestamp_ms = timestamp_ms
+            time = b"\x00"
+        else:
+            delta = timestamp_ms - self.base_timestamp_ms
+            time = _SMALL[delta] if 0 <= delta < _TABLE_SIZE else _varint(delta)
+            if timestamp_ms > self.max_timestamp_ms:
+                self.max_timestamp_ms = timestamp_ms
+        number = _SMALL[count] if count < _TABLE_SIZE else _varint(count)
+        key_length, key = _field(key)
+        value_length, value = _field(value)
+        written = _headers(headers) if headers else _NO_HEADERS
+        length = (
+            1 + len(time) + len(number) + len(key_length) + len(key) + len(value_length) + len(value) + len(written)
+        )
+        whole = _SMALL[length] if length < _TABLE_SIZE else _varint(length)
+        self._pieces += (whole, b"\x00", time, number, key_length, key, value_length, value, written)
+        self.count = count + 1
+        length += len(whole)
+        self.size += length
+        self.charged += length
+        return length
+
+    def close(self, compression: int) -> None:
+        """Nothing more is added: join and compress the records."""
+        if self.section is None:
+            joined = b"".join(self._pieces)
+            self._pieces.clear()
+            self.section = joined if compression == COMPRESSION_NONE else bytes(compress(compression, joined))
+
+    def sealed(self, compression: int, producer_id: int, producer_epoch: int, sequence: int) -> bytearray:
+        """The batch as it is sent."""
+        self.close(compression)
+        batch = bytearray(HEADER_BYTES)
+        batch += self.section or b""
+        seal_batch(
+            batch,
+            base_offset=0,
+            attributes=compression,
+            last_offset_delta=self.count - 1,
+            base_timestamp_ms=self.base_timestamp_ms,
+            max_timestamp_ms=self.max_timestamp_ms,
+            producer_id=producer_id,
+            producer_epoch=producer_epoch,
+            base_sequence=sequence,
+            record_count=self.count,
+        )
+        return batch
+
+    def stored(self, topic: str, topic_id: str, partition: int, base_offset: int, append_time_ms: int) -> None:
+        """Tell everyone who waits where the messages lie."""
+        new: Any = tuple.__new__
+        for position, future, timestamp_ms, given_id in self.singles:
+            if not future.done():
+                offset = base_offset + position if base_offset >= 0 else -1
+                time_ms = append_time_ms if append_time_ms >= 0 else timestamp_ms
+                future.set_result(new(Receipt, (topic, partition, offset, time_ms, topic_id, given_id)))
+        for first, together, indexes in self.shares:
+            offset, step = (base_offset + first, 1) if base_offset >= 0 else (-1, 0)
+            receipts, times_ms, ids = together.receipts, together.timestamps_ms, together.given_ids
+            for index in indexes:
+                time_ms = append_time_ms if append_time_ms >= 0 else times_ms[index]
+                receipts[index] = new(Receipt, (topic, partition, offset, time_ms, topic_id, ids[index]))
+                offset += step
+            together.settle(len(indexes))
+        self._end()
+
+    def failed(self, error: MillstreamError) -> None:
+        """Tell everyone who waits what went wrong."""
+        for _, future, _, _ in self.singles:
+            if not future.done():
+                future.set_exception(error)
+        for _, together, indexes in self.shares:
+            for index in indexes:
+                together.receipts[index] = error
+            together.settle(len(indexes))
+        self._end()
+
+    def halves(self, compression: int) -> tuple[OutgoingBatch, OutgoingBatch]:
+        """The same records in two batches, since the topic takes none as large as this."""
+        records = list(decode_batch(whole := self.sealed(compression, -1, -1, -1), read_header(whole)))
+        middle = self.count // 2
+        parts = OutgoingBatch(self.deadline, self._freed), OutgoingBatch(self.deadline, self._freed)
+        for at, part in enumerate(parts):
+            first, end = (0, middle) if at == 0 else (middle, self.count)
+            for record in records[first:end]:
+                part.add(record.key, record.value, record.headers, record.timestamp_ms)
+            part.singles = [(place - first, *rest) for place, *rest in self.singles if first <= place < end]  # type: ignore[misc]
+            part.shares = [cut for share in self.shares if (cut := _cut(share, first, end)) is not None]
+        parts[1].charged = self.charged - parts[0].charged
+        parts[1].flushers = self.flushers
+        return parts
+
+    def _end(self) -> None:
+        self.is_done = True
+        self._freed(self.charged)
+        for flusher in self.flushers:
+            if not flusher.done():
+                flusher.set_result(None)
+
+
+def _field(value: Buffer | None) -> tuple[bytes, Buffer]:
+    if value is None:
+        return _NO_FIELD, b""
+    length = len(value)
+    return (_SMALL[length] if length < _TABLE_SIZE else _varint(length)), value
+
+
+def _headers(headers: Headers) -> bytes:
+    pieces: list[Buffer] = [_varint(len(headers))]
+    for name, value in headers:
+        try:
+            text = name.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidBatch(f"header key {name!r} cannot be written as UTF-8") from error
+        pieces += (*_field(text), *_field(value))
+    return b"".join(pieces)
+
+
+def _cut(share: Share, first: int, end: int) -> Share | None:
+    start, together, indexes = share
+    kept = [index for place, index in enumerate(indexes, start) if first <= place < end]
+    return (max(start, first) - first, together, kept) if kept else None

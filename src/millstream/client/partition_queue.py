@@ -1,0 +1,243 @@
+"""What waits for one partition, and what is on its way there, in order.
+
+Every batch carries the producer's number and a sequence, so the broker knows one that is sent again. Up to five are
+under way at once. When one of them fails for the moment, those behind it are refused as well, since their sequences
+come too early; then nothing new is sent, and once all answers are in they go again in order, one at a time.
+
+Non-obvious: the first batch under a number goes alone. A broker that knows nothing of a producer takes any sequence,
+so a second batch could get in although the first was refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from millstream.client.outgoing_batch import RECORDS_MAX, OutgoingBatch
+from millstream.model.errors import BatchTooLarge, MillstreamError, OutOfOrderSequence, RequestTimedOut, UnknownProducer
+from millstream.records.record import Headers
+from millstream.wire.primitives import Buffer
+from millstream.wire.producing import Produced
+
+if TYPE_CHECKING:
+    from millstream.client.lane import Lane
+
+IN_FLIGHT_MAX: Final = 5
+"""How many batches of a producer a broker remembers."""
+
+_SEQUENCE_MASK: Final = 0x7FFFFFFF
+
+
+class ProducerIdentity(NamedTuple):
+    """The number under which batches are sent; -1 when no sequences are kept."""
+
+    producer_id: int
+    epoch: int
+
+
+NOT_IDEMPOTENT: Final = ProducerIdentity(-1, -1)
+
+
+class PartitionQueue:
+    """The batches of one partition."""
+
+    __slots__ = (
+        "_acknowledged",
+        "_freed",
+        "_proven",
+        "batch_bytes",
+        "compression",
+        "failures",
+        "identity",
+        "index",
+        "lane",
+        "recovering",
+        "sent",
+        "timeout_s",
+        "topic",
+        "topic_id",
+        "troubled",
+        "waiting",
+        "waiting_bytes",
+    )
+
+    def __init__(
+        self,
+        topic: str,
+        topic_id: str,
+        index: int,
+        *,
+        batch_bytes: int,
+        compression: int,
+        timeout_s: float,
+        freed: Callable[[int], None],
+    ) -> None:
+        self.topic = topic
+        self.topic_id = topic_id
+        self.index = index
+        self.batch_bytes = batch_bytes
+        self.compression = compression
+        self.timeout_s = timeout_s
+        self.lane: Lane | None = None
+        """Where the leader is; None while nobody knows."""
+        self.identity: ProducerIdentity | None = None
+        """None while a new one has to be taken."""
+        self.waiting: deque[OutgoingBatch] = deque()
+        self.waiting_bytes = 0
+        self.sent: deque[OutgoingBatch] = deque()
+        self.recovering = False
+        """Whether batches that were sent before have to go again, one at a time."""
+        self.troubled = False
+        """Whether nothing can be sent until somebody has found out where to, and under which number."""
+        self.failures = 0
+        """How often sending has failed since it last succeeded."""
+        self._freed = freed
+        self._acknowledged = 0
+        self._proven = False
+
+    def room(self, now: float, record_bytes: int) -> OutgoingBatch:
+        """The batch that the next record goes to."""
+        waiting = self.waiting
+        if waiting:
+            batch = waiting[-1]
+            if batch.size + record_bytes <= self.batch_bytes and batch.count < RECORDS_MAX:
+                return batch
+        batch = OutgoingBatch(now + self.timeout_s, self._freed)
+        waiting.append(batch)
+        return batch
+
+    def write(
+        self, batch: OutgoingBatch, key: Buffer | None, value: Buffer | None, headers: Headers, time_ms: int
+    ) -> int:
+        """Add a record to a batch that waits; says how many bytes it takes."""
+        size = batch.add(key, value, headers, time_ms)
+        self.waiting_bytes += size
+        return size
+
+    @property
+    def can_send(self) -> bool:
+        """Whether a batch may go now."""
+        if self.troubled or self.identity is None or self.lane is None:
+            return False
+        if self.recovering or not self._proven:
+            return not any(batch.in_flight for batch in self.sent) and bool(self.sent or self.waiting)
+        return bool(self.waiting) and len(self.sent) < IN_FLIGHT_MAX
+
+    def take(self) -> OutgoingBatch:
+        """The next batch to send: what has to go again, else what waits."""
+        if self.recovering and self.sent:
+            batch = next(batch for batch in self.sent if not batch.is_done)
+        else:
+            self.recovering = False
+            batch = self.waiting.popleft()
+            self.waiting_bytes -= batch.size
+            self.sent.append(batch)
+        batch.in_flight = True
+        batch.behind_gap = False
+        return batch
+
+    def sealed(self, batch: OutgoingBatch) -> bytearray:
+        """The batch as it is sent now, under the sequence that its place gives it."""
+        identity = self.identity or NOT_IDEMPOTENT
+        if identity.producer_id < 0:
+            return batch.sealed(self.compression, -1, -1, -1)
+        sequence = self._acknowledged
+        for earlier in self.sent:
+            if earlier is batch:
+                break
+            sequence += earlier.count
+        return batch.sealed(self.compression, *identity, sequence & _SEQUENCE_MASK)
+
+    # -- answers --------------------------------------------------------------------------------------------
+
+    def stored(self, batch: OutgoingBatch, produced: Produced) -> None:
+        """A batch is acknowledged."""
+        batch.in_flight = False
+        self._proven = True
+        self.failures = 0
+        batch.stored(self.topic, self.topic_id, self.index, produced.base_offset, produced.append_time_ms)
+        self._shift()
+
+    def failed_for_now(self, batch: OutgoingBatch, *, maybe_stored: bool) -> None:
+        """A batch did not get through, or nobody knows; it has to go again."""
+        batch.in_flight = False
+        batch.maybe_stored |= maybe_stored
+        self.failures += 1
+        self.recovering = self.troubled = True
+        if maybe_stored and self.identity == NOT_IDEMPOTENT:
+            self._give_up(batch, RequestTimedOut("the answer was lost; whether the messages were stored is not known"))
+
+    def refused(self, batch: OutgoingBatch, error: MillstreamError) -> None:
+        """The broker will not take a batch as it is."""
+        batch.in_flight = False
+        follows = batch.behind_gap or batch is not self._first()
+        if follows and isinstance(error, OutOfOrderSequence | UnknownProducer):
+            # One before it has failed, so this one goes again.
+            self.recovering = True
+        elif isinstance(error, BatchTooLarge) and batch.count > 1:
+            at = self.sent.index(batch)
+            self.sent.remove(batch)
+            for half in reversed(batch.halves(self.compression)):
+                self.sent.insert(at, half)
+            self.recovering = True
+        else:
+            self._give_up(batch, error)
+
+    def expire(self, now: float, cause: str) -> None:
+        """Give up what has waited too long."""
+        while (first := self._first()) is not None and not first.in_flight and first.deadline <= now:
+            told = "may have been stored" if first.maybe_stored else "was not stored"
+            self._give_up(first, RequestTimedOut(f"no acknowledgement within {self.timeout_s:g} s ({cause}); {told}"))
+        while not self.sent and self.waiting and self.waiting[0].deadline <= now:
+            batch = self.waiting.popleft()
+            self.waiting_bytes -= batch.size
+            batch.failed(RequestTimedOut(f"not sent within {self.timeout_s:g} s ({cause}); nothing was stored"))
+
+    def fail_all(self, error: MillstreamError) -> None:
+        """Give up everything that waits here."""
+        batches = [*self.sent, *self.waiting]
+        self.sent.clear()
+        self.waiting.clear()
+        self.waiting_bytes = 0
+        for batch in batches:
+            if not batch.is_done:
+                batch.failed(error)
+        self.identity = None
+        self.troubled = True
+
+    @property
+    def needs_identity(self) -> bool:
+        """Whether a new number may and has to be taken: answers to batches under the old one are all in."""
+        return self.identity is None and not any(batch.in_flight for batch in self.sent)
+
+    def begin(self, identity: ProducerIdentity) -> None:
+        """Go on under a new number."""
+        self.identity = identity
+        for batch in [batch for batch in self.sent if batch.is_done]:
+            self.sent.remove(batch)
+        self._acknowledged = 0
+        self._proven = identity.producer_id < 0
+
+    def _first(self) -> OutgoingBatch | None:
+        return next((batch for batch in self.sent if not batch.is_done), None)
+
+    def _give_up(self, batch: OutgoingBatch, error: MillstreamError) -> None:
+        """Fail a batch; if it may be stored nevertheless, its sequence is spent, and so are those behind it."""
+        self.recovering = True
+        doomed = [batch]
+        if batch.maybe_stored or isinstance(error, OutOfOrderSequence | UnknownProducer):
+            doomed += [one for one in self.sent if one.maybe_stored and one is not batch and not one.is_done]
+            self.identity = None
+            self.troubled = True
+        for one in doomed:
+            self.sent.remove(one)
+            one.failed(error)
+        for one in self.sent:
+            one.behind_gap = one.in_flight
+
+    def _shift(self) -> None:
+        while self.sent and self.sent[0].is_done:
+            self._acknowledged += self.sent.popleft().count
+        if not self.sent:
+            self.recovering = False

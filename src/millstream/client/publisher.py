@@ -1,0 +1,426 @@
+"""Publishes messages: they wait a moment together and go as batches, each message once, in order per partition.
+
+One publisher is one idempotent producer. Nothing runs as a task while all is well: a publish writes its record into
+the batch of its partition, the loop's next turn sends what has gathered, and the answer completes the futures that the
+callers wait on. When a node is gone or a leader has moved, one task finds out where things are and sets them going.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+from millstream.client.lane import ACKS_NONE, Lane
+from millstream.client.outgoing_batch import Together
+from millstream.client.partition_queue import NOT_IDEMPOTENT, PartitionQueue, ProducerIdentity
+from millstream.client.receipt import Receipt
+from millstream.client.topic_route import TopicRoute
+from millstream.model.errors import (
+    BrokerUnreachable,
+    InvalidRequest,
+    MillstreamError,
+    PublishFailed,
+    RequestTimedOut,
+    UnknownTopic,
+)
+from millstream.model.ids import NO_TIMESTAMP_MS, NodeId
+from millstream.records.record import Headers, NewRecord
+from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
+from millstream.wire.cluster_metadata import TopicMetadata
+from millstream.wire.primitives import Buffer
+from millstream.wire.refusal import TRANSIENT, refusal
+
+ACKS_ALL: Final = -1
+BATCH_BYTES: Final = 512 * 1024
+"""Well below the largest batch that a topic takes unless it is told otherwise."""
+
+BUFFER_BYTES: Final = 32 * 1024 * 1024
+COMPRESSIONS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
+"""In the order of Kafka's numbers for them."""
+
+MESSAGE_ID: Final = "message-id"
+_CLOSE_S_MAX: Final = 30.0
+_RECORD_BYTES: Final = 32
+"""What a record takes beside its key, value and headers, about."""
+
+
+class Publisher:
+    """An idempotent producer for any number of topics of one cluster. `close` it when done."""
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        linger_s: float = 0.0,
+        batch_bytes: int = BATCH_BYTES,
+        buffer_bytes: int = BUFFER_BYTES,
+        compression: str = "none",
+        acks: int = ACKS_ALL,
+        timeout_s: float = 120.0,
+    ) -> None:
+        if compression not in COMPRESSIONS:
+            raise InvalidRequest(f"compression must be one of {', '.join(COMPRESSIONS)}, not {compression!r}")
+        if acks not in (ACKS_ALL, ACKS_NONE, 1):
+            raise InvalidRequest(f"acks must be -1 (all), 1 or 0, not {acks}")
+        self._client = client
+        self._linger_s = linger_s
+        self._batch_bytes = batch_bytes
+        self._buffer_bytes = buffer_bytes
+        self._compression = COMPRESSIONS.index(compression)
+        self._acks = acks
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._identity: ProducerIdentity | None = None if acks == ACKS_ALL else NOT_IDEMPOTENT
+        self._topics: dict[str, TopicRoute] = {}
+        self._opening: dict[str, asyncio.Task[TopicRoute]] = {}
+        self._lanes: dict[NodeId, Lane] = {}
+        self._troubled: dict[PartitionQueue, None] = {}
+        self._mending: asyncio.Task[None] | None = None
+        self._buffered = 0
+        self._waiting_for_room: deque[asyncio.Future[None]] = deque()
+        self._closed = False
+
+    # -- publishing -----------------------------------------------------------------------------------------
+
+    async def publish(self, topic: str, record: NewRecord, *, partition: int | None = None) -> Receipt:
+        """Store a message; returns when it is as safe as the topic's settings say.
+
+        A caller that is cancelled meanwhile does not take the message back.
+        """
+        key, value, headers, timestamp_ms = record
+        return await self.send(topic, key, value, headers, timestamp_ms, partition)
+
+    async def send(
+        self,
+        topic: str,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Headers = (),
+        timestamp_ms: int = NO_TIMESTAMP_MS,
+        partition: int | None = None,
+    ) -> Receipt:
+        """Store a message that is given in its parts."""
+        route = self._topics.get(topic)
+        if route is None or self._buffered >= self._buffer_bytes:
+            route = await self._ready(topic)
+        if type(value) is not bytes or type(key) is not bytes:
+            key, value = _plain(key), _plain(value)
+        queue = route.choose(key, partition)
+        if timestamp_ms < 0:
+            timestamp_ms = int(time.time() * 1000)
+        batch = queue.room(self._loop.time(), _size(key, value, headers))
+        position = batch.count
+        self._buffered += queue.write(batch, key, value, headers, timestamp_ms)
+        future: asyncio.Future[Receipt] = self._loop.create_future()
+        batch.singles.append((position, future, timestamp_ms, _given_id(headers) if headers else None))
+        if queue.lane is not None:
+            queue.lane.kick(queue)
+        return await future
+
+    async def publish_many(
+        self, topic: str, records: Sequence[NewRecord], *, partition: int | None = None
+    ) -> list[Receipt]:
+        """Store messages and say where each of them went, in the order given; one wait for all of them.
+
+        Raises `PublishFailed`, which tells what came of each, when some could not be stored.
+        """
+        if not records:
+            return []
+        now_ms = int(time.time() * 1000)
+        together = Together(
+            self._loop.create_future(),
+            [now_ms if record.timestamp_ms < 0 else record.timestamp_ms for record in records],
+            [_given_id(record.headers) if record.headers else None for record in records],
+        )
+        route = await self._ready(topic)
+        if partition is not None:
+            route.choose(None, partition)
+        for index, (key, value, headers, _) in enumerate(records):
+            if self._buffered >= self._buffer_bytes:
+                await self._ready(topic)
+            self._add(route.choose(key, partition), _plain(key), _plain(value), headers, together, index)
+        await together.future
+        return _receipts(together)
+
+    def _add(
+        self,
+        queue: PartitionQueue,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Headers,
+        together: Together,
+        index: int,
+    ) -> None:
+        batch = queue.room(self._loop.time(), _size(key, value, headers))
+        position = batch.count
+        self._buffered += queue.write(batch, key, value, headers, together.timestamps_ms[index])
+        shares = batch.shares
+        if shares and shares[-1][1] is together:
+            shares[-1][2].append(index)
+        else:
+            shares.append((position, together, [index]))
+        if queue.lane is not None:
+            queue.lane.kick(queue)
+
+    # -- the end --------------------------------------------------------------------------------------------
+
+    async def flush(self) -> None:
+        """Send what waits and return when everything published up to now has its answer."""
+        waiting: list[asyncio.Future[None]] = []
+        for route in self._topics.values():
+            for queue in route.queues:
+                for batch in (*queue.sent, *queue.waiting):
+                    if not batch.is_done:
+                        waiting.append(self._loop.create_future())
+                        batch.flushers.append(waiting[-1])
+        for lane in self._lanes.values():
+            lane.hurry()
+        for future in waiting:
+            await future
+
+    async def close(self) -> None:
+        """Flush for half a minute at most, then give up what is left."""
+        if self._closed:
+            return
+        try:
+            async with asyncio.timeout(min(_CLOSE_S_MAX, self._timeout_s)):
+                await self.flush()
+        except TimeoutError:
+            pass
+        finally:
+            self._closed = True
+            self._topics, routes = {}, list(self._topics.values())
+            await self._end(routes)
+
+    async def _end(self, routes: Sequence[TopicRoute]) -> None:
+        tasks = [*self._opening.values(), *([] if self._mending is None else [self._mending])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for lane in self._lanes.values():
+            lane.close()
+        given_up = RequestTimedOut("the publisher was closed before this was acknowledged; it may have been stored")
+        for route in routes:
+            for queue in route.queues:
+                queue.fail_all(given_up)
+        self._freed(0)
+
+    # -- room -----------------------------------------------------------------------------------------------
+
+    async def _ready(self, topic: str) -> TopicRoute:
+        """Wait until the topic is known and not too much is under way."""
+        while self._buffered >= self._buffer_bytes:
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._waiting_for_room.append(waiter)
+            await waiter
+        if self._closed:
+            raise InvalidRequest("the publisher is closed")
+        return self._topics.get(topic) or await self._open_topic(topic)
+
+    def _freed(self, size: int) -> None:
+        self._buffered -= size
+        if self._waiting_for_room and (self._buffered < self._buffer_bytes or self._closed):
+            # All may look again; those who find it full anew wait anew, in the same order.
+            waiting, self._waiting_for_room = self._waiting_for_room, deque()
+            for waiter in waiting:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    # -- where things are -----------------------------------------------------------------------------------
+
+    async def _open_topic(self, topic: str) -> TopicRoute:
+        if self._closed:
+            raise InvalidRequest("the publisher is closed")
+        opening = self._opening.get(topic)
+        if opening is None:
+            opening = self._opening[topic] = self._loop.create_task(self._find_topic(topic))
+            opening.add_done_callback(lambda _: self._opening.pop(topic, None))
+        return await asyncio.shield(opening)
+
+    async def _find_topic(self, topic: str) -> TopicRoute:
+        deadline = self._loop.time() + self._timeout_s
+        pause_s = BACKOFF_S_MIN
+        while True:
+            try:
+                found = await self._ask_topic(topic)
+                if self._identity is None:
+                    self._identity = await self._take_identity()
+                route = self._topics[topic] = TopicRoute(topic, str(found.topic_id), self._new_queues(found, 0))
+                await self._place(route.queues, found)
+            except (*TRANSIENT, RequestTimedOut):
+                if self._loop.time() + pause_s > deadline:
+                    raise
+            else:
+                return route
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, BACKOFF_S_MAX)
+
+    async def _ask_topic(self, topic: str) -> TopicMetadata:
+        found = await self._client.metadata([topic], create=True)
+        if topic in found.topics:
+            return found.topics[topic]
+        error = refusal(found.errors.get(topic, 3), None, about=f"publish to {topic!r}")
+        if isinstance(error, UnknownTopic):
+            hint = f"create it with: millstream topic create {topic}"
+            raise UnknownTopic(f"topic {topic!r} does not exist and the broker does not create it; {hint}")
+        raise error
+
+    def _new_queues(self, found: TopicMetadata, first: int) -> list[PartitionQueue]:
+        queues = [
+            PartitionQueue(
+                found.name,
+                str(found.topic_id),
+                index,
+                batch_bytes=self._batch_bytes,
+                compression=self._compression,
+                timeout_s=self._timeout_s,
+                freed=self._freed,
+            )
+            for index in range(first, len(found.partitions))
+        ]
+        for queue in queues:
+            if self._identity is not None:
+                queue.begin(self._identity)
+        return queues
+
+    async def _place(self, queues: Sequence[PartitionQueue], found: TopicMetadata) -> None:
+        """Bring every queue to the node that leads its partition; those without a leader stay in trouble."""
+        for queue in queues:
+            leader = next((one.leader_id for one in found.partitions.values() if one.partition == queue.index), -1)
+            lane = None if leader < 0 else await self._lane(NodeId(leader))
+            if queue.lane is not None and queue.lane is not lane:
+                queue.lane.drop(queue)
+            queue.lane = lane
+            queue.troubled = False
+            if lane is None:
+                queue.troubled = True
+                self._mend(queue)
+            elif queue.can_send:
+                lane.kick(queue)
+
+    async def _lane(self, node: NodeId) -> Lane | None:
+        lane = self._lanes.get(node)
+        if lane is None:
+            lane = self._lanes[node] = Lane(node, acks=self._acks, linger_s=self._linger_s, mend=self._mend)
+        if not lane.is_open:
+            try:
+                pool = await self._client.pool_of(node)
+                lane.open(pool, await pool.shared())
+            except (BrokerUnreachable, RequestTimedOut):
+                return None
+        return lane
+
+    async def _take_identity(self) -> ProducerIdentity:
+        from kio.schema.init_producer_id.v5 import request
+
+        messages: Any = request
+        asked = messages.InitProducerIdRequest(transactional_id=None, transaction_timeout=timedelta(minutes=1))
+        answer = await self._client.send(None, asked)
+        if answer.error_code:
+            raise refusal(answer.error_code, None, about="a producer id")
+        return ProducerIdentity(answer.producer_id, answer.producer_epoch)
+
+    # -- trouble --------------------------------------------------------------------------------------------
+
+    def _mend(self, queue: PartitionQueue) -> None:
+        self._troubled[queue] = None
+        if self._mending is None and not self._closed:
+            self._mending = self._loop.create_task(self._mend_all())
+            self._mending.add_done_callback(self._mended)
+
+    def _mended(self, task: asyncio.Task[None]) -> None:
+        self._mending = None
+        if task.cancelled() or self._closed:
+            return
+        if (error := task.exception()) is not None:
+            told = error if isinstance(error, MillstreamError) else InvalidRequest(f"the publisher failed: {error!r}")
+            for queue in list(self._troubled):
+                queue.fail_all(told)
+        for queue in list(self._troubled):
+            self._mend(queue)
+
+    async def _mend_all(self) -> None:
+        """Find out where to send what failed, again and again until it is under way."""
+        failures = 0
+        cause = "the broker refuses it for now"
+        while self._troubled:
+            tried = max(failures, *(queue.failures for queue in self._troubled))
+            await asyncio.sleep(min(BACKOFF_S_MIN * 2 ** min(tried, 10) / 2, BACKOFF_S_MAX))
+            now = self._loop.time()
+            for queue in self._troubled:
+                queue.expire(now, cause)
+            troubled, self._troubled = list(self._troubled), {}
+            try:
+                await self._mend_some(troubled)
+            except (*TRANSIENT, RequestTimedOut) as error:
+                cause = str(error)
+                failures += 1
+                self._troubled |= dict.fromkeys(troubled)
+
+    async def _mend_some(self, troubled: Sequence[PartitionQueue]) -> None:
+        for queue in troubled:
+            if queue.needs_identity:
+                queue.begin(NOT_IDEMPOTENT if self._acks != ACKS_ALL else await self._take_identity())
+        for topic in {queue.topic for queue in troubled}:
+            queues = [queue for queue in troubled if queue.topic == topic]
+            try:
+                found = await self._ask_topic(topic)
+            except UnknownTopic as error:
+                for queue in queues:
+                    queue.fail_all(error)
+                self._topics.pop(topic, None)
+                continue
+            self._renew(topic, found)
+            await self._place([queue for queue in queues if queue.identity is not None], found)
+            for queue in queues:
+                if queue.identity is None and topic in self._topics:
+                    self._mend(queue)
+
+    def _renew(self, topic: str, found: TopicMetadata) -> None:
+        """Take in a topic that was made anew, or has got more partitions."""
+        route = self._topics.get(topic)
+        if route is None:
+            return
+        if route.topic_id != str(found.topic_id):
+            gone = UnknownTopic(f"topic {topic!r} was deleted while this was published; another one has its name now")
+            for queue in route.queues:
+                queue.fail_all(gone)
+            self._topics.pop(topic)
+        elif len(found.partitions) > len(route.queues):
+            route.extend(added := self._new_queues(found, len(route.queues)))
+            for queue in added:
+                self._mend(queue)
+
+
+def _receipts(together: Together) -> list[Receipt]:
+    receipts = [one for one in together.receipts if type(one) is Receipt]
+    if len(receipts) < len(together.receipts):
+        raise PublishFailed(together.receipts)
+    return receipts
+
+
+def _plain(field: Buffer | None) -> bytes | None:
+    """A key or value as bytes that nobody changes any more."""
+    if field is None or type(field) is bytes:
+        return field
+    if not isinstance(field, bytes | bytearray | memoryview):
+        raise InvalidRequest(f"a key and a value are bytes, not {type(field).__name__}")
+    return bytes(field)
+
+
+def _given_id(headers: Headers) -> str | None:
+    for name, value in headers:
+        if name == MESSAGE_ID and value:
+            return value.decode(errors="replace")
+    return None
+
+
+def _size(key: Buffer | None, value: Buffer | None, headers: Headers) -> int:
+    size = _RECORD_BYTES + (0 if key is None else len(key)) + (0 if value is None else len(value))
+    for name, content in headers:
+        size += 8 + len(name) + (0 if content is None else len(content))
+    return size

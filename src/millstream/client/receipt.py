@@ -1,0 +1,24 @@
+"""What a publisher gets for a message that is stored."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Receipt(NamedTuple):
+    """Where a message lies. Without acknowledgements (`acks=0`) the offset is not known and -1."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    topic_id: str
+    given_id: str | None = None
+    """The `message-id` header, if the publisher set one."""
+
+    @property
+    def id(self) -> str:
+        """What the message is called: the id that the publisher gave it, else `topic-id/partition/offset`."""
+        if self.given_id is not None:
+            return self.given_id
+        return f"{self.topic_id}/{self.partition}/{self.offset}"
