@@ -26,7 +26,9 @@ MUTED_S_MAX: Final = 300.0
 class Pool:
     """One shared connection and a few to borrow, opened when first needed and again when lost."""
 
-    def __init__(self, host: str, port: int, *, client_id: str, connect_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, *, client_id: str, connect_s: float, borrowed_max: int = BORROWED_MAX
+    ) -> None:
         self.address = f"{host}:{port}"
         self._host = host
         self._port = port
@@ -36,7 +38,7 @@ class Pool:
         self._opening = asyncio.Lock()
         self._free: list[Channel] = []
         self._lent: set[Channel] = set()
-        self._slots = asyncio.Semaphore(BORROWED_MAX)
+        self._slots = asyncio.Semaphore(borrowed_max)
         self._member_slots = asyncio.Semaphore(MEMBERS_MAX)
         self._closed = False
         self._muted_until = 0.0
