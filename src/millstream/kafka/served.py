@@ -98,6 +98,7 @@ from millstream.kafka.subscription_service import SubscriptionService
 from millstream.kafka.transaction_service import TransactionService
 from millstream.model.clock import Clock
 from millstream.model.metric import MetricSource
+from millstream.model.supervise import Supervise
 from millstream.net.budget import Budget
 from millstream.net.connection import Connection
 
@@ -118,6 +119,7 @@ class Parts:
     sources: Sequence[MetricSource]
     troubles: Callable[[], Iterable[str]]
     node: NodeState
+    supervise: Supervise
     damage: Callable[[], Damaged] = tuple
     warnings: Callable[[], Iterable[str]] = tuple
 
@@ -146,6 +148,7 @@ class Served:
             parts.budget,
             config=parts.config,
             clock=parts.clock,
+            supervise=parts.supervise,
         )
         self._produce = Produce(parts.topics, self._meters.produce, self._transactions.gate)
         self._publish_once = PublishOnce(parts.topics)
