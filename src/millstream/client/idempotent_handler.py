@@ -1,0 +1,270 @@
+"""Handlers whose effect happens once, although a message may be delivered more than once.
+
+    handle = IdempotentHandler(bill, name="billing")                    # the ids are kept in an SQLite file
+    handle = TransactionalHandler(bill, name="billing", store="postgresql://…")   # the effect and its mark are one
+    await ms.subscribe("orders", handle, name="billing")
+
+`IdempotentHandler` claims the id of a message before the handler runs and marks it after. A duplicate waits while
+another worker is at it, and is then accepted without being handled. A handler that fails gives its claim back. If a
+worker dies after the effect and before the mark, the effect happens again.
+
+`TransactionalHandler` gives the handler a connection of SQLAlchemy's, in whose transaction the mark is written. What
+the handler writes there happens exactly once, whenever anybody dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, Protocol, Self, TypeVar
+from uuid import uuid4
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import IntegrityError
+
+from millstream.client.handled_ids import CLEAN_MS, HandledIds
+from millstream.client.handled_table import Answer, HandledTable, RowChanged, Verb, engine_of
+from millstream.model.clock import Clock, SystemClock
+from millstream.model.errors import Conflict
+
+_logger = logging.getLogger(__name__)
+
+DEFAULT_STORE = "millstream-handled.db"
+TIME_TO_LIVE_S = 7 * 24 * 3600.0
+LEASE_S = 30.0
+THREADS = 10
+_PAUSE_S_MIN, _PAUSE_S_MAX = 0.05, 1.0
+_FINISH_ATTEMPTS = 4
+_MARK_ATTEMPTS = 10
+
+
+class Identified(Protocol):
+    """What is asked of a message."""
+
+    @property
+    def id(self) -> str:
+        """The message id."""
+
+
+M = TypeVar("M", bound=Identified)
+
+
+class IdempotentHandler(Generic[M]):
+    """Runs a handler for each message id once, within the time to live; to be given to `subscribe` in its place.
+
+    `store` is the path of an SQLite file, a URL of SQLAlchemy's, or an engine. Workers that share a store and a `name`
+    are one. A claim whose worker has died counts for `lease_s` more; a handler that runs longer keeps its claim.
+    """
+
+    def __init__(
+        self,
+        handler: Callable[[M], Awaitable[Any]] | Callable[[M], Any],
+        *,
+        name: str,
+        store: str | Engine = DEFAULT_STORE,
+        time_to_live_s: float = TIME_TO_LIVE_S,
+        lease_s: float = LEASE_S,
+        clock: Clock | None = None,
+    ) -> None:
+        self._handler = handler
+        self._is_async = inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
+        self._owns_engine = not isinstance(store, Engine)
+        self._engine = store if isinstance(store, Engine) else engine_of(store)
+        self._ids = HandledIds(
+            HandledTable(self._engine, name),
+            clock or SystemClock(),
+            lease_ms=int(lease_s * 1000),
+            time_to_live_ms=int(time_to_live_s * 1000),
+        )
+        self._extend_s = lease_s / 2
+        self._busy: dict[str, asyncio.Event] = {}
+        self._extending: set[asyncio.Task[Any]] = set()
+
+    async def __call__(self, message: M) -> None:
+        """Handle a message, unless it was handled before; returns when it is handled, by whomever."""
+        message_id, owner = message.id, uuid4().hex
+        runs = False
+        try:
+            if not await self._claim(message_id, owner):
+                return
+            runs = True
+            await self._handle(message, owner)
+        except BaseException as error:
+            # A function in a thread goes on when nobody waits for it any more; its claim is left to the lease.
+            if not (runs and isinstance(error, asyncio.CancelledError) and not self._is_async):
+                await self._give_back(message_id, owner)
+            raise
+        await self._finish(message_id, owner)
+
+    async def close(self) -> None:
+        """Let go of the store."""
+        await self._ids.close()
+        if self._owns_engine:
+            await asyncio.to_thread(self._engine.dispose)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def _claim(self, message_id: str, owner: str) -> bool:
+        """Wait until nobody else is at this message; False when it has been handled."""
+        pause_s = _PAUSE_S_MIN
+        while True:
+            beside = self._busy.get(message_id)
+            if beside is not None:
+                await beside.wait()
+                continue
+            answer = await self._ids.do(Verb.CLAIM, message_id, owner)
+            if answer is not Answer.BUSY:
+                return answer is Answer.MINE
+            if message_id not in self._busy:
+                # Another process has it, of which nothing is heard but through the store.
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, _PAUSE_S_MAX)
+
+    async def _handle(self, message: M, owner: str) -> None:
+        done = self._busy[message.id] = asyncio.Event()
+        timer = self._extend_later(message.id, owner)
+        try:
+            if self._is_async:
+                await self._handler(message)
+            else:
+                await asyncio.to_thread(self._handler, message)
+        finally:
+            timer.cancel()
+            del self._busy[message.id]
+            done.set()
+
+    def _extend_later(self, message_id: str, owner: str) -> _Timer:
+        """Keep the claim while the handler runs; a timer, which costs a short handler next to nothing."""
+
+        async def extend() -> None:
+            try:
+                if await self._ids.do(Verb.EXTEND, message_id, owner) is not Answer.MINE:
+                    _logger.warning("another worker has taken a message over", extra={"message_id": message_id})
+            except Exception as error:
+                _logger.warning("a claim was not extended", extra={"message_id": message_id, "reason": str(error)})
+
+        def begin() -> None:
+            task = asyncio.ensure_future(extend())
+            self._extending.add(task)
+            task.add_done_callback(self._extending.discard)
+
+        return _Timer(self._extend_s, begin)
+
+    async def _finish(self, message_id: str, owner: str) -> None:
+        """Mark the message as handled; worth more than one attempt, since the effect is there."""
+        for attempt in range(1, _FINISH_ATTEMPTS + 1):
+            try:
+                answer = await self._ids.do(Verb.FINISH, message_id, owner)
+            except Exception:
+                if attempt == _FINISH_ATTEMPTS:
+                    raise
+                await asyncio.sleep(_PAUSE_S_MIN * 4**attempt)
+                continue
+            if answer is not Answer.MINE:
+                _logger.warning("a message was handled by two workers", extra={"message_id": message_id})
+            return
+
+    async def _give_back(self, message_id: str, owner: str) -> None:
+        try:
+            await self._ids.do(Verb.GIVE_BACK, message_id, owner)
+        except Exception as error:
+            # The end of the lease gives it back, too.
+            _logger.warning("a claim was not given back", extra={"message_id": message_id, "reason": str(error)})
+
+
+class _Timer:
+    """Calls something again and again."""
+
+    def __init__(self, every_s: float, call: Callable[[], None]) -> None:
+        self._every_s = every_s
+        self._call = call
+        self._handle = asyncio.get_running_loop().call_later(every_s, self._due)
+
+    def cancel(self) -> None:
+        """No more calls."""
+        self._handle.cancel()
+
+    def _due(self) -> None:
+        self._call()
+        self._handle = asyncio.get_running_loop().call_later(self._every_s, self._due)
+
+
+class TransactionalHandler(Generic[M]):
+    """Runs a handler in a transaction that also marks the message as handled: both happen, or neither.
+
+    The handler is a plain function, `handler(message, connection)`, and runs in a thread. It leaves commit and rollback
+    alone: the transaction is committed when it returns and rolled back when it raises. Of two deliveries at the same
+    time, one waits for the other.
+    """
+
+    def __init__(
+        self,
+        handler: Callable[[M, Connection], Any],
+        *,
+        name: str,
+        store: str | Engine = DEFAULT_STORE,
+        time_to_live_s: float = TIME_TO_LIVE_S,
+        threads: int = THREADS,
+        clock: Clock | None = None,
+    ) -> None:
+        self._handler = handler
+        self._owns_engine = not isinstance(store, Engine)
+        self._table = HandledTable(store if isinstance(store, Engine) else engine_of(store), name)
+        self._time_to_live_ms = int(time_to_live_s * 1000)
+        self._clock = clock or SystemClock()
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="millstream handler")
+        self._cleaned_ms = 0
+
+    async def __call__(self, message: M) -> None:
+        """Handle a message, unless it was handled before."""
+        # The thread carries on what the publishes of a handler take along.
+        context = contextvars.copy_context()
+        await asyncio.get_running_loop().run_in_executor(self._threads, context.run, self._handle, message)
+
+    async def close(self) -> None:
+        """Let go of the store."""
+        self._threads.shutdown(wait=False)
+        if self._owns_engine:
+            await asyncio.to_thread(self._table.engine.dispose)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    def _handle(self, message: M) -> None:
+        self._clean()
+        for _ in range(_MARK_ATTEMPTS):
+            if self._is_settled(message):
+                return
+        raise Conflict(f"message {message.id} is being handled elsewhere again and again; try later")
+
+    def _is_settled(self, message: M) -> bool:
+        """One transaction; False when another one has marked the message meanwhile, which the next one sees."""
+        now_ms = self._clock.now_ms()
+        with self._table.engine.connect() as connection:
+            transaction = connection.begin()
+            try:
+                if not self._table.mark(connection, message.id, now_ms + self._time_to_live_ms, now_ms):
+                    return True
+            except (IntegrityError, RowChanged):
+                return False
+            self._handler(message, connection)
+            transaction.commit()
+            return True
+
+    def _clean(self) -> None:
+        self._table.prepare()
+        now_ms = self._clock.now_ms()
+        if now_ms - self._cleaned_ms >= CLEAN_MS:
+            self._cleaned_ms = now_ms
+            self._table.clean(now_ms)
