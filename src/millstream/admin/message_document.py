@@ -17,7 +17,7 @@ def as_document(topic: str, topic_id: object, partition: int, record: Record) ->
         "partition": partition,
         "offset": record.offset,
         "id": message_id(topic_id, partition, record.offset, record.headers),
-        "timestamp": _utc(record.timestamp_ms),
+        "timestamp": utc(record.timestamp_ms),
         "timestamp_ms": record.timestamp_ms,
         "key": _as_json(record.key),
         "value": _as_json(record.value),
@@ -44,6 +44,7 @@ def _as_json(value: bytes | None) -> Any:
         return {"base64": base64.b64encode(value).decode()}
 
 
-def _utc(timestamp_ms: int) -> str | None:
+def utc(timestamp_ms: int) -> str | None:
+    """A message's time as RFC 3339 has it."""
     moment = moment_of(timestamp_ms)
     return None if moment is None else moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from millstream.admin.letter_pass import Act, Outcome, work_through
 from millstream.cli.connection import ask
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds, Yes, ask_person
 from millstream.cli.output import as_json_text, counted, one_line, print_json, print_line, print_note, print_table
 
 if TYPE_CHECKING:
     from millstream.admin.dead_letter import DeadLetterDesk, DeadLetterTopic
-    from millstream.subscriptions.filter.matcher import Wanted
     from millstream.wire.client import Client
     from millstream.wire.subscriptions import LeasedMessage
 
@@ -35,23 +33,6 @@ Filter = Annotated[
 Limit = Annotated[
     int | None, typer.Option("-n", "--limit", metavar="NUMBER", min=1, help="At most so many.", show_default=False)
 ]
-Act = Callable[["DeadLetterDesk", "LeasedMessage"], Awaitable[None]]
-
-
-@dataclass(slots=True)
-class Outcome:
-    """How a pass over the letters went."""
-
-    done: int = 0
-    unmatched: int = 0
-    doubtful: int = 0
-    """Done, but their leases were lost meanwhile, so that they may be open still."""
-    held: int = 0
-    """Held by other commands."""
-    unreached: int = 0
-    """Partitions that nobody leads now."""
-    has_begun: bool = False
-    is_sending: bool = False
 
 
 @app.command("list")
@@ -165,16 +146,12 @@ def _work(
         from millstream.admin.dead_letter import DeadLetterDesk, find_topic
         from millstream.subscriptions.filter.matcher import matcher
 
-        wanted = matcher(filter_)
+        wanted = None if filter_ is None else matcher(filter_)
         topic = await find_topic(client, name)
         desk = DeadLetterDesk(client, topic, f"cli/{socket.gethostname()}-{os.getpid()}", patience_s=timeout)
         if to is not None:
             await desk.check_target(to)
-        await desk.open()
-        outcome.has_begun = True
-        async with desk.holding():
-            await _pass(desk, wanted, act, outcome, limit=limit, filtered=filter_ is not None, keep=keep)
-        outcome.held, outcome.unreached = desk.held_by_others, desk.unreached
+        await work_through(desk, act, outcome, wanted=wanted, limit=limit, keep=keep, told=_tell)
 
     try:
         ask(brokers, timeout, question)
@@ -184,40 +161,6 @@ def _work(
         raise
     _tell_rest(outcome, keep=keep)
     return outcome
-
-
-async def _pass(
-    desk: DeadLetterDesk,
-    wanted: Wanted,
-    act: Act,
-    outcome: Outcome,
-    *,
-    limit: int | None,
-    filtered: bool,
-    keep: bool,
-) -> None:
-    from millstream.admin.dead_letter import BATCH
-
-    def missing() -> int:
-        # Whoever looks for some has to take more than are wanted; others do not keep letters from anybody.
-        left = BATCH if limit is None else limit - outcome.done
-        return BATCH if filtered and left > 0 else left
-
-    async for letters in desk.letters(missing):
-        for letter in letters:
-            if limit is not None and outcome.done >= limit:
-                return
-            if not wanted(letter):
-                outcome.unmatched += 1
-                continue
-            outcome.is_sending = True
-            await act(desk, letter)
-            if not keep and not await desk.accept(letter):
-                outcome.doubtful += 1
-            outcome.is_sending = False
-            outcome.done += 1
-        if not keep:
-            _tell(outcome.done)
 
 
 def _as_json(outcome: Outcome) -> dict[str, int]:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from millstream.admin.group_document import group_document, total_lag
 from millstream.admin.position import HELP, parse_position
 from millstream.cli.connection import ask
-from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import (
     DEFAULT_BROKERS,
     DEFAULT_TIMEOUT_S,
@@ -24,7 +24,6 @@ from millstream.cli.output import counted, one_line, print_json, print_line, pri
 
 if TYPE_CHECKING:
     from millstream.admin.groups import Group, Progress
-    from millstream.admin.position import Position
     from millstream.model.topic import TopicPartition
     from millstream.wire.client import Client
 
@@ -42,9 +41,10 @@ def list_(
     """List all consumer groups with their lag."""
 
     async def question(client: Client) -> list[dict[str, Any]]:
+        from millstream.admin.group_document import group_summary
         from millstream.admin.groups import list_groups
 
-        return list(await asyncio.gather(*(_summary(client, *listed) for listed in await list_groups(client))))
+        return list(await asyncio.gather(*(group_summary(client, *listed) for listed in await list_groups(client))))
 
     groups = ask(brokers, timeout, question)
     if as_json:
@@ -73,7 +73,7 @@ def describe(
 
     group, progress = ask(brokers, timeout, question)
     if as_json:
-        print_json(_as_document(group, progress))
+        print_json(group_document(group, progress))
     else:
         _print_description(group, progress)
 
@@ -106,9 +106,10 @@ def reset(
     position = parse_position(to)
 
     async def question(client: Client) -> list[tuple[TopicPartition, int | None, int]]:
+        from millstream.admin.group_reset import plan_reset
         from millstream.admin.groups import commit_offsets
 
-        moves = await _plan(client, name, topic, partition, position)
+        moves = await plan_reset(client, name, topic, partition, position)
         if not dry_run:
             await commit_offsets(client, name, {where: after for where, _, after in moves})
         return moves
@@ -151,76 +152,8 @@ def delete(
         print_line(f"Deleted group {one_line(name)}.")
 
 
-async def _summary(client: Client, name: str, state: str, kind: str) -> dict[str, Any]:
-    from millstream.admin.groups import describe_group, progress_of
-
-    group = await describe_group(client, name)
-    lag = _total_lag(await progress_of(client, group))
-    return {"group": name, "state": state, "type": kind, "members": len(group.members), "lag": lag}
-
-
-async def _plan(
-    client: Client, name: str, topics: list[str] | None, partitions: list[int] | None, position: Position
-) -> list[tuple[TopicPartition, int | None, int]]:
-    """Which partitions move from where to where."""
-    from millstream.admin.groups import committed_offsets, refuse_members
-    from millstream.admin.topics import find_topic, offsets_at
-    from millstream.model.ids import PartitionIndex
-    from millstream.model.topic import TopicPartition
-
-    await refuse_members(client, name, may_be_new=bool(topics))
-    committed = await committed_offsets(client, name)
-    moves: list[tuple[TopicPartition, int | None, int]] = []
-    for topic in topics or sorted({where.topic for where in committed}):
-        known = (await find_topic(client, topic)).partitions
-        chosen = [index for index in known if partitions is None or index in partitions]
-        for index, after in (await offsets_at(client, topic, chosen, position)).items():
-            where = TopicPartition(topic, PartitionIndex(index))
-            moves.append((where, committed.get(where), after))
-    if not moves:
-        raise CommandFailed(f"there is nothing to move: group {name!r} has no offsets there; name topics with --topic")
-    return moves
-
-
-def _total_lag(progress: list[Progress]) -> int | None:
-    known = [one.lag for one in progress if one.lag is not None]
-    return sum(known) if known else None
-
-
-def _as_document(group: Group, progress: list[Progress]) -> dict[str, Any]:
-    owners = {where: member.member_id for member in group.members for where in member.partitions}
-    return {
-        "group": group.name,
-        "type": group.kind,
-        "state": group.state,
-        "protocol": group.protocol,
-        "lag": _total_lag(progress),
-        "members": [
-            {
-                "member": member.member_id,
-                "client": member.client_id,
-                "host": member.host,
-                "partitions": [[where.topic, where.partition] for where in member.partitions],
-            }
-            for member in group.members
-        ],
-        "offsets": [
-            {
-                "topic": one.where.topic,
-                "partition": one.where.partition,
-                "committed": one.committed,
-                "start": one.start,
-                "end": one.end,
-                "lag": one.lag,
-                "member": owners.get(one.where),
-            }
-            for one in progress
-        ],
-    }
-
-
 def _print_description(group: Group, progress: list[Progress]) -> None:
-    lag = _total_lag(progress)
+    lag = total_lag(progress)
     behind = "" if lag is None else f", {counted(lag, 'message')} behind"
     members = counted(len(group.members), "member")
     kind = "" if group.kind == "classic" else f", {group.kind} group"

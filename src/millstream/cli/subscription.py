@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from millstream.admin.position import HELP, Kind, parse_position
+from millstream.admin.position import HELP
+from millstream.admin.subscriptions import HIDDEN_PREFIX, place_of, start_of, summary_of
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import (
@@ -28,7 +29,6 @@ from millstream.model.subscription import (
     ATTEMPTS,
     BACKOFF_MAX,
     BACKOFF_MIN,
-    BY_DURATION,
     DEAD_LETTER_TOPIC,
     DELIVERY,
     EXPIRES,
@@ -43,9 +43,6 @@ from millstream.model.subscription import (
 if TYPE_CHECKING:
     from millstream.wire.client import Client
     from millstream.wire.subscriptions import LeasedMessage
-
-HIDDEN_PREFIX = "__"
-"""Subscriptions of Millstream's own, such as those that count dead letters, are listed only on request."""
 
 ACCEPT, RELEASE, REJECT = 1, 2, 3
 
@@ -139,7 +136,7 @@ def create(
     if not topic:
         raise typer.BadParameter("name at least one topic with --topic")
     overrides = _overrides(filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires)
-    overrides.update({START: _start(start), **parse_assignments(settings or [], flag="--set")})
+    overrides.update({START: start_of(start), **parse_assignments(settings or [], flag="--set")})
 
     async def question(client: Client) -> tuple[bool, list[str]]:
         from millstream.wire.subscriptions import SubscriptionClient
@@ -178,10 +175,10 @@ def list_(
         if internal or not told["name"].startswith(HIDDEN_PREFIX)
     ]
     if as_json:
-        print_json({"subscriptions": [_summary(told) for told in found]})
+        print_json({"subscriptions": [summary_of(told) for told in found]})
     elif found:
         keys = ("subscription", "topics", "backlog", "leased", "parked", "dead_lettered", "paused")
-        rows = [_summary(told) for told in found]
+        rows = [summary_of(told) for told in found]
         print_table(
             [key.replace("_", "-") for key in keys],
             [[", ".join(row[key]) if key == "topics" else row[key] for key in keys] for row in rows],
@@ -314,7 +311,7 @@ def seek(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Go on at another place, back or forth. Leases that are out become void."""
-    place = _place(to)
+    place = place_of(to)
 
     async def question(client: Client) -> list[dict[str, Any]]:
         from millstream.wire.subscriptions import SubscriptionClient
@@ -396,18 +393,6 @@ def _describe(names: list[str] | None) -> Any:
     return question
 
 
-def _summary(told: dict[str, Any]) -> dict[str, Any]:
-    sums = {
-        key: sum(queue[key] for queue in told["queues"]) for key in ("backlog", "leased", "parked", "dead_lettered")
-    }
-    return {
-        "subscription": told["name"],
-        "topics": told["topics"],
-        **sums,
-        "paused": told["settings"][PAUSED] == "true",
-    }
-
-
 def _alter(name: str, changes: dict[str, str | None], topics: list[str] | None, brokers: str, timeout: float) -> None:
     async def question(client: Client) -> None:
         from millstream.wire.subscriptions import SubscriptionClient
@@ -423,24 +408,6 @@ def _set_paused(name: str, value: str | None, *, as_json: bool, brokers: str, ti
         print_json({"subscription": name, "paused": value is not None})
     else:
         print_line(f"{'Paused' if value else 'Resumed'} subscription {one_line(name)}.")
-
-
-def _start(text: str) -> str:
-    if text.startswith(BY_DURATION):
-        return text
-    place = _place(text)
-    if place.startswith("offset:"):
-        raise typer.BadParameter("a subscription begins at start, end or a time; seek to an offset afterwards")
-    return place
-
-
-def _place(to: str) -> str:
-    position = parse_position(to)
-    if position.kind is Kind.OFFSET:
-        return f"offset:{position.value}"
-    if position.kind is Kind.TIME:
-        return f"at:{position.value}"
-    return "earliest" if position.kind is Kind.START else "latest"
 
 
 def _overrides(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from millstream.admin.topic_document import CARD, describe_topic, replication_of
 from millstream.cli.connection import ask
 from millstream.cli.options import (
     DEFAULT_BROKERS,
@@ -24,7 +24,6 @@ from millstream.model.errors import MillstreamError, TopicExists
 from millstream.model.topic import CONTRACT, DESCRIPTION, OWNER
 
 if TYPE_CHECKING:
-    from millstream.admin.damage import LostOffsets
     from millstream.wire.client import Client
     from millstream.wire.cluster_metadata import TopicMetadata
 
@@ -48,8 +47,6 @@ Contract = Annotated[
     str | None,
     typer.Option("--contract", metavar="LINK", help="Where its messages are defined.", show_default=False),
 ]
-_CARD = {"owner": OWNER, "description": DESCRIPTION, "contract": CONTRACT}
-"""What is said about a topic, and the setting that holds it."""
 
 
 @app.command("create")
@@ -110,7 +107,7 @@ def create(
         return created, topic, await _usual_copies(client) if created and replication is None else None
 
     created, topic, usual = ask(brokers, timeout, question)
-    number, copies = len(topic.partitions), _replication(topic)
+    number, copies = len(topic.partitions), replication_of(topic)
     if as_json:
         answer = {"topic": name, "id": str(topic.topic_id), "partitions": number, "replication": copies}
         print_json({**answer, "created": created})
@@ -139,7 +136,7 @@ def list_(
         return sorted((topic for topic in topics if internal or not topic.is_internal), key=lambda topic: topic.name)
 
     topics = ask(brokers, timeout, question)
-    rows = [(topic.name, len(topic.partitions), _replication(topic), topic.is_internal) for topic in topics]
+    rows = [(topic.name, len(topic.partitions), replication_of(topic), topic.is_internal) for topic in topics]
     if as_json:
         keys = ("topic", "partitions", "replication", "internal")
         listed = [
@@ -160,7 +157,7 @@ def describe(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Show a topic's partitions, offsets and settings."""
-    described = ask(brokers, timeout, lambda client: _describe(client, name))
+    described = ask(brokers, timeout, lambda client: describe_topic(client, name, advice=_LIST_ADVICE))
     if as_json:
         print_json(described)
     else:
@@ -250,43 +247,6 @@ def _card(owner: str | None, description: str | None, contract: str | None) -> d
     return {key: text for key, text in given.items() if text is not None}
 
 
-async def _describe(client: Client, name: str) -> dict[str, Any]:
-    from millstream.admin.damage import ask_lost
-    from millstream.admin.topics import find_topic, offset_bounds, topic_configs
-
-    topic = await find_topic(client, name, advice=_LIST_ADVICE)
-    bounds, configs = await asyncio.gather(
-        offset_bounds(client, name, list(topic.partitions)), topic_configs(client, name)
-    )
-    lost = await ask_lost(client, topic, topic.partitions)
-    return {
-        "topic": name,
-        "id": str(topic.topic_id),
-        "internal": topic.is_internal,
-        **{word: configs[key].value or None if key in configs else None for word, key in _CARD.items()},
-        "partitions": [
-            {
-                "partition": one.partition,
-                "leader": one.leader_id,
-                "replicas": list(one.replicas),
-                "in_sync": list(one.in_sync),
-                "start": bounds[one.partition][0],
-                "end": bounds[one.partition][1],
-                "damage": _damage_of(lost, one.partition),
-            }
-            for one in topic.partitions.values()
-        ],
-        "settings": {key: config.value for key, config in configs.items()},
-        "overrides": {key: config.value for key, config in configs.items() if config.is_override},
-    }
-
-
-def _damage_of(lost: list[LostOffsets] | None, partition: int) -> list[dict[str, int]] | None:
-    if lost is None:
-        return None
-    return [{"first": one.first, "next": one.next_offset} for one in lost if one.partition == partition]
-
-
 async def _usual_copies(client: Client) -> int | None:
     from millstream.admin.topics import default_replication
 
@@ -296,15 +256,11 @@ async def _usual_copies(client: Client) -> int | None:
     return None
 
 
-def _replication(topic: TopicMetadata) -> int:
-    return max((len(partition.replicas) for partition in topic.partitions.values()), default=0)
-
-
 def _print_description(described: dict[str, Any]) -> None:
     partitions = described["partitions"]
     messages = sum(one["end"] - one["start"] for one in partitions)
     print_line(f"{described['topic']}  ({counted(len(partitions), 'partition')}, {counted(messages, 'message')})")
-    facts = {"id": described["id"], **{word: described[word] for word in _CARD}}
+    facts = {"id": described["id"], **{word: described[word] for word in CARD}}
     for word, text in facts.items():
         if text is not None:
             print_line(f"{word.ljust(11)}  {text}")
@@ -318,7 +274,7 @@ def _print_description(described: dict[str, Any]) -> None:
         [
             [name, value, "this topic" if name in described["overrides"] else "the node"]
             for name, value in sorted(described["settings"].items())
-            if name not in _CARD.values()
+            if name not in CARD.values()
         ],
     )
 

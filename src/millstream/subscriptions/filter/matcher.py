@@ -7,20 +7,18 @@ from typing import Any
 
 from millstream.wire.subscriptions import LeasedMessage
 
-Wanted = Callable[[LeasedMessage], bool]
 
-
-def matcher(text: str | None) -> Wanted:
-    """Whether a letter is meant; a condition in the language of subscriptions' filters."""
-    if text is None:
-        return lambda _letter: True
+def matcher(text: str) -> Callable[[LeasedMessage], bool]:
+    """Whether a message is meant; a condition in the language of subscriptions' filters."""
     from millstream.subscriptions.filter.batch import RecordBatch
     from millstream.subscriptions.filter.filter import compile_filter
 
     condition = compile_filter(text)
 
-    def matches(letter: LeasedMessage) -> bool:
-        batch: Any = RecordBatch([letter.record], topic=letter.topic, partition=letter.partition, uses=condition.uses)
+    def matches(message: LeasedMessage) -> bool:
+        batch: Any = RecordBatch(
+            [message.record], topic=message.topic, partition=message.partition, uses=condition.uses
+        )
         return bool(condition.matches(batch)[0])
 
     return matches

@@ -1,0 +1,45 @@
+"""Subscriptions as they are listed, and the places that people name to begin or go on at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millstream.admin.position import Kind, parse_position
+from millstream.model.errors import InvalidRequest
+from millstream.model.subscription import BY_DURATION, PAUSED
+
+HIDDEN_PREFIX = "__"
+"""Subscriptions of Millstream's own, such as those that count dead letters, are listed only on request."""
+
+
+def summary_of(told: dict[str, Any]) -> dict[str, Any]:
+    """A subscription in one line."""
+    sums = {
+        key: sum(queue[key] for queue in told["queues"]) for key in ("backlog", "leased", "parked", "dead_lettered")
+    }
+    return {
+        "subscription": told["name"],
+        "topics": told["topics"],
+        **sums,
+        "paused": told["settings"][PAUSED] == "true",
+    }
+
+
+def start_of(text: str) -> str:
+    """Where a subscription begins, as its setting says it."""
+    if text.startswith(BY_DURATION):
+        return text
+    place = place_of(text)
+    if place.startswith("offset:"):
+        raise InvalidRequest("a subscription begins at start, end or a time; seek to an offset afterwards")
+    return place
+
+
+def place_of(to: str) -> str:
+    """Where a subscription goes on, as the request to seek says it."""
+    position = parse_position(to)
+    if position.kind is Kind.OFFSET:
+        return f"offset:{position.value}"
+    if position.kind is Kind.TIME:
+        return f"at:{position.value}"
+    return "earliest" if position.kind is Kind.START else "latest"
