@@ -154,6 +154,11 @@ class Client:
         """The connections to a node (any, if None), for whoever minds requests and answers by itself."""
         return await self._reach(node)
 
+    @property
+    def pause_s(self) -> float:
+        """For how much longer a node asks to be left alone; of several, the longest."""
+        return max((pool.pause_s for pool in self._pools.values()), default=0.0)
+
     # -- the cluster ----------------------------------------------------------------------------------------
 
     async def metadata(self, topics: Iterable[str] | None = None, *, create: bool = False) -> ClusterMetadata:

@@ -76,10 +76,15 @@ class Pool:
             until = asyncio.get_running_loop().time() + min(seconds, MUTED_S_MAX)
             self._muted_until = max(self._muted_until, until)
 
+    @property
+    def pause_s(self) -> float:
+        """For how much longer the broker asks to be left alone."""
+        return max(0.0, self._muted_until - asyncio.get_running_loop().time())
+
     async def unmuted(self) -> float:
         """Wait until the broker may be sent something; returns how long that took, in seconds."""
         waited = 0.0
-        while (pause := self._muted_until - asyncio.get_running_loop().time()) > 0:
+        while (pause := self.pause_s) > 0:
             await asyncio.sleep(pause)
             waited += pause
         return waited
