@@ -15,17 +15,14 @@ lines go to the logger `millstream`, which the program may listen to.
 from __future__ import annotations
 
 import asyncio
-
-# Imported before `_remember` does its work: what is to run at the end runs in the opposite order of the imports.
-import concurrent.futures.thread  # noqa: F401
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 
+from millstream.client.at_exit import end_before_exit
 from millstream.config import Config
 from millstream.model.errors import BrokerUnreachable, InvalidSetting
 
@@ -52,7 +49,6 @@ class EmbeddedBroker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._is_told = False
-        self._process = os.getpid()
         self._ready: Future[None] = Future()
         self._ended: Future[None] = Future()
         self.kafka_address = ""
@@ -89,12 +85,16 @@ class EmbeddedBroker:
             raise RuntimeError("the broker was started already")
         # A daemon, since a program may end without stopping the broker, and would else wait for it for ever.
         self._thread = threading.Thread(target=self._run, name="millstream broker", daemon=True)
-        _remember(self)
+        end_before_exit(self)
         self._thread.start()
 
+    def end_at_exit(self) -> None:
+        """Stop in order if the program has forgotten to."""
+        self.stop_and_wait(_STOP_S_MAX)
+
     def _tell_to_stop(self) -> bool:
-        """Whether there is an end to wait for; a process that was forked off has the object, but not the thread."""
-        if self._thread is None or self._process != os.getpid():
+        """Whether there is an end to wait for."""
+        if self._thread is None:
             return False
         self._is_told = True
         if self._loop is not None and self._stopping is not None:
@@ -149,24 +149,3 @@ def config_of(data: str | os.PathLike[str], *, kafka: str, http: str, settings: 
     if twice:
         raise InvalidSetting(f"{twice[0]} is a parameter of its own, and not one of the settings")
     return Config.of(fixed | dict(settings or {}))
-
-
-_running: weakref.WeakSet[EmbeddedBroker] = weakref.WeakSet()
-
-
-def _stop_what_runs() -> None:
-    """Stop the brokers that the program has left running, while threads can still be used."""
-    for broker in tuple(_running):
-        with suppress(Exception):
-            broker.stop_and_wait(_STOP_S_MAX)
-
-
-def _remember(broker: EmbeddedBroker) -> None:
-    """Have a broker stopped in order when the interpreter ends, if nobody has stopped it before."""
-    if not _running:
-        # The `atexit` module comes too late: by then no thread pool takes work any more, and closing the log needs one.
-        # Where a version of Python has no such hook, the broker ends as one that is killed does, which loses nothing.
-        register = getattr(threading, "_register_atexit", None)
-        if register is not None:
-            register(_stop_what_runs)
-    _running.add(broker)

@@ -1,0 +1,88 @@
+"""An event loop in a thread of its own, for programs that have none: calls go there and wait for what comes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from millstream.model.errors import InvalidRequest
+
+T = TypeVar("T")
+
+_CLOSE_S_MAX = 60.0
+
+
+class LoopThread:
+    """Runs coroutines for other threads. It ends with `close`, or with the interpreter."""
+
+    def __init__(self, name: str = "millstream client") -> None:
+        self._began: Future[asyncio.AbstractEventLoop] = Future()
+        self._stopping: asyncio.Event
+        # A daemon, since a program may end without closing, and would else wait for it for ever.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        self._loop = self._began.result()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the thread, with the caller's context variables, and wait for its result.
+
+        If the wait is interrupted, as by Ctrl-C, the coroutine is cancelled.
+        """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise InvalidRequest(
+                "this would wait for itself: an async handler runs on the client's own loop; make it a plain function"
+            )
+        if not self._thread.is_alive():
+            coroutine.close()
+            raise InvalidRequest("the client is closed; open another one")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def each(self, items: AsyncIterator[T]) -> Iterator[T]:
+        """Go through an asynchronous iterator."""
+        try:
+            while True:
+                try:
+                    yield self.call(_next(items))
+                except _Exhausted:
+                    return
+        finally:
+            close = getattr(items, "aclose", None)
+            if close is not None and self._thread.is_alive():
+                self.call(close())
+
+    def close(self) -> None:
+        """Cancel what still runs, and end the thread."""
+        if self._thread.is_alive():
+            with suppress(RuntimeError):  # The loop has just ended.
+                self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(_CLOSE_S_MAX)
+
+    def _run(self) -> None:
+        with asyncio.Runner() as runner:
+            runner.run(self._until_closed())
+
+    async def _until_closed(self) -> None:
+        self._stopping = asyncio.Event()
+        self._began.set_result(asyncio.get_running_loop())
+        await self._stopping.wait()
+
+
+class _Exhausted(Exception):
+    """Nothing more comes. A future cannot carry what Python itself raises for that."""
+
+
+async def _next(items: AsyncIterator[T]) -> T:
+    try:
+        return await anext(items)
+    except StopAsyncIteration:
+        raise _Exhausted from None
