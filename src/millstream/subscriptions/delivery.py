@@ -440,12 +440,13 @@ class Delivery:
         partition, settings = self.partition, self.settings
         if not self._needs_more(wanted):
             return None
+        offsets_max = min(LOOK_OFFSETS_ORDERED if settings.ordered else LOOK_OFFSETS, self.queue.room)
         return look(
             partition,
             Offset(max(self.queue.next_look, partition.log_start)),
             settings.isolation,
-            max_bytes=LOOK_BYTES,
-            offsets_max=min(LOOK_OFFSETS_ORDERED if settings.ordered else LOOK_OFFSETS, self.queue.room),
+            max_bytes=min(LOOK_BYTES, READ_BYTES_MIN + 2 * offsets_max * self._message_bytes),
+            offsets_max=offsets_max,
             with_keys=settings.ordered,
         )
 

@@ -36,13 +36,6 @@ class DueIndex:
         self.next_ms = NEVER_MS
         """When to ask again: never too late, and too early only if something far away is to be sorted."""
 
-    def clear(self) -> None:
-        """Forget everything."""
-        for hints, heap in zip(self._hints, self._heaps, strict=True):
-            hints.clear()
-            heap.clear()
-        self.next_ms = NEVER_MS
-
     def add(self, first: int, last: int, due_ms: int) -> None:
         """Messages are due at a time."""
         away_ms = due_ms - self._now_ms

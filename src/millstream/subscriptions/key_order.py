@@ -4,35 +4,66 @@ A key is in use from when one of its messages is leased, or is next in line, unt
 to the dead letter topic. Later messages of the key are blocked, in the order in which they came up, which is the order
 of their offsets (a delayed message comes up when it is due). Keys are known by a 64-bit hash; 0 stands for no key,
 and what has none waits for nobody.
+
+After a restart the keys are read again from the log. First those of messages that hold their keys, wherever they stand:
+then it is known who may not be given. The others follow in the order of their offsets, as far as messages are wanted.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 NO_KEY: Final = 0
 _GONE_MAX: Final = 64
+_APART_MAX: Final = 64
+_CLOSE_MAX: Final = 2000
 
 
 class KeyOrder:
     """The keys of the window's messages, and those in use."""
 
-    __slots__ = ("_base", "_heads", "_keys", "_waiting", "is_ready")
+    __slots__ = ("_base", "_heads", "_held", "_held_end", "_keys", "_unread", "_waiting", "is_ready")
 
-    def __init__(self, start: int, *, is_ready: bool) -> None:
+    def __init__(self, start: int, holding: Iterable[tuple[int, int]] = ()) -> None:
+        """From an offset on nothing is known; `holding` are the ranges of messages that hold their keys already."""
         self._keys = array("q")
         self._base = start
+        # The keys of those that hold them and lie beyond the others; and which of them are to be read, the last first.
+        self._held: dict[int, int] = {}
+        self._unread = sorted(holding, reverse=True)
+        self._held_end = self._unread[0][1] + 1 if self._unread else 0
         # Whose turn it is, by key; and behind it, by key: where the next stands in this array, and all that came up.
         self._heads: dict[int, int] = {}
         self._waiting: dict[int, array[int]] = {}
-        self.is_ready = is_ready
-        """Whether the keys of the whole window are known. After a restart they have to be read again."""
+        self.is_ready = False
+        """Whether all messages that hold their keys have entered."""
 
     @property
     def next_offset(self) -> int:
         """The offset whose key is learned next."""
         return self._base + len(self._keys)
+
+    @property
+    def next_look(self) -> int:
+        """The offset from which on the log is to be read."""
+        return self._unread[-1][0] if self._unread else self.next_offset
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether messages that hold their keys are to be read first."""
+        return bool(self._unread)
+
+    @property
+    def look_max(self) -> int:
+        """How many offsets are to be read of them at once: those that lie close together."""
+        first, end = self._unread[-1]
+        for begin, last in reversed(self._unread):
+            if begin - end > _APART_MAX or end - first > _CLOSE_MAX:
+                break
+            end = last
+        return end - first + 1
 
     @property
     def in_use(self) -> int:
@@ -42,6 +73,18 @@ class KeyOrder:
     def learn(self, keys: bytes) -> None:
         """Add the keys of the messages that follow, 8 bytes each."""
         self._keys.frombytes(keys)
+        if self._held and not self._unread and self._held_end <= self.next_offset:
+            self._held = {}
+
+    def learn_held(self, first: int, keys: Sequence[int]) -> None:
+        """Take what is wanted of the keys of a stretch of the log; what lies before it has none."""
+        after = first + len(keys)
+        while self._unread and self._unread[-1][0] < after:
+            begin, last = self._unread.pop()
+            for offset in range(begin, min(last + 1, after)):
+                self._held[offset] = keys[offset - first] if offset >= first else NO_KEY
+            if last >= after:
+                self._unread.append((after, last))
 
     def trim(self, base: int) -> None:
         """Forget the keys of messages before an offset."""
@@ -50,8 +93,9 @@ class KeyOrder:
             self._base = base
 
     def key_of(self, offset: int) -> int:
-        """The key of a message in the window."""
-        return self._keys[offset - self._base]
+        """The key of a message in the window, if it holds it or has been reached."""
+        index = offset - self._base
+        return self._keys[index] if index < len(self._keys) else self._held[offset]
 
     def keys(self, first: int, last: int) -> array[int]:
         """The keys of messages in the window."""

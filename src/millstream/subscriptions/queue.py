@@ -9,6 +9,7 @@ available next (`Supply`), what is due when (`DueIndex`), and whose turn it is (
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -119,28 +120,24 @@ class Queue:
             raise CorruptState(f"the snapshot of queue {self._fold.key} does not belong to {key}")
         self._pending: list[Delta] = []
         self._is_urgent = False
-        self._aside_tried_at = 0
-        self._dues = DueIndex(self._due_runs)
-        self._order = KeyOrder(self._fold.window.start, is_ready=False) if settings.ordered else None
-        self._supply = Supply(self._fold, self._order)
+        self._order = KeyOrder(0) if settings.ordered else None
         self._restore()
 
     def _restore(self) -> None:
-        """Make anew what is not stored."""
-        fold = self._fold
-        for run in fold.waiting_runs(0, fold.window.end):
-            self._dues.add(run.first, run.last, run.due_ms)
-        if self._order is None:
-            self._supply.came_back(0, fold.window.start - 1)
-        elif self._order.next_offset >= fold.window.end:
-            self._supply.lock_keys(self._order)
-
-    def _reset(self) -> None:
-        """The window is empty and stands elsewhere."""
-        self._dues.clear()
-        self._order = KeyOrder(self._fold.window.start, is_ready=True) if self._order is not None else None
-        self._supply = Supply(self._fold, self._order)
+        """Make anew what is not stored; also when the window is empty and stands elsewhere."""
+        fold, start = self._fold, self._fold.window.start
         self._aside_tried_at = 0
+        self._dues = DueIndex(self._due_runs)
+        waiting = fold.waiting_runs(0, fold.window.end)
+        for run in waiting:
+            self._dues.add(run.first, run.last, run.due_ms)
+        holding = [(run.first, run.last) for run in waiting if run.attempt and run.first >= start]
+        self._order = None if self._order is None else KeyOrder(start, holding)
+        self._supply = Supply(fold, self._order)
+        if self._order is None:
+            self._supply.came_back(0, start - 1)
+        elif not holding:
+            self._supply.lock_keys(self._order)
 
     # -- what it says of itself ------------------------------------------------------------------------------
 
@@ -158,19 +155,19 @@ class Queue:
     def next_look(self) -> Offset:
         """Where the driver reads on."""
         window = self._fold.window
-        if self._order is not None and not self._order.is_ready:
-            return Offset(max(self._order.next_offset, window.start))
-        return Offset(window.end)
+        return Offset(window.end if self._order is None else max(self._order.next_look, window.start))
 
     @property
     def room(self) -> int:
         """How many offsets the driver may look further; 0 while too many messages wait."""
+        if self._order is not None and self._order.is_scattered:
+            return self._order.look_max
         window = self._fold.window
         return max(0, self._window_max - window.span) + window.end - self.next_look
 
     @property
     def is_ready(self) -> bool:
-        """Whether messages can be given; after a restart an ordered queue has to learn its keys again, by `look`."""
+        """Whether messages can be given; after a restart an ordered queue learns first, by `look`, who holds a key."""
         return self._order is None or self._order.is_ready
 
     @property
@@ -218,7 +215,7 @@ class Queue:
     def begin(self, offset: int, *, now_ms: int) -> None:
         """Start at an offset."""
         self._do(Delta(DeltaKind.START, offset, offset, 0, 0, "", now_ms))
-        self._reset()
+        self._restore()
 
     def look(
         self,
@@ -250,9 +247,12 @@ class Queue:
 
     def _learn(self, order: KeyOrder, look: Look) -> None:
         order.trim(self._fold.window.base)
-        if look.next_offset > order.next_offset:
+        was_scattered = order.is_scattered
+        if was_scattered:
+            order.learn_held(look.first, array("q", look.key_bytes()))
+        if look.next_offset > order.next_offset and not (was_scattered and look.first > order.next_offset):
             order.learn(look.since(order.next_offset).key_bytes())
-        if not order.is_ready and order.next_offset >= self._fold.window.end:
+        if not (order.is_ready or order.is_scattered):
             self._supply.lock_keys(order)
 
     @property
@@ -271,6 +271,7 @@ class Queue:
         while window.span > self._dense_max and self.is_ready:
             start = window.start - window.base
             end = min(start + self._aside_step, len(window))
+            end = end if self._order is None else max(start, min(end, self._order.next_offset - window.base))
             available = window.states.find(AVAILABLE, start, end)
             end = end if available < 0 else available
             unfinished = end - start - window.states.count(DONE, start, end)
@@ -502,7 +503,7 @@ class Queue:
     def seek(self, offset: int, *, now_ms: int) -> None:
         """Go on at another offset. Leases end, nothing is remembered of the messages: they may come again."""
         self._do(Delta(DeltaKind.SOUGHT, offset, self._fold.window.end, 0, 0, "", now_ms))
-        self._reset()
+        self._restore()
 
     def drop_before(self, log_start: int, *, now_ms: int) -> None:
         """The log begins at an offset now; what was not done before it never will be, and leases on it end."""
@@ -512,7 +513,7 @@ class Queue:
         is_beyond = log_start > self._fold.window.end
         self._do(Delta(DeltaKind.RETENTION_CUT, oldest, log_start - 1, 0, 0, "", now_ms))
         if is_beyond:
-            self._reset()
+            self._restore()
         elif self._order is not None and self._order.is_ready:
             for key, head in self._order.heads_before(log_start):
                 self._next_of(self._order, key, head)

@@ -117,6 +117,9 @@ class Supply:
         end = base + len(window.states)
         if until < end:
             end = until
+        if self.order is not None and self.order.next_offset < end:
+            # The keys of what follows are not known yet.
+            end = self.order.next_offset
         if fresh >= end:
             return None
         found = window.run(fresh - base, end - base, AVAILABLE, count)
@@ -148,7 +151,7 @@ class Supply:
             self._fold.counts[BLOCKED] += 1
 
     def lock_keys(self, order: KeyOrder) -> None:
-        """Find out whose turn it is, once all keys are known: who is leased or tried again, then who is aside."""
+        """Find out whose turn it is, once the keys are known of who is leased or tried again; then who is aside."""
         fold = self._fold
         for run in fold.waiting_runs(0, fold.window.end):
             if run.attempt:

@@ -233,20 +233,42 @@ def test_a_key_waits_for_its_first_message_and_others_do_not() -> None:
     assert queue.next_available == 4
 
 
-def test_after_a_restart_keys_are_learned_before_anything_is_given() -> None:
+def test_after_a_restart_held_keys_are_learned_before_anything_is_given() -> None:
     keys = np.array([7, 8, 7, 8], np.int64)
     queue = make_queue(ordered=True)
     queue.look(0, 4, now_ms=NOW_MS, keys=keys)
     queue.acquire("a", now_ms=NOW_MS, max_records=1)
     queue = again(queue)
-    assert (queue.is_ready, queue.next_look, queue.next_available) == (False, 0, None)
+    assert (queue.is_ready, queue.next_look, queue.room, queue.next_available) == (False, 0, 1, None)
     assert queue.acquire("b", now_ms=NOW_MS, max_records=9) == []
+    queue.look(0, 1, now_ms=NOW_MS, keys=keys[:1])
+    assert (queue.is_ready, queue.next_look, queue.next_available) == (True, 1, None)
     queue.look(0, 2, now_ms=NOW_MS, keys=keys[:2])
-    assert not queue.is_ready
-    queue.look(0, 4, now_ms=NOW_MS, keys=keys)
     assert offsets(queue.acquire("b", now_ms=NOW_MS, max_records=9)) == [1]
     assert queue.settle("a", [settle(0, 0, Verb.ACCEPT)], now_ms=NOW_MS) == [None]
+    queue.look(2, 4, now_ms=NOW_MS, keys=keys[2:])
     assert offsets(queue.acquire("b", now_ms=NOW_MS, max_records=9)) == [2]
+
+
+def test_after_a_restart_messages_are_given_before_the_whole_window_is_read() -> None:
+    count = 50_000
+    keys = np.arange(1, count + 1, dtype=np.int64)
+    queue = make_queue(ordered=True)
+    queue.look(0, count, now_ms=NOW_MS, keys=keys)
+    queue.acquire("a", now_ms=NOW_MS, max_records=5)
+    queue.acquire("b", now_ms=NOW_MS, max_records=10_000)
+    queue.settle("b", [settle(5, 9_000, Verb.RELEASE)], now_ms=NOW_MS)
+    queue = again(queue)
+    assert (queue.is_ready, queue.next_look, queue.room) == (False, 0, 5)
+    queue.look(0, 5, now_ms=NOW_MS, keys=keys[:5])
+    assert (queue.is_ready, queue.next_look, queue.room) == (False, 9_001, 1_004)
+    queue.look(9_001, 10_005, now_ms=NOW_MS, keys=keys[9_001:10_005])
+    assert (queue.is_ready, queue.next_look, queue.next_available) == (True, 5, None)
+    queue.look(5, 10, now_ms=NOW_MS, keys=keys[5:10])
+    # What was not reached yet can be settled, and counts for its key.
+    assert queue.settle("b", [settle(9_001, 9_002, Verb.ACCEPT)], now_ms=NOW_MS) == [None]
+    assert offsets(queue.acquire("c", now_ms=NOW_MS, max_records=99)) == [*range(5, 10)]
+    assert queue.next_look == 10
 
 
 def test_a_look_may_overlap_or_leave_a_hole() -> None:

@@ -306,7 +306,9 @@ class QueueHistory(RuleBasedStateMachine):
                 if one is not None and one.stored.key == stored.key and not one.stored.due_ms:
                     assert one.state in (DONE, REJECTING)
         if room == HUGE:
-            available = [offset for offset in model.in_state(AVAILABLE) if offset < limit]
+            # After a restart the queue knows the keys of what it has looked at again.
+            known = [offset for offset in model.in_state(AVAILABLE) if offset < self.queue.next_look]
+            available = [offset for offset in known if offset < limit]
             free = {offset for offset in available if not model.messages[offset].stored.key}
             assert free <= set(given)
             if limit == len(self.log):

@@ -131,7 +131,7 @@ def test_nothing_is_due_too_late(dues: list[tuple[int, int]], data: st.DataObjec
 
 
 def test_those_behind_a_key_come_in_turn() -> None:
-    order = KeyOrder(0, is_ready=True)
+    order = KeyOrder(0)
     assert order.enter(5, 0)
     assert order.enter(5, 0)
     assert order.enter(NO_KEY, 1)
