@@ -1,4 +1,4 @@
-"""A short trial of subscriptions: workers misbehave, leaders are killed, and every message is accounted for."""
+"""A short trial of subscriptions: workers and leaders are killed, and every message is accounted for."""
 
 from __future__ import annotations
 
@@ -6,41 +6,49 @@ from pathlib import Path
 
 import pytest
 
-from millstream.model.subscription import AT_LEAST_ONCE, EXACTLY_ONCE
-from millstream.testing.etcd_server import EtcdServer
-from millstream.testing.postgres_server import PostgresServer
-from millstream.testing.server import Server
-from millstream.testing.server_group import ServerGroup
-from millstream.testing.subscription_trial import Plan, SubscriptionTrial
-
-CLUSTER = {"lease-ms": 2000, "leader-balance-ms": 1000, "subscriptions-partitions": 3}
+from millstream.testing.cluster_network import RelayNetwork
+from millstream.testing.planted_serve import BUGS, planted
+from millstream.testing.subscription_trial import SETTINGS, Outcome, Plan, SubscriptionTrial
+from millstream.testing.trial_cluster import TrialCluster
+from millstream.testing.trial_solo import TrialSolo
 
 
-async def test_one_node_is_killed_while_it_delivers(tmp_path: Path) -> None:
-    plan = Plan(seed=11, load_s=5.0, kills=2, messages_per_s=60.0, workers=2, down_s=(0.0, 0.5), drain_s_max=60.0)
-    plan.stop_share = 0.0
-    with Server(tmp_path / "data", settings={"subscriptions-partitions": 3}) as server:
-        outcome = await SubscriptionTrial({1: server}, plan, print).run()
-    assert outcome.ok, "\n".join([outcome.account, *outcome.findings, server.log_tail()])
+def short(seed: int, **more: object) -> Plan:
+    plan = Plan(seed=seed, faults=2, messages_per_s=60.0, worker_faults=(1, 1), worker_kinds={"worker-kill-soon": 1})
+    plan.node_kinds = {"kill": 1}
+    plan.crew = {"own": 1, "explicit": 1}
+    plan.load_s = (0.5, 1.0)
+    plan.node_lease_s = 0.5
+    plan.sorts = ("plain", "ordered")
+    for name, value in more.items():
+        setattr(plan, name, value)
+    return plan
+
+
+async def run(folder: Path, cluster: TrialCluster, plan: Plan) -> Outcome:
+    with cluster:
+        outcome = await SubscriptionTrial(folder, cluster, plan, print).run()
+        print(outcome.account, *outcome.findings, cluster.logs(), sep="\n")
+    return outcome
+
+
+async def test_one_node_and_workers_are_killed_while_it_delivers(tmp_path: Path) -> None:
+    outcome = await run(tmp_path, TrialSolo(tmp_path, settings=SETTINGS), short(11))
+    assert outcome.ok
 
 
 @pytest.mark.trial
-async def test_leaders_of_messages_and_of_states_are_killed_while_they_deliver(
-    tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer
-) -> None:
-    """The first kill takes a leader of the topic, the second one of `__subscriptions`."""
-    plan = Plan(
-        seed=12,
-        load_s=5.0,
-        kills=2,
-        messages_per_s=60.0,
-        workers=2,
-        replication=3,
-        promises=(AT_LEAST_ONCE, EXACTLY_ONCE),
-        drain_s_max=60.0,
-        stop_share=0.0,
-    )
-    with ServerGroup(tmp_path, etcd.url, postgres.new_database(), settings=CLUSTER) as group:
-        outcome = await SubscriptionTrial(group.nodes, plan, print).run()
-        logs = [node.log_tail() for node in group]
-    assert outcome.ok, "\n".join([outcome.account, *outcome.findings, *logs])
+async def test_nodes_of_a_cluster_are_killed_and_cut_off_while_they_deliver(tmp_path: Path) -> None:
+    settings = SETTINGS | {"lease-ms": 2000, "replica-lag-ms": 3000}
+    cluster = TrialCluster(tmp_path, RelayNetwork(3), nodes=3, settings=settings)
+    plan = short(12, faults=4, node_kinds={"kill": 1, "cut-from-all": 1}, node_lease_s=2.0)
+    outcome = await run(tmp_path, cluster, plan)
+    assert outcome.ok
+
+
+@pytest.mark.trial
+@pytest.mark.parametrize("bug", sorted(BUGS))
+async def test_a_bug_is_found(tmp_path: Path, bug: str) -> None:
+    cluster = TrialSolo(tmp_path, settings=SETTINGS, program=planted(bug))
+    outcome = await run(tmp_path, cluster, short(13, faults=5, drain_s_max=20.0))
+    assert not outcome.ok

@@ -3,12 +3,15 @@
     python -m millstream.testing.stepped_serve FILE serve --data DIR ...
 
 FILE holds eight bytes: by how many milliseconds the wall clock of this node is off. Whoever writes to it steps the
-clock of the running node; time that only ever grows is not touched, as a real step does not touch it either.
+clock of the running node; time that only ever grows is not touched, as a real step does not touch it either. On
+SIGUSR2 the node writes to its log what each of its threads is doing.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import mmap
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +19,9 @@ from millstream import broker
 from millstream.cli.main import run
 from millstream.config import Config
 from millstream.model.clock import SystemClock
+
+PROGRAM = ("millstream.testing.stepped_serve",)
+"""How to run it: a module with the arguments that come first."""
 
 _BYTES = 8
 
@@ -45,6 +51,7 @@ def step(file: Path, off_ms: int) -> None:
 
 def main() -> None:
     """Run the command with brokers that have such a clock."""
+    faulthandler.register(signal.SIGUSR2)
     clock = SteppedClock(Path(sys.argv.pop(1)))
 
     class SteppedBroker(broker.Broker):

@@ -1,8 +1,11 @@
-"""Subscriptions under load while workers misbehave and nodes are killed; then every message is accounted for.
+"""Subscriptions under load while workers misbehave and are killed, and nodes are struck; then every message is judged.
 
 One topic, and on it a subscription for each delivery promise and each of: plain, ordered by key, filtered. Some
-messages are delayed, and some are poison that no worker ever accepts. In the end all queues have to run empty, and what
-each worker saw is held against what the topic and the dead letter topics have: see `subscription_history`.
+messages are delayed, and some are poison that is not accepted. Processes of workers, with Millstream's own client and
+with Kafka's share consumers of both kinds, take them, and write down what they see (`subscription_program`). Faults of
+nodes (`cluster_faults`) and of those processes (`worker_faults`) are drawn from a seed, one round after another. In the
+end all queues have to run empty, and what the workers saw is held against what the topic and the dead letter topics
+have: see `subscription_check`.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
 from zlib import crc32
@@ -33,19 +37,63 @@ from millstream.model.subscription import (
     START,
 )
 from millstream.records.record import Headers, NewRecord, Record, decode_records, encode_batch
+from millstream.testing.cluster_faults import KINDS, Scene
 from millstream.testing.server import Server
-from millstream.testing.subscription_history import Finding, History, Place, Promise, Published, Truth, account, check
-from millstream.testing.subscription_worker import POISON, SOBER, Shift, Worker, now_ms
+from millstream.testing.subscription_check import Finding, check
+from millstream.testing.subscription_events import decode, now_ms
+from millstream.testing.subscription_history import (
+    History,
+    Place,
+    Promise,
+    Published,
+    Span,
+    Spans,
+    Truth,
+    account,
+    histories,
+)
+from millstream.testing.subscription_watch import Watch
+from millstream.testing.subscription_worker import BATCH_MAX, POISON, Task
+from millstream.testing.trial_clients import TrialFailed
+from millstream.testing.trial_cluster import TrialCluster
+from millstream.testing.trial_worker import TrialWorker
+from millstream.testing.worker_faults import WORKER_KINDS, Step
 from millstream.wire.client import Client
 from millstream.wire.subscriptions import SubscriptionClient
 
 TOPIC: Final = "work"
+STATES: Final = "__subscriptions"
+PROGRAM: Final = "millstream.testing.subscription_program"
 PROMISES: Final = (AT_MOST_ONCE, AT_LEAST_ONCE, EXACTLY_ONCE)
-KINDS: Final = ("plain", "ordered", "filtered")
+SORTS: Final = ("plain", "ordered", "filtered")
 MATCHING: Final = "payload.even = TRUE"
 BUSY: Final = ("backlog", "leased", "parked", "blocked", "rejecting")
+CREW: Final = {"own": 2, "implicit": 1, "explicit": 1}
+NODE_KINDS: Final = {
+    "kill": 6,
+    "pause": 4,
+    "stop": 2,
+    "cut": 2,
+    "cut-from-etcd": 2,
+    "cut-from-nodes": 2,
+    "cut-from-all": 2,
+    "cut-one-way": 2,
+    "clock": 2,
+    "etcd": 1,
+    "kill-all": 1,
+}
+ALONE: Final = ("kill", "pause", "stop", "clock")
+"""What can happen to a node that has no others."""
+SETTINGS: Final[dict[str, object]] = {
+    "subscriptions-partitions": 3,
+    "leader-balance-ms": 1000,
+    "group-initial-delay-ms": 100,
+}
 _PROBE_S: Final = 0.5
+_TEND_S: Final = 0.1
 _ASK_S: Final = 15.0
+_AFTER_MS: Final = 1_000
+"""What a fault has done shows at most so long after everything is whole again."""
 
 Tell = Callable[[str], None]
 
@@ -55,25 +103,32 @@ class Plan:
     """How large a trial is."""
 
     seed: int
-    load_s: float = 60.0
-    kills: int = 8
-    stop_share: float = 0.25
-    """How many of the kills are clean stops instead."""
-    down_s: tuple[float, float] = (0.0, 3.0)
+    faults: int = 30
+    """So many times nodes are struck."""
+    minutes_max: float = 20.0
+    """No further faults after so long."""
+    node_kinds: Mapping[str, int] = field(default_factory=lambda: dict(NODE_KINDS))
+    """What happens to nodes, and how often beside the others."""
+    worker_kinds: Mapping[str, int] = field(
+        default_factory=lambda: {kind: weight for kind, (_, weight) in WORKER_KINDS.items() if kind != "worker-double"}
+    )
+    worker_faults: tuple[int, int] = (0, 2)
+    """To how many processes of workers something happens in a round."""
+    load_s: tuple[float, float] = (0.5, 3.0)
     messages_per_s: float = 40.0
     partitions: int = 3
     keys: int = 20
-    workers: int = 3
+    crew: Mapping[str, int] = field(default_factory=lambda: dict(CREW))
+    """How many processes of workers there are for each door."""
     attempts: int = 5
     lease_ms: int = 2000
     delayed_share: float = 0.05
     poison_share: float = 0.02
+    node_lease_s: float = 2.0
+    heal_s_max: float = 90.0
     drain_s_max: float = 120.0
-    replication: int = 1
-    targets: tuple[str, ...] = (TOPIC, "__subscriptions")
-    """Of which topics leaders are killed, one after the other."""
     promises: tuple[str, ...] = PROMISES
-    kinds: tuple[str, ...] = KINDS
+    sorts: tuple[str, ...] = SORTS
 
 
 class Outcome(NamedTuple):
@@ -81,6 +136,7 @@ class Outcome(NamedTuple):
 
     findings: list[Finding]
     account: str
+    faults: Counter[str]
 
     @property
     def ok(self) -> bool:
@@ -97,82 +153,108 @@ class _Sent:
 class SubscriptionTrial:
     """One run on nodes that are there already."""
 
-    def __init__(self, nodes: dict[int, Server], plan: Plan, tell: Tell) -> None:
-        self._nodes = nodes
+    def __init__(self, folder: Path, cluster: TrialCluster, plan: Plan, tell: Tell) -> None:
+        self._folder = folder
+        self._cluster = cluster
         self._plan = plan
         self._tell = tell
         self._random = Random(plan.seed)
         self._sent = _Sent()
-        self._kills_ms: list[int] = []
-        self._unclean: list[Finding] = []
-        self._shifts = {
-            f"{promise}-{kind}": self._shift(promise, kind) for promise in plan.promises for kind in plan.kinds
+        self._struck: list[Span] = []
+        self._stepped: list[Span] = []
+        self._faults: Counter[str] = Counter()
+        self._broken: list[Finding] = []
+        self._is_sober = False
+        self._is_loading = True
+        self._promises = {
+            f"{promise}-{sort}": self._promise(promise, sort) for promise in plan.promises for sort in plan.sorts
         }
+        self._watch = Watch(cluster, (TOPIC, STATES), tell)
+        self._workers = [
+            TrialWorker(f"{door}-{number}", folder, self._tasks(door), PROGRAM)
+            for door, count in plan.crew.items()
+            for number in range(count)
+        ]
 
     async def run(self) -> Outcome:
-        """Load, kill, let all queues run empty, and judge."""
+        """Load, strike, let all queues run empty, and judge."""
         await self._declare()
         publishing = asyncio.ensure_future(self._publish())
-        working = [
-            asyncio.ensure_future(Worker(shift, Random(f"{self._plan.seed}/{name}/{number}")).run())
-            for name, shift in self._shifts.items()
-            for number in range(self._plan.workers)
-        ]
+        watching = asyncio.ensure_future(self._watch.run())
         try:
-            await self._kill_now_and_then()
+            for worker in self._workers:
+                worker.start()
+            await self._strike_now_and_then()
+            self._is_loading = False
             await publishing
-            for shift in self._shifts.values():
-                shift.habits = SOBER
+            self._is_sober = True
+            for worker in self._workers:
+                worker.stop()
             left = await self._drain()
         finally:
-            await _cancel([publishing, *working])
+            await _cancel([publishing, watching])
+            for worker in self._workers:
+                worker.end()
         return await self._judge(left)
 
-    @property
-    def _brokers(self) -> str:
-        return ",".join(node.kafka for node in self._nodes.values())
-
     def _client(self) -> Client:
-        return Client.connect(self._brokers, client_id="trial", timeout_s=_ASK_S)
+        return Client.connect(self._cluster.kafka, client_id="trial", timeout_s=_ASK_S)
 
-    def _shift(self, promise: str, kind: str) -> Shift:
+    def _promise(self, promise: str, sort: str) -> Promise:
         plan = self._plan
-        promised = Promise(delivery=promise, ordered=kind == "ordered", attempts=plan.attempts, lease_ms=plan.lease_ms)
-        return Shift(f"{promise}-{kind}", promised, lambda: self._brokers)
+        return Promise(delivery=promise, ordered=sort == "ordered", attempts=plan.attempts, lease_ms=plan.lease_ms)
+
+    def _tasks(self, door: str) -> Callable[[str], Task]:
+        """Makes the task of each life of a process."""
+
+        def task(name: str) -> Task:
+            return Task(
+                producer=name,
+                door=door,
+                brokers=self._cluster.kafka,
+                nodes=len(self._cluster.nodes),
+                topic=TOPIC,
+                subscriptions=list(self._promises),
+                lease_ms=self._plan.lease_ms,
+                file=str(self._folder / f"{name}.jsonl"),
+                seed=f"{self._plan.seed}/{name}",
+                is_sober=self._is_sober,
+            )
+
+        return task
 
     # -- load --------------------------------------------------------------------------------------------------
 
     async def _declare(self) -> None:
-        plan = self._plan
+        plan, nodes = self._plan, len(self._cluster.nodes)
         async with self._client() as client:
-            await create_topic(client, TOPIC, partitions=plan.partitions, replication=plan.replication, settings={})
-            for name, shift in self._shifts.items():
+            await create_topic(client, TOPIC, partitions=plan.partitions, replication=nodes, settings={})
+            for name, promise in self._promises.items():
                 settings = {
-                    DELIVERY: shift.promise.delivery,
+                    DELIVERY: promise.delivery,
                     LEASE: str(plan.lease_ms),
                     ATTEMPTS: str(plan.attempts),
                     BACKOFF_MIN: "50",
                     DEAD_LETTER_TOPIC: f"dead-{name}",
                     START: "earliest",
                 }
-                if shift.promise.ordered:
+                if promise.ordered:
                     settings[ORDERED] = "true"
                 if name.endswith("filtered"):
                     settings[FILTER] = MATCHING
                 await SubscriptionClient(client).create(name, [TOPIC], settings)
 
     async def _publish(self) -> None:
-        random, plan = Random(f"{self._plan.seed}/publisher"), self._plan
-        deadline = time.monotonic() + plan.load_s
+        random = Random(f"{self._plan.seed}/publisher")
         number = 0
-        while time.monotonic() < deadline:
+        while self._is_loading:
             try:
                 async with self._client() as client:
-                    while time.monotonic() < deadline:
-                        count = random.choice((1, 2, 5, 20))
+                    while self._is_loading:
+                        count = random.choice((1, 2, 5, BATCH_MAX))
                         await self._publish_some(client, random, number, count)
                         number += count
-                        await asyncio.sleep(count / plan.messages_per_s)
+                        await asyncio.sleep(count / self._plan.messages_per_s)
             except (MillstreamError, OSError, TimeoutError):
                 self._sent.failed += 1
                 await asyncio.sleep(_PROBE_S)
@@ -193,44 +275,72 @@ class SubscriptionTrial:
 
     # -- faults ------------------------------------------------------------------------------------------------
 
-    async def _kill_now_and_then(self) -> None:
-        plan = self._plan
-        pause_s = plan.load_s / (plan.kills + 1)
-        for number in range(plan.kills):
-            await asyncio.sleep(pause_s * self._random.uniform(0.6, 1.2))
-            node = await self._choose(plan.targets[number % len(plan.targets)])
-            is_clean = self._random.random() < plan.stop_share
-            await asyncio.to_thread(self._stop if is_clean else Server.kill, self._nodes[node])
-            # What it did until it was dead was before this.
-            self._kills_ms.append(now_ms())
-            self._tell(f"node {node} {'stopped' if is_clean else 'killed'}")
-            await asyncio.sleep(self._random.uniform(*plan.down_s))
-            await asyncio.to_thread(self._nodes[node].start)
+    async def _strike_now_and_then(self) -> None:
+        deadline = time.monotonic() + self._plan.minutes_max * 60
+        for number in range(self._plan.faults):
+            if time.monotonic() > deadline:
+                return
+            await self._sleep(self._random.uniform(*self._plan.load_s))
+            await self._strike(number + 1)
 
-    def _stop(self, node: Server) -> None:
-        code = node.stop()
-        if code:
-            self._unclean.append(f"a node stopped with exit code {code}; its log ends with: {node.log_tail()}")
-
-    async def _choose(self, topic: str) -> int:
-        """The leader of some partition of a topic, or any node."""
+    async def _strike(self, number: int) -> None:
+        """Have things happen to nodes and workers at about the same time, and wait until the nodes are whole."""
+        kinds = self._plan.node_kinds
+        (kind,) = self._random.choices(list(kinds), list(kinds.values()))
+        scene = Scene(cluster=self._cluster, random=self._random, lease_s=self._plan.node_lease_s)
+        fault = KINDS[kind][0](scene)
+        workers = self._draw_worker_faults()
+        steps = [Step(0.0, fault.begin), Step(fault.duration_s, fault.end)]
+        steps += [step for _, each in workers for step in each]
+        self._faults.update([kind, *(kind for kind, _ in workers)])
+        self._tell(f"{number:3} {fault}; {len(workers)} processes of workers")
+        began_s, began_ms = time.monotonic(), now_ms()
         try:
-            async with self._client() as client:
-                partitions = (await client.metadata([topic])).topics[topic].partitions
-            leader = int(self._random.choice(list(partitions.values())).leader_id)
-        except (MillstreamError, KeyError):
-            leader = -1
-        return leader if leader in self._nodes else self._random.choice(list(self._nodes))
+            for step in sorted(steps, key=lambda step: step.at_s):
+                await self._sleep(began_s + step.at_s - time.monotonic())
+                await asyncio.to_thread(step.do)
+        finally:
+            await self._whole(str(fault))
+            span = Span(began_ms, now_ms() + _AFTER_MS)
+            self._struck.append(span)
+            if kind == "clock":
+                self._stepped.append(span)
+
+    def _draw_worker_faults(self) -> list[tuple[str, list[Step]]]:
+        kinds = self._plan.worker_kinds
+        found = []
+        count = min(self._random.randint(*self._plan.worker_faults), len(self._workers))
+        for worker in self._random.sample(self._workers, count):
+            (kind,) = self._random.choices(list(kinds), list(kinds.values()))
+            later_s = self._random.uniform(0.0, 1.5 * self._plan.node_lease_s)
+            fault = WORKER_KINDS[kind][0](worker, self._random)
+            found.append((kind, [step._replace(at_s=step.at_s + later_s) for step in fault.steps]))
+        return found
+
+    async def _whole(self, after: str) -> None:
+        deadline = time.monotonic() + self._plan.heal_s_max
+        while lacking := await asyncio.to_thread(self._cluster.lacks):
+            if time.monotonic() > deadline:
+                raise TrialFailed(f"{after}: after {self._plan.heal_s_max:g} s, {lacking}\n{self._cluster.logs()}")
+            await self._sleep(_TEND_S)
+
+    async def _sleep(self, seconds: float) -> None:
+        """Let time pass, and look after the workers meanwhile."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, _TEND_S))
+            for worker in self._workers:
+                worker.tend()
 
     async def _drain(self) -> list[Finding]:
         """Wait until every queue is empty; what is left if that takes too long."""
         deadline = time.monotonic() + self._plan.drain_s_max
         left = ["nobody tells"]
         while left and time.monotonic() < deadline:
-            await asyncio.sleep(_PROBE_S)
+            await self._sleep(_PROBE_S)
             try:
                 async with self._client() as client:
-                    left = self._left(await SubscriptionClient(client).describe(list(self._shifts)))
+                    left = self._left(await SubscriptionClient(client).describe(list(self._promises)))
             except (MillstreamError, OSError, TimeoutError) as error:
                 left = [f"nobody tells: {error!r}"]
         return [f"not empty after {self._plan.drain_s_max:g} s: {one}" for one in left]
@@ -249,56 +359,61 @@ class SubscriptionTrial:
     async def _judge(self, left: list[Finding]) -> Outcome:
         async with self._client() as client:
             records = await _read(client, TOPIC)
-            letters = {name: await self._letters(client, name) for name in self._shifts}
-        findings = left + self._unclean + [found for node in self._nodes.values() for found in _bugs(node)]
+            letters = {name: await self._letters(client, name, records) for name in self._promises}
+        findings = left + [found for node in self._cluster.nodes.values() for found in _bugs(node)]
         missing = self._sent.acknowledged - set(records)
         if missing:
             findings.append(f"acknowledged, but not in the topic: {sorted(missing)[:5]}")
+        disturbed = Spans([*self._struck, *self._watch.moves])
+        told = histories(decode(line) for worker in self._workers for line in worker.lines())
         truths: dict[str, Truth] = {}
-        for name, shift in self._shifts.items():
+        for name, promise in self._promises.items():
             only_even = name.endswith("filtered")
             expected = {
                 place: _published(record)
                 for place, record in records.items()
                 if not only_even or json.loads(record.value or b"")["even"]
             }
-            truths[name] = Truth(expected, letters[name], self._kills_ms, leaders_move=len(self._nodes) > 1)
-            findings += [f"{name}: {one}" for one in check(shift.promise, shift.history, truths[name])]
-        return Outcome(findings, self._account(records, truths))
+            truths[name] = Truth(expected, letters[name], disturbed, Spans(self._stepped))
+            broken = check(promise, told.setdefault(name, History()), truths[name])
+            findings += [f"{name}: {one}" for one in broken]
+        return Outcome(findings + self._broken, self._account(records, truths, told), self._faults)
 
-    def _account(self, records: dict[Place, Record], truths: dict[str, Truth]) -> str:
-        histories = [shift.history for shift in self._shifts.values()]
+    def _account(self, records: dict[Place, Record], truths: Mapping[str, Truth], told: Mapping[str, History]) -> str:
         never = sum(
-            len(truths[name].expected.keys() - {one.place for one in shift.history.deliveries})
-            for name, shift in self._shifts.items()
-            if shift.promise.delivery == AT_MOST_ONCE
+            len(truths[name].expected.keys() - {one.place for one in told[name].deliveries})
+            for name, promise in self._promises.items()
+            if promise.delivery == AT_MOST_ONCE
         )
-        lives = sum(shift.lives for shift in self._shifts.values())
+        lives = sum(len(worker.lives) for worker in self._workers)
+        struck = ", ".join(f"{count} {kind}" for kind, count in sorted(self._faults.items()))
         return (
-            f"{len(records)} messages ({self._sent.failed} times a publisher failed), "
-            f"{len(self._kills_ms)} kills and stops, {lives} workers; {account(histories, truths.values())}; "
-            f"{never} handed out at most once did not arrive"
+            f"{len(records)} messages ({self._sent.failed} times a publisher failed), {len(self._struck)} faults of "
+            f"nodes ({struck}), {len(self._watch.moves)} changes of leaders, {len(self._watch.silences)} silences, "
+            f"{lives} processes of workers; {account(list(told.values()), list(truths.values()))}; {never} handed out "
+            "at most once did not arrive"
         )
 
-    async def _letters(self, client: Client, name: str) -> Counter[Place]:
+    async def _letters(self, client: Client, name: str, records: Mapping[Place, Record]) -> Counter[Place]:
         try:
             letters = await _read(client, f"dead-{name}")
         except UnknownTopic:
             return Counter()
-        stories = [{key: (value or b"").decode() for key, value in letter.headers} for letter in letters.values()]
-        return Counter(Place(int(story["dlq-partition"]), int(story["dlq-offset"])) for story in stories)
-
-    @property
-    def histories(self) -> dict[str, History]:
-        """What workers saw, by subscription."""
-        return {name: shift.history for name, shift in self._shifts.items()}
+        found: Counter[Place] = Counter()
+        for letter in letters.values():
+            story = {key: (value or b"").decode() for key, value in letter.headers}
+            place = Place(int(story["dlq-partition"]), int(story["dlq-offset"]))
+            found[place] += 1
+            if place in records and (letter.key, letter.value) != (records[place].key, records[place].value):
+                self._broken.append(f"{name}: the dead letter of {place} is another message")
+        return found
 
 
 def _bugs(node: Server) -> list[Finding]:
     """What a node logged that nobody has thought of."""
     lines = node.log.read_text(errors="replace").splitlines()
     places = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
-    return [f"{node.data.name} logged: {lines[max(0, at - 2)]}" for at in places[:3]]
+    return [f"{node.log.name}: {lines[max(0, at - 2)]}" for at in places[:3]]
 
 
 async def _read(client: Client, topic: str) -> dict[Place, Record]:
@@ -321,7 +436,7 @@ async def _read(client: Client, topic: str) -> dict[Place, Record]:
 
 def _published(record: Record) -> Published:
     due = next((value for name, value in record.headers if name == "deliver-at"), None)
-    return Published(record.key or b"", int(due or b"0"), crc32(record.value or b""))
+    return Published(record.key or b"", int(due or b"0"), crc32(record.value or b""), record.timestamp_ms)
 
 
 async def _cancel(tasks: Iterable[asyncio.Future[None]]) -> None:

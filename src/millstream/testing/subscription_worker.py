@@ -1,25 +1,27 @@
-"""A worker of a trial: takes messages of a subscription, does odd things with them, and notes what it saw."""
+"""A worker of a trial with Millstream's own client: takes messages, does odd things, and notes what it saw."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 from zlib import crc32
 
+import msgspec
+
 from millstream.model.errors import InvalidRecordState, MillstreamError, NotLeader
 from millstream.model.ids import NodeId, PartitionIndex
 from millstream.subscriptions.lease import Verb
-from millstream.testing.subscription_history import Delivery, History, Place, Promise, Settlement
+from millstream.testing.subscription_events import Diary, Leased, Notebook
 from millstream.wire.client import Client
 from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
 
 TIMEOUT_S: Final = 8.0
 PAUSE_S: Final = 0.2
 POISON: Final = b"poison"
+"""The key of messages that nobody wants."""
+BATCH_MAX: Final = 20
+"""How many messages a batch has at most."""
 
 Habit = str
 """What a worker does with a message."""
@@ -37,48 +39,57 @@ HABITS: Final[dict[Habit, int]] = {
 SOBER: Final[dict[Habit, int]] = {"accept": 1}
 
 
-def now_ms() -> int:
-    """The time of day."""
-    return int(time.time() * 1000)
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process is to do: a worker for each of the subscriptions."""
 
-
-@dataclass(slots=True)
-class Shift:
-    """What the workers of one subscription share."""
-
-    name: str
-    promise: Promise
-    brokers: Callable[[], str]
-    history: History = field(default_factory=History)
-    habits: dict[Habit, int] = field(default_factory=lambda: HABITS)
-    lives: int = 0
+    producer: str
+    """Its name: one for each life."""
+    door: str
+    """"own", "implicit" or "explicit"."""
+    brokers: str
+    nodes: int
+    topic: str
+    subscriptions: list[str]
+    lease_ms: int
+    file: str
+    seed: str
+    is_sober: bool
 
 
 class Worker:
     """One worker after another, under one seed: when one dies, the next takes its place with its own connection."""
 
-    def __init__(self, shift: Shift, random: Random) -> None:
-        self._shift = shift
-        self._random = random
-        self._name = ""
+    def __init__(self, task: Task, notebook: Notebook, subscription: str) -> None:
+        self._task = task
+        self._notebook = notebook
+        self._subscription = subscription
+        self._random = Random(f"{task.seed}/{subscription}")
+        self._habits = SOBER if task.is_sober else HABITS
+        self._lives = 0
+        self._diary = Diary(notebook, subscription, "")
 
     async def run(self) -> None:
         """Work until cancelled."""
         while True:
-            self._shift.lives += 1
-            self._name = f"worker-{self._shift.lives}"
+            self._lives += 1
+            name = f"{self._task.producer}.{self._lives}"
+            self._diary = Diary(self._notebook, self._subscription, name)
             try:
-                async with Client.connect(self._shift.brokers(), client_id=self._name, timeout_s=TIMEOUT_S) as client:
+                async with Client.connect(self._task.brokers, client_id=name, timeout_s=TIMEOUT_S) as client:
                     await self._work(client)
             except (MillstreamError, OSError, TimeoutError):
                 await asyncio.sleep(PAUSE_S)
+            finally:
+                self._diary.left()
 
     async def _work(self, client: Client) -> None:
         subscriptions = SubscriptionClient(client)
+        diary = self._diary
         while True:
             wanted = self._random.choice((1, 3, 20))
+            asked_ms = diary.asking(wanted)
             asking = asyncio.ensure_future(
-                subscriptions.receive(self._shift.name, self._name, max_records=wanted, wait_ms=1000)
+                subscriptions.receive(self._subscription, diary.worker, max_records=wanted, wait_ms=1000)
             )
             try:
                 if self._draw("leave"):
@@ -87,31 +98,19 @@ class Worker:
                     return
                 messages = await asking
             except MillstreamError:
+                diary.failed()
                 await asyncio.sleep(PAUSE_S)
                 continue
             finally:
                 asking.cancel()
-            for message in messages:
-                self._note(message)
+            diary.given(asked_ms, [_leased(message) for message in messages])
             if not await self._treat(client, messages):
                 return
-
-    def _note(self, message: LeasedMessage) -> None:
-        self._shift.history.deliveries.append(
-            Delivery(
-                Place(message.partition, message.record.offset),
-                self._name,
-                message.attempt,
-                message.deadline_ms - self._shift.promise.lease_ms,
-                message.deadline_ms,
-                crc32(message.record.value or b""),
-            )
-        )
 
     async def _treat(self, client: Client, messages: list[LeasedMessage]) -> bool:
         """Do something with each message; False when the worker dies over it."""
         for message in messages:
-            (habit,) = self._random.choices(list(self._shift.habits), list(self._shift.habits.values()))
+            (habit,) = self._random.choices(list(self._habits), list(self._habits.values()))
             if message.record.key == POISON:
                 habit = self._random.choice(("release", "forget", "reject"))
             if habit == "die":
@@ -133,28 +132,25 @@ class Worker:
             await self._say(client, message, Verb.REJECT)
         elif self._random.random() < 0.5:
             # It comes back to it when it may be another's.
-            await asyncio.sleep(self._shift.promise.lease_ms / 1000 * self._random.uniform(0.5, 1.2))
+            await asyncio.sleep(self._task.lease_ms / 1000 * self._random.uniform(0.5, 1.2))
             await self._say(client, message, Verb.ACCEPT)
 
     async def _say(self, client: Client, message: LeasedMessage, verb: Verb, *, delay_ms: int | None = None) -> None:
         """Settle a message, again at the new leader when it has moved."""
-        place = Place(message.partition, message.record.offset)
+        place = message.partition, message.record.offset
         for _ in range(3):
-            sent_ms = now_ms()
-            answered_ms: int | None = None
+            number = self._diary.saying(verb, [(*place, message.attempt)], delay_ms)
             error: MillstreamError | None
             try:
                 (error,) = await SubscriptionClient(client).settle(
-                    self._shift.name, self._name, [message], verb, delay_ms=delay_ms, reason="chaos"
+                    self._subscription, self._diary.worker, [message], verb, delay_ms=delay_ms, reason="chaos"
                 )
             except MillstreamError as lost:
                 error = lost
             if error is None or isinstance(error, InvalidRecordState):
-                answered_ms = now_ms()
-            self._shift.history.settlements.append(
-                Settlement(place, self._name, message.attempt, verb, sent_ms, answered_ms, error is None)
-            )
-            if answered_ms is not None or not isinstance(error, NotLeader):
+                self._diary.said(number, [place], taken=error is None)
+                return
+            if not isinstance(error, NotLeader):
                 return
             message = message._replace(node=await self._leader(client, message))
 
@@ -167,5 +163,9 @@ class Worker:
             return message.node
 
     def _draw(self, habit: Habit) -> bool:
-        habits = self._shift.habits
-        return self._random.random() < habits.get(habit, 0) / sum(habits.values())
+        return self._random.random() < self._habits.get(habit, 0) / sum(self._habits.values())
+
+
+def _leased(message: LeasedMessage) -> Leased:
+    record = message.record
+    return Leased(message.partition, record.offset, message.attempt, message.deadline_ms, crc32(record.value or b""))

@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """Run one task."""
-    _die_with_parent()
+    die_with_parent()
     task = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Task)
     worker = _worker(task)
     signal.signal(signal.SIGTERM, lambda *_: worker.stopping.set())
@@ -50,7 +50,7 @@ def _worker(task: Task) -> Worker:
     return ConfluentWorker(task)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Have the kernel kill this process when the trial is gone, also while it is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -20,7 +20,7 @@ from millstream.testing.cluster_network import Network
 from millstream.testing.etcd_server import EtcdServer
 from millstream.testing.postgres_server import PostgresServer
 from millstream.testing.server import Server
-from millstream.testing.stepped_serve import step
+from millstream.testing.stepped_serve import PROGRAM, step
 from millstream.wire.client import Client
 
 T = TypeVar("T")
@@ -33,7 +33,14 @@ _ASK_S_MAX = 10.0
 class TrialNode(Server):
     """One node: a server process at its place in the network, with a clock of its own."""
 
-    def __init__(self, number: int, folder: Path, network: Network, settings: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        number: int,
+        folder: Path,
+        network: Network,
+        settings: Mapping[str, object],
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
         home = folder / f"node-{number}"
         home.mkdir(parents=True)
         super().__init__(home / "data", settings=settings, log=folder / f"node-{number}.log")
@@ -41,15 +48,38 @@ class TrialNode(Server):
         self.home = home
         self.kafka, self.http = network.addresses(number)
         self._network = network
+        self._program = program
         self._clock = folder / f"node-{number}.clock"
         self.is_paused = False
+        self._is_ready = False
         step(self._clock, 0)
 
     def command(self) -> Sequence[str]:
         """The command line, inside its namespace if it has one."""
         python, m, _, *serve = super().command()
-        stepped = [python, m, "millstream.testing.stepped_serve", str(self._clock), *serve]
+        stepped = [python, m, *self._program, str(self._clock), *serve]
         return self._network.command(self.number, stepped)
+
+    @property
+    def has_to_answer(self) -> bool:
+        """Whether it has started, and is neither on its way out nor paused."""
+        return self._is_ready and self.is_running() and not self.is_paused
+
+    def start(self) -> Self:
+        """Start, and wait until it is ready."""
+        super().start()
+        self._is_ready = True
+        return self
+
+    def stop(self) -> int:
+        """Stop cleanly."""
+        self._is_ready = False
+        return super().stop()
+
+    def kill(self) -> None:
+        """Kill it."""
+        self._is_ready = False
+        super().kill()
 
     def pause(self) -> None:
         """Stop the process without its knowing. Only the main one: the watcher must see this process end."""
@@ -60,6 +90,10 @@ class TrialNode(Server):
         """Let it go on."""
         os.kill(self.pid, signal.SIGCONT)
         self.is_paused = False
+
+    def tell_stacks(self) -> None:
+        """Have it write to its log what each of its threads is doing."""
+        os.kill(self.pid, signal.SIGUSR2)
 
     def step_clock(self, off_ms: int) -> None:
         """Set by how much its wall clock is off."""
@@ -103,11 +137,19 @@ class TrialCluster:
     """Everything that runs. Leaving it ends all processes and removes what was mounted or laid out for them."""
 
     def __init__(
-        self, folder: Path, network: Network, *, nodes: int, settings: Mapping[str, object], disks: bool = False
+        self,
+        folder: Path,
+        network: Network,
+        *,
+        nodes: int,
+        settings: Mapping[str, object],
+        disks: bool = False,
+        program: Sequence[str] = PROGRAM,
     ) -> None:
         self._folder = folder
         self._count = nodes
         self._settings = settings
+        self._program = program
         self._stack = ExitStack()
         self._with_disks = disks and may_mount()
         self.network = network
@@ -198,7 +240,7 @@ class TrialCluster:
         cluster = uuid.uuid4().hex
         for number in range(1, self._count + 1):
             settings = {"node-id": number, "cluster": cluster, **self.network.settings(number), **self._settings}
-            node = self.nodes[number] = TrialNode(number, self._folder, self.network, settings)
+            node = self.nodes[number] = TrialNode(number, self._folder, self.network, settings, self._program)
             if self._with_disks:
                 self.disks[number] = stack.enter_context(Disk(node.home))
             stack.callback(node.kill)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from millstream.model.errors import MillstreamError
 from millstream.testing.cluster_network import RelayNetwork
+from millstream.testing.stepped_serve import PROGRAM
 from millstream.testing.trial_cluster import TrialCluster, TrialNode
 
 
 class TrialSolo(TrialCluster):
     """A single node that can be killed, stopped and paused."""
 
-    def __init__(self, folder: Path, *, settings: Mapping[str, object]) -> None:
-        super().__init__(folder, RelayNetwork(1), nodes=1, settings=settings)
+    def __init__(self, folder: Path, *, settings: Mapping[str, object], program: Sequence[str] = PROGRAM) -> None:
+        super().__init__(folder, RelayNetwork(1), nodes=1, settings=settings, program=program)
 
     @property
     def kafka(self) -> str:
@@ -31,6 +32,6 @@ class TrialSolo(TrialCluster):
 
     def _start(self) -> None:
         self._stack.enter_context(self.network)
-        node = self.nodes[1] = TrialNode(1, self._folder, self.network, self._settings)
+        node = self.nodes[1] = TrialNode(1, self._folder, self.network, self._settings, self._program)
         self._stack.callback(node.kill)
         self.start()

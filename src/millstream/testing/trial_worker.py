@@ -1,4 +1,4 @@
-"""The programs of a trial of transactions: processes that are killed, paused and doubled, and go on in a new life."""
+"""The programs of a trial: processes that are killed, paused and doubled, and go on in a new life."""
 
 from __future__ import annotations
 
@@ -8,21 +8,35 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from millstream.testing.transaction_events import Event, decode
-from millstream.testing.transaction_worker import RENEW, STUCK, Task
+from millstream.testing.transaction_worker import RENEW, STUCK
 from millstream.testing.trial_clients import TrialFailed
 
 STOP_S_MAX = 60.0
+TRANSACTIONS = "millstream.testing.transaction_program"
 _LOG_TAIL_BYTES = 1500
+
+
+class Task(Protocol):
+    """What one life of a program is to do."""
+
+    @property
+    def producer(self) -> str:
+        """Its name: one for each life."""
+
+    @property
+    def file(self) -> str:
+        """Where it writes what it does."""
 
 
 class Life:
     """One process, and the file that it writes."""
 
-    def __init__(self, task: Task, folder: Path) -> None:
+    def __init__(self, task: Task, folder: Path, program: str = TRANSACTIONS) -> None:
         self.task = task
         self._file = Path(task.file)
         self._file.touch()
@@ -32,7 +46,7 @@ class Life:
         self.log = folder / f"{task.producer}.log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "millstream.testing.transaction_program", str(given)],
+                [sys.executable, "-m", program, str(given)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
@@ -56,7 +70,7 @@ class Life:
         """Let it go on."""
         os.kill(self.process.pid, signal.SIGCONT)
 
-    def events(self) -> Iterator[Event]:
+    def lines(self) -> Iterator[bytes]:
         """What it noted since the last time; a line that it had not finished when it was killed says nothing."""
         with self._file.open("rb") as file:
             file.seek(self._read)
@@ -64,7 +78,7 @@ class Life:
                 if not line.endswith(b"\n"):
                     break
                 self._read += len(line)
-                yield decode(line)
+                yield line
 
     def log_tail(self) -> str:
         """The end of what it said."""
@@ -74,10 +88,11 @@ class Life:
 class TrialWorker:
     """One place for a program, which one life after the other takes."""
 
-    def __init__(self, name: str, folder: Path, new_task: Callable[[str], Task]) -> None:
+    def __init__(self, name: str, folder: Path, new_task: Callable[[str], Task], program: str = TRANSACTIONS) -> None:
         self.name = name
         self._folder = folder
         self._new_task = new_task
+        self._program = program
         self.lives: list[Life] = []
         self._replaced: list[Life] = []
         self.renewed = 0
@@ -92,7 +107,7 @@ class TrialWorker:
         """Begin a life; one that still runs is then to notice that it was replaced."""
         if self.lives and self.life.is_running:
             self._replaced.append(self.life)
-        self.lives.append(Life(self._new_task(f"{self.name}.{len(self.lives)}"), self._folder))
+        self.lives.append(Life(self._new_task(f"{self.name}.{len(self.lives)}"), self._folder, self._program))
 
     def kill(self) -> None:
         """Kill the newest one."""
@@ -152,7 +167,11 @@ class TrialWorker:
             if life.is_running:
                 life.kill()
 
-    def events(self) -> Iterator[Event]:
+    def lines(self) -> Iterator[bytes]:
         """What all lives noted since the last time."""
         for life in self.lives:
-            yield from life.events()
+            yield from life.lines()
+
+    def events(self) -> Iterator[Event]:
+        """The same, as programs with transactions note it."""
+        yield from map(decode, self.lines())

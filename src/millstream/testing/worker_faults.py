@@ -1,4 +1,4 @@
-"""What happens to the programs of a trial of transactions: each kind is drawn from a seed as steps at some moments."""
+"""What happens to the programs of a trial: each kind is drawn from a seed as steps at some moments."""
 
 from __future__ import annotations
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from millstream.model.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE
 from millstream.subscriptions.lease import Verb
+from millstream.testing.subscription_check import check
+from millstream.testing.subscription_events import Asking, Failed, Given, Leased, Left, Said, Saying
 from millstream.testing.subscription_history import (
+    Call,
     Delivery,
     History,
     Place,
     Promise,
     Published,
     Settlement,
+    Span,
+    Spans,
     Truth,
     account,
-    check,
+    histories,
 )
 
 LEASE_MS = 100
@@ -25,7 +31,12 @@ A, B = Place(0, 1), Place(0, 2)
 
 
 def given(place: Place, worker: str, attempt: int, at_ms: int, checksum: int = 7) -> Delivery:
-    return Delivery(place, worker, attempt, at_ms, at_ms + LEASE_MS, checksum)
+    return Delivery(place, worker, attempt, at_ms, at_ms, at_ms + LEASE_MS, checksum)
+
+
+def shared(place: Place, worker: str, attempt: int, from_ms: int, to_ms: int) -> Delivery:
+    """As Kafka's client is given it."""
+    return Delivery(place, worker, attempt, from_ms, to_ms, 0, 7)
 
 
 def said(
@@ -46,12 +57,15 @@ def judge(
     ordered: bool = False,
     expected: dict[Place, Published] | None = None,
     letters: Counter[Place] | None = None,
-    kills_ms: tuple[int, ...] = (),
+    struck: tuple[Span, ...] = (),
+    stepped: tuple[Span, ...] = (),
+    calls: tuple[Call, ...] = (),
+    last_ms: dict[str, int] | None = None,
 ) -> list[str]:
     promise = Promise(delivery=delivery, ordered=ordered, attempts=3, lease_ms=LEASE_MS)
     published = {A: Published(b"k", 0, 7), B: Published(b"k", 0, 7)} if expected is None else expected
-    truth = Truth(published, letters or Counter(), kills_ms)
-    history = History(deliveries, settlements)
+    truth = Truth(published, letters or Counter(), Spans(struck), Spans(stepped))
+    history = History(deliveries, settlements, list(calls), last_ms or {})
     assert account([history], [truth])
     return [finding.split(":")[0] for finding in check(promise, history, truth)]
 
@@ -78,7 +92,42 @@ def test_what_nobody_accepted_is_lost() -> None:
     assert "lost" in judge([given(A, "one", 1, 1000)], [refused], expected={A: Published(b"k", 0, 7)})
     unknown = said(A, "one", Verb.ACCEPT, 1010, taken=False, known=False)
     assert judge([given(A, "one", 1, 1000)], [unknown], expected={A: Published(b"k", 0, 7)}) == []
-    assert judge([], [], delivery=AT_MOST_ONCE) == []
+
+
+def test_what_is_lost_at_most_once_was_under_way_at_a_fault() -> None:
+    at_most = {A: Published(b"k", 0, 7, 1000), B: Published(b"k", 0, 7, 1000)}
+    came = [given(B, "one", 1, 1100)]
+    asked = Call("one", 1050, 1110, 1, 1, answered=True)
+    failed = Call("two", 1050, 1060, 20, 0, answered=False)
+    last = Call("one", 9000, 9010, 1, 0, answered=True)
+    gone = "gone although nothing was struck"
+
+    def judged(*calls: Call, struck: tuple[Span, ...] = (), expected: dict[Place, Published] = at_most) -> list[str]:
+        return judge(came, [], delivery=AT_MOST_ONCE, expected=expected, calls=calls, struck=struck)
+
+    assert judged(asked, last) == [gone]
+    assert judged(asked, last, struck=(Span(5000, 6000),)) == [gone]
+    assert judged(asked, last, failed) == []
+    assert judged(asked._replace(wanted=2), last, struck=(Span(1090, 2000),)) == []
+    # No more than was asked for is lost.
+    many = {**at_most, **{Place(1, offset): Published(b"k", 0, 7, 1000) for offset in range(25)}}
+    assert judged(asked, last, failed, expected=many) == [gone]
+    # It was handed out before what comes after it, and the failed request came later.
+    assert judged(asked, last, failed._replace(asked_ms=1200, ended_ms=1210)) == [gone]
+
+
+def test_dead_letters_are_neither_missing_nor_out_of_place() -> None:
+    rejected = said(A, "one", Verb.REJECT, 1010)
+    name = "missing or out of place in the dead letter topic"
+    assert name in judge([given(A, "one", 1, 1000)], [rejected], expected={A: Published(b"k", 0, 7)})
+    assert judge(
+        [],
+        [],
+        delivery=AT_MOST_ONCE,
+        letters=Counter([A]),
+        expected={A: Published(b"k", 0, 7)},
+        calls=(Call("one", 0, None, 5, 0, answered=False),),
+    ) == [name]
 
 
 def test_a_message_that_is_filtered_out_or_another_one_is_seen() -> None:
@@ -97,7 +146,22 @@ def test_deliveries_are_counted() -> None:
     done = [accepted(A, "two", 1210)]
     assert judge(twice, done, expected=one) == ["attempts that do not grow"]
     assert judge(twice, done, expected=one, delivery=AT_LEAST_ONCE) == ["attempts that do not grow"]
-    assert judge(twice, done, expected=one, delivery=AT_LEAST_ONCE, kills_ms=(1100,)) == []
+    assert judge(twice, done, expected=one, delivery=AT_LEAST_ONCE, struck=(Span(1100, 1150),)) == []
+    assert judge(twice, done, expected=one, struck=(Span(1100, 1150),)) == ["attempts that do not grow"]
+
+
+def test_a_lease_before_something_that_is_durable_is_not_forgotten() -> None:
+    twice = [given(A, "one", 1, 1000), given(B, "one", 1, 1000), given(A, "two", 1, 1200)]
+    done = [accepted(B, "one", 1010), accepted(A, "two", 1210)]
+    struck = (Span(1100, 1150),)
+    assert judge(twice, done, delivery=AT_LEAST_ONCE, struck=struck) == ["attempts that do not grow"]
+    elsewhere = Place(1, 2)
+    expected = {A: Published(b"k", 0, 7), elsewhere: Published(b"k", 0, 7)}
+    other = [twice[0], given(elsewhere, "one", 1, 1000), twice[2]]
+    apart = [accepted(elsewhere, "one", 1010), done[1]]
+    assert judge(other, apart, delivery=AT_LEAST_ONCE, struck=struck, expected=expected) == []
+    # Who gave the lease was gone before that was settled.
+    assert judge(twice, done, delivery=AT_LEAST_ONCE, struck=(Span(1000, 1008),)) == []
 
 
 def test_a_live_lease_is_nobody_elses() -> None:
@@ -109,12 +173,36 @@ def test_a_live_lease_is_nobody_elses() -> None:
     extended = [said(A, "one", Verb.EXTEND, 1050), accepted(A, "two", 1130, 2)]
     late = [given(A, "one", 1, 1000), given(A, "two", 2, 1120)]
     assert judge(late, extended, expected=one) == ["with two workers at once"]
+    assert judge(late, extended, expected=one, stepped=(Span(1110, 1115),)) == []
+
+
+def test_what_a_share_consumer_holds_is_nobody_elses_while_it_is_there() -> None:
+    one = {A: Published(b"k", 0, 7)}
+    both = [shared(A, "share", 1, 990, 1000), given(A, "two", 2, 1080)]
+    done = [accepted(A, "two", 1085, 2)]
+    assert judge(both, done, expected=one, last_ms={"share": 2000}) == ["with two workers at once"]
+    assert judge(both, done, expected=one, last_ms={"share": 1070}) == []
+    assert judge(both, done, expected=one, last_ms={"share": 2000}, struck=(Span(1050, 1060),)) == []
+    # When it was leased is not known well enough.
+    vague = [shared(A, "share", 1, 900, 1000), given(A, "two", 2, 1080)]
+    assert judge(vague, done, expected=one, last_ms={"share": 2000}) == []
+
+
+def test_a_lease_is_as_long_as_was_declared() -> None:
+    one = {A: Published(b"k", 0, 7)}
+    short = [Delivery(A, "one", 1, 1000, 1001, 1050, 7)]
+    assert judge(short, [accepted(A, "one", 1010)], expected=one) == ["a lease of another length"]
+    assert judge(short, [accepted(A, "one", 1010)], expected=one, stepped=(Span(900, 1000),)) == []
 
 
 def test_what_was_accepted_does_not_come_back_and_a_live_lease_is_honoured() -> None:
     one = {A: Published(b"k", 0, 7)}
     again = [given(A, "one", 1, 1000), given(A, "two", 2, 1200)]
     assert judge(again, [accepted(A, "one", 1010)], expected=one) == ["came back after it was accepted"]
+    # The attempt tells it where the time does not.
+    late = [given(A, "one", 1, 1000), shared(A, "two", 2, 900, 1200)]
+    assert judge(late, [accepted(A, "one", 1010)], expected=one) == ["came back after it was accepted"]
+    assert judge(late, [accepted(A, "one", 1010)], expected=one, delivery=AT_LEAST_ONCE) == []
     refused = [said(A, "one", Verb.ACCEPT, 1010, taken=False), accepted(A, "two", 1210, 2)]
     assert judge(again, refused, expected=one) == ["refused although the lease lasts"]
 
@@ -133,3 +221,50 @@ def test_the_order_of_a_key_is_kept() -> None:
 def test_nothing_comes_before_its_time() -> None:
     early = {A: Published(b"k", 1001, 7), B: Published(b"k", 1070, 7)}
     assert judge(*GOOD, expected=early) == ["delivered early"]
+    assert judge(*GOOD, expected=early, stepped=(Span(990, 995),)) == []
+    waits = [said(A, "one", Verb.RELEASE, 1040)._replace(delay_ms=11), *GOOD[1][1:]]
+    assert judge(GOOD[0], waits) == ["delivered early"]
+
+
+def test_what_workers_wrote_down_is_put_together() -> None:
+    def about(worker: str, at_ms: int) -> dict[str, Any]:
+        return {"worker": worker, "subscription": "s", "at_ms": at_ms}
+
+    told = histories(
+        [
+            Asking(**about("one", 10), call=1, wanted=3),
+            Given(**about("one", 12), call=1, from_ms=10, messages=[Leased(0, 1, 1, 112, 7), Leased(0, 2, 1, 112, 7)]),
+            Saying(**about("one", 13), number=1, verb=int(Verb.ACCEPT), places=[(0, 1, 1), (0, 2, 1)]),
+            Said(**about("one", 15), number=1, places=[(0, 1)], taken=True),
+            Asking(**about("one", 16), call=2, wanted=3),
+            Failed(**about("one", 17), call=2),
+            Asking(**about("two", 18), call=1, wanted=1),
+            Left(**about("two", 19)),
+            Asking(**about("three", 20), call=1, wanted=1),
+        ]
+    )["s"]
+    assert told.deliveries == [Delivery(A, "one", 1, 10, 12, 112, 7), Delivery(B, "one", 1, 10, 12, 112, 7)]
+    assert [(one.place, one.is_sure, one.is_possible) for one in told.settlements] == [
+        (A, True, True),
+        (B, False, True),
+    ]
+    assert told.calls == [
+        Call("one", 10, 12, 3, 2, answered=True),
+        Call("one", 16, 17, 3, 0, answered=False),
+        Call("two", 18, 19, 1, 0, answered=False),
+        Call("three", 20, None, 1, 0, answered=False),
+    ]
+    assert told.last_ms == {"one": 17, "two": 19, "three": 20}
+
+
+def test_stretches_of_time() -> None:
+    spans = Spans([Span(50, 60), Span(10, 20), Span(15, 30)])
+    assert list(spans) == [Span(10, 30), Span(50, 60)]
+    assert [spans.touch(*span) for span in [(0, 9), (0, 10), (30, 31), (31, 49), (60, 70), (61, 70)]] == [
+        False,
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]

@@ -1,0 +1,147 @@
+"""What workers of a trial of subscriptions write down, one line each, before they go on.
+
+What a worker is about to do stands in its file before it does it, so the file is true whenever the worker is killed: a
+receive or a settlement without an answer may have happened, or not.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Leased(msgspec.Struct, frozen=True, array_like=True):
+    """A message as a worker was given it."""
+
+    partition: int
+    offset: int
+    attempt: int
+    deadline_ms: int
+    """When the lease ends, by the clock of its node; 0 where the client does not tell."""
+    checksum: int
+    """Of its value."""
+
+
+class _Note(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower):
+    worker: str
+    subscription: str
+    at_ms: int
+
+
+class Asking(_Note, frozen=True, kw_only=True):
+    """A worker asks for messages."""
+
+    call: int
+    wanted: int
+    """So many at most."""
+
+
+class Given(_Note, frozen=True, kw_only=True):
+    """It got an answer."""
+
+    call: int
+    from_ms: int
+    """The messages were not leased before this."""
+    messages: list[Leased]
+
+
+class Failed(_Note, frozen=True, kw_only=True):
+    """It got none, and waits for none any more."""
+
+    call: int
+
+
+class Saying(_Note, frozen=True, kw_only=True):
+    """A worker says what is to become of messages."""
+
+    number: int
+    verb: int
+    places: list[tuple[int, int, int]]
+    """Partition, offset and attempt of each."""
+    delay_ms: int | None = None
+
+
+class Said(_Note, frozen=True, kw_only=True):
+    """What came of it, for some or all of the messages."""
+
+    number: int
+    places: list[tuple[int, int]]
+    taken: bool
+
+
+class Left(_Note, frozen=True, kw_only=True):
+    """A worker goes, and may leave behind what it has."""
+
+
+Event = Asking | Given | Failed | Saying | Said | Left
+
+_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+
+
+def decode(line: bytes) -> Event:
+    """Read one line."""
+    return _decoder.decode(line)
+
+
+def now_ms() -> int:
+    """The time of day."""
+    return int(time.time() * 1000)
+
+
+class Notebook:
+    """The file of one process; threads may write at the same time."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._encoder = msgspec.json.Encoder()
+
+    def note(self, event: Event) -> None:
+        """Write an event down; it is there when the process is killed."""
+        os.write(self._file, self._encoder.encode(event) + b"\n")
+
+
+class Diary:
+    """What one worker of one subscription writes down."""
+
+    def __init__(self, notebook: Notebook, subscription: str, worker: str) -> None:
+        self.worker = worker
+        self.subscription = subscription
+        self._notebook = notebook
+        self._call = 0
+        self._number = 0
+
+    def asking(self, wanted: int) -> int:
+        """It is about to ask; when it began."""
+        self._call += 1
+        at_ms = now_ms()
+        self._note(Asking, at_ms=at_ms, call=self._call, wanted=wanted)
+        return at_ms
+
+    def given(self, from_ms: int, messages: Sequence[Leased]) -> None:
+        """It was answered."""
+        self._note(Given, call=self._call, from_ms=from_ms, messages=list(messages))
+
+    def failed(self) -> None:
+        """It was not."""
+        self._note(Failed, call=self._call)
+
+    def saying(self, verb: int, places: Sequence[tuple[int, int, int]], delay_ms: int | None = None) -> int:
+        """It is about to settle messages; the number of this."""
+        self._number += 1
+        self._note(Saying, number=self._number, verb=verb, places=list(places), delay_ms=delay_ms)
+        return self._number
+
+    def said(self, number: int, places: Sequence[tuple[int, int]], *, taken: bool) -> None:
+        """It was told what came of it."""
+        self._note(Said, number=number, places=list(places), taken=taken)
+
+    def left(self) -> None:
+        """It goes."""
+        self._note(Left)
+
+    def _note(self, kind: type[Event], **fields: object) -> None:
+        about = {"worker": self.worker, "subscription": self.subscription, "at_ms": now_ms()}
+        self._notebook.note(msgspec.convert({"event": kind.__name__.lower(), **about, **fields}, Event))
