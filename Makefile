@@ -13,7 +13,7 @@ SOAK_ARGS ?=
 CHAOS_ARGS ?=
 SIMULATE_ARGS ?=
 
-.PHONY: help demo test check bench bench-cluster bench-filters bench-transactions serve kill-trial chaos chaos-cluster chaos-transactions conformance compare fuzz simulate docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-filters bench-queues bench-transactions serve kill-trial chaos chaos-cluster chaos-transactions conformance compare fuzz simulate docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -62,6 +62,9 @@ bench-cluster: $(DEV_STAMP) ## Measure three nodes against one, failover over 50
 
 bench-transactions: $(DEV_STAMP) ## Measure producing in transactions and reading what is committed, also against Apache Kafka (10 minutes; BENCH_ARGS=--quick: 2)
 	@$(BIN)/python -m benchmarks.transactions $(BENCH_ARGS)
+
+bench-queues: $(DEV_STAMP) ## Measure subscriptions as queues against RabbitMQ, NATS JetStream and Redis (10 minutes; BENCH_ARGS=--quick: 4)
+	@$(BIN)/python -m benchmarks.queues $(BENCH_ARGS)
 
 bench-filters: $(DEV_STAMP) ## Measure what the filters of subscriptions cost per message (seconds)
 	@$(BIN)/python -m benchmarks.filters $(BENCH_ARGS)

@@ -148,6 +148,10 @@ class Nats(Subject):
         """Stop both."""
         self._stack.close()
 
+    def server(self, flush: str) -> PeerServer | None:
+        """The server that syncs in this way, if it can."""
+        return self._servers.get(flush)
+
     def offers(self, case: Case) -> bool:
         """A stream for each producer."""
         return case.plain and case.kind in (PRODUCE, REQUESTS) and case.flush in self._servers

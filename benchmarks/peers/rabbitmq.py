@@ -155,14 +155,22 @@ class RabbitMq(Subject):
         self._binary = binary
         self._stack = ExitStack()
         self._server: PeerServer
+        self.amqp = ""
+        """Where it listens for AMQP."""
+
+    @property
+    def server(self) -> PeerServer:
+        """The node."""
+        return self._server
 
     def __enter__(self) -> Self:
         """Start it, with a name service of its own that ends with it."""
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
-        port, names = free_port(), free_port()
+        port, names, amqp = free_port(), free_port(), free_port()
+        self.amqp = f"127.0.0.1:{amqp}"
         (folder / "plugins").write_text("[rabbitmq_stream].\n")
         (folder / "rabbitmq.conf").write_text(
-            f"listeners.tcp.local = 127.0.0.1:{free_port()}\nstream.listeners.tcp.local = 127.0.0.1:{port}\n"
+            f"listeners.tcp.local = {self.amqp}\nstream.listeners.tcp.local = 127.0.0.1:{port}\n"
             "log.console = true\nlog.console.level = warning\nlog.file = false\n"
         )
         environment = {

@@ -114,6 +114,10 @@ class Redis(Subject):
         """Stop them."""
         self._stack.close()
 
+    def server(self, flush: str) -> PeerServer:
+        """The server that syncs in this way."""
+        return self._servers[flush]
+
     def offers(self, case: Case) -> bool:
         """One producer with a stream, or many connections."""
         return case.plain and case.kind in (PRODUCE, REQUESTS) and case.flush in _APPENDFSYNC

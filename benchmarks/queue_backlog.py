@@ -1,0 +1,163 @@
+"""What a backlog costs the server: resident memory with a million messages of which a tenth is leased, and CPU per
+message that is delivered and accepted, behind a short backlog and behind a long one.
+
+The leased messages are spread: a worker takes everything and gives nine of ten back, so that the queue has to know
+every single message. That is the most it can be made to remember of a backlog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import uvloop
+from benchmarks.librdkafka import Load, Producer
+from benchmarks.processes import cpu_of, resident_of_tree
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.subscriptions.lease import Verb
+from millstream.testing.server import Server
+from millstream.wire.client import Client
+from millstream.wire.subscription_messages import (
+    RECEIVE_KEY,
+    SETTLE_KEY,
+    LeasedRange,
+    PartitionSettles,
+    Receive,
+    ReceiveAnswer,
+    SettleAnswer,
+    SettledRange,
+    SettleRequest,
+)
+from millstream.wire.subscriptions import SubscriptionClient
+
+SHORT, MIDDLE, LONG = 10_000, 60_000, 1_000_000
+SIZE_BYTES: Final = 100
+ROUNDS, AT_ONCE, TAKEN = 10, 100, 5_000
+"""In each round so many messages are published, then taken and accepted, so many at once; only that counts."""
+_SLOW_AT_ONCE: Final = 10_000
+_EACH: Final = 10
+_REST_S: Final = 1.0
+_BYTES_MAX: Final = 16 * 1024 * 1024
+_ANSWER_MS_MAX: Final = 120_000
+_SETTINGS: Final = {
+    "share.auto.offset.reset": "earliest",
+    "share.record.lock.duration.ms": "3600000",
+    "share.partition.max.record.locks": str(LONG),
+    "millstream.in.flight.max": str(LONG),
+}
+
+
+class Bench:
+    """A server with one topic of one partition, and a client for its messages as ranges, which opens none of them."""
+
+    def __init__(self, server: Server, client: Client, topic: str) -> None:
+        self._server = server
+        self._client = client
+        self._topic = topic
+
+    def publish(self, count: int) -> None:
+        """Messages into the topic."""
+        load = Load(1000, SIZE_BYTES)
+        settings = {"bootstrap.servers": self._server.kafka, "log_level": "0", "linger.ms": "5"}
+        with closing(Producer(self._topic, settings)) as producer:
+            for _ in range(count // load.count):
+                producer.send(load, 0, load.count)
+            producer.flush(_ANSWER_MS_MAX)
+
+    async def take(self, worker: str, count: int) -> list[LeasedRange]:
+        """Lease at most so many messages."""
+        request = Receive(self._topic, worker, count, _BYTES_MAX, 0)
+        body = await self._client.private(None, RECEIVE_KEY, msgspec.msgpack.encode(request))
+        answer = msgspec.msgpack.decode(body, type=ReceiveAnswer)
+        if answer.error:
+            raise RuntimeError(answer.message)
+        return [lease for part in answer.partitions for lease in part.leases]
+
+    async def settle(self, worker: str, ranges: Sequence[tuple[int, int]], verb: Verb) -> None:
+        """Say the same of some ranges."""
+        settled = [SettledRange(first, last, verb) for first, last in ranges]
+        request = SettleRequest(self._topic, worker, [PartitionSettles(self._topic, 0, settled)])
+        body = await self._client.private(None, SETTLE_KEY, msgspec.msgpack.encode(request))
+        answer = msgspec.msgpack.decode(body, type=SettleAnswer)
+        if answer.error or any(code for told in answer.results for code, _ in told):
+            raise RuntimeError(f"messages could not be settled: {answer}")
+
+    async def lease_each_tenth(self, count: int) -> None:
+        """A slow worker takes all messages and keeps every tenth."""
+        held: list[LeasedRange] = []
+        while sum(one.last - one.first + 1 for one in held) < count:
+            held += await self.take("slow", _SLOW_AT_ONCE)
+        for lease in held:
+            given_back = [
+                (first, min(first + _EACH - 2, lease.last)) for first in range(lease.first + 1, lease.last + 1, _EACH)
+            ]
+            await self.settle("slow", given_back, Verb.RELEASE)
+
+    async def cost_us(self) -> float:
+        """The server's CPU per message that is taken and accepted, while as many are published in between."""
+        spent_s, taken = 0.0, 0
+        for _ in range(ROUNDS):
+            self.publish(TAKEN)
+            await asyncio.sleep(0.1)
+            before = cpu_of(self._server.pid)
+            for _ in range(TAKEN // AT_ONCE):
+                leases = await self.take("quick", AT_ONCE)
+                await self.settle("quick", [(one.first, one.last) for one in leases], Verb.ACCEPT)
+                taken += sum(one.last - one.first + 1 for one in leases)
+            spent = cpu_of(self._server.pid).since(before)
+            spent_s += spent.user_s + spent.system_s
+        return spent_s / taken * 1e6
+
+
+def measure() -> dict[str, float]:
+    """Everything, on a server of its own."""
+    found: dict[str, float] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="millstream-bench-") as folder,
+        Server(Path(folder) / "data") as server,
+    ):
+        for spread in (False, True):
+            # Where every tenth is leased, all that is taken has to come from the backlog.
+            short = MIDDLE if spread else SHORT
+            costs = [uvloop.run(_measure(server, backlog, spread, found)) for backlog in (short, LONG)]
+            kind = "every tenth leased, in runs of nine" if spread else "not looked at yet"
+            for backlog, cost in zip((short, LONG), costs, strict=True):
+                found[f"µs of the server for a message, behind {backlog:,} ({kind})"] = cost
+            found[f"times the cost behind {LONG:,} of that behind {short:,} ({kind})"] = costs[1] / costs[0]
+        server.stop()
+    return found
+
+
+async def _measure(server: Server, backlog: int, spread: bool, found: dict[str, float]) -> float:
+    """The cost of a message behind a backlog; also what the server's memory grows by, with the long one."""
+    topic = f"backlog-{backlog}-{spread}".lower()
+    admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+    admin.create_topics([NewTopic(topic, 1, 1)])[topic].result(30)
+    async with Client.connect(server.kafka, client_id="bench", timeout_s=120) as client:
+        bench = Bench(server, client, topic)
+        bench.publish(backlog)
+        await SubscriptionClient(client).create(topic, [topic], _SETTINGS)
+        leases = await bench.take("quick", AT_ONCE)
+        await bench.settle("quick", [(one.first, one.last) for one in leases], Verb.ACCEPT)
+        if spread:
+            before = await _resident(server)
+            await bench.lease_each_tenth(backlog - AT_ONCE)
+            if backlog == LONG:
+                found["a million messages, every tenth leased, add MB"] = (await _resident(server) - before) / 1e6
+        cost = await bench.cost_us()
+        await SubscriptionClient(client).delete(topic)
+    admin.delete_topics([topic])[topic].result(30)
+    return cost
+
+
+async def _resident(server: Server) -> int:
+    """The memory of the server, once it rests."""
+    await asyncio.sleep(_REST_S)
+    return resident_of_tree(server.pid)

@@ -1,0 +1,150 @@
+"""What the queue benchmark found, as tables."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Final
+
+from benchmarks.queue_subjects import CLASSIC, NATS, OWN, QUORUM, REDIS, SHARE
+from benchmarks.report import Table
+from benchmarks.target import Numbers
+from benchmarks.verdict import LEVEL_MIN
+
+Rounds = dict[str, list[Numbers]]
+"""By server, what each round has found."""
+
+MEMORY_BYTES_MAX: Final = 100_000_000
+COST_TIMES_MAX: Final = 1.15
+"""Two runs of the same differ by that much."""
+
+
+@dataclass(slots=True)
+class Found:
+    """Everything that a run has measured."""
+
+    machine: dict[str, Any]
+    lines: dict[str, Rounds] = field(default_factory=dict)
+    backlog: dict[str, float] = field(default_factory=dict)
+    subjects: dict[str, list[str]] = field(default_factory=dict)
+    """Version, durability and settings of each."""
+    missing: dict[str, str] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    time: str = ""
+
+    def add(self, line: str, subject: str, numbers: Numbers) -> None:
+        """Note one measurement."""
+        self.lines.setdefault(line, {}).setdefault(subject, []).append(numbers)
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file."""
+        return asdict(self)
+
+    def median(self, line: str, subject: str, what: str) -> float | None:
+        """What a server reached on a line."""
+        rounds = self.lines[line].get(subject, [])
+        return median(one[what] for one in rounds) if rounds else None
+
+
+def summary(found: Found, line: str) -> str:
+    """One line for those who wait."""
+    is_timed = line.endswith("/s")
+    cells = []
+    for subject in found.subjects:
+        value = found.median(line, subject, "p99 ms" if is_timed else "messages/s")
+        if value is not None:
+            cells.append(f"{subject} {value:,.1f} ms" if is_timed else f"{subject} {value:,.0f}/s")
+    return f"{line}: {', '.join(cells)}"
+
+
+def tables(found: Found) -> list[Table]:
+    """All that there is something in."""
+    rates = [line for line in found.lines if not line.endswith("/s")]
+    timed = [line for line in found.lines if line.endswith("/s")]
+    made = [
+        _machine(found),
+        _subjects(found),
+        _lines(found, "Published, delivered and accepted: messages/s", rates, ("messages/s",), 0),
+        _lines(found, "CPU seconds per million messages: server / client", rates, _CPU),
+        _lines(
+            found, "From when a message is due to a worker that has it: p50 / p99 in ms", timed, ("p50 ms", "p99 ms")
+        ),
+        _lines(found, "CPU seconds per million messages at a rate: server / client", timed, _CPU),
+        _backlog(found),
+        _verdict(found),
+    ]
+    return [table for table in made if table.rows]
+
+
+_CPU: Final = ("server CPU s/M", "client CPU s/M")
+_LATE: Final = ("p50 ms", "p99 ms")
+
+
+def _machine(found: Found) -> Table:
+    facts = found.machine | {"measured": found.time} if found.time else found.machine
+    return Table("Queues: the machine", ["", ""], 2, [[name, str(value)] for name, value in facts.items()])
+
+
+def _subjects(found: Found) -> Table:
+    rows = [[name, *told] for name, told in found.subjects.items()]
+    rows += [[name, "", "", f"not measured: {reason}"] for name, reason in found.missing.items()]
+    return Table("Queues: who is measured, and what is durable when", ["", "version", "durable", "client"], 4, rows)
+
+
+def _lines(found: Found, title: str, lines: list[str], what: tuple[str, ...], digits: int = 1) -> Table:
+    table = Table(title, ["line", *found.subjects])
+    for line in lines:
+        cells = []
+        for subject in found.subjects:
+            values = [found.median(line, subject, one) for one in what]
+            cells.append(" / ".join(f"{value:,.{digits}f}" for value in values if value is not None))
+        table.rows.append([line, *cells])
+    return table
+
+
+def _backlog(found: Found) -> Table:
+    rows = [[name, f"{value:,.1f}"] for name, value in found.backlog.items()]
+    return Table("A backlog", ["", ""], 1, rows)
+
+
+def _verdict(found: Found) -> Table:
+    table = Table("Queues: targets", ["target", "wanted", "verdict", "found"], 4)
+    for ours in (SHARE, OWN):
+        for peer in (QUORUM, CLASSIC, REDIS):
+            _compare(table, found, ours, peer, 1.0)
+        _compare(table, found, ours, NATS, LEVEL_MIN)
+    for name, value in found.backlog.items():
+        if name.endswith("MB"):
+            reached = value < MEMORY_BYTES_MAX / 1e6
+            table.rows.append([name, "below 100 MB", _word(reached), f"{value:,.1f}"])
+        elif name.startswith("times"):
+            table.rows.append([name, f"at most {COST_TIMES_MAX}", _word(value <= COST_TIMES_MAX), f"{value:,.2f}"])
+    return table
+
+
+def _compare(table: Table, found: Found, ours: str, peer: str, least: float) -> None:
+    for what, is_better_high in (("messages/s", True), ("p50 ms", False), ("p99 ms", False)):
+        ratios = {}
+        for line in found.lines:
+            if line.endswith("/s") == is_better_high:
+                continue
+            pairs = zip(found.lines[line].get(ours, []), found.lines[line].get(peer, []), strict=False)
+            each = [a[what] / b[what] if is_better_high else b[what] / a[what] for a, b in pairs if a[what] and b[what]]
+            if each:
+                ratios[line] = median(each)
+        if not ratios:
+            continue
+        worst = min(ratios, key=ratios.__getitem__)
+        reached = sum(ratio >= least for ratio in ratios.values())
+        table.rows.append(
+            [
+                f"{ours}, {what}, of {peer}" if is_better_high else f"{ours}, {what}: {peer}'s of ours",
+                f"at least {least:.0%}",
+                _word(reached == len(ratios)),
+                f"{reached} of {len(ratios)} lines; least {ratios[worst]:.0%} ({worst})",
+            ]
+        )
+
+
+def _word(reached: bool) -> str:
+    return "reached" if reached else "not reached"

@@ -1,0 +1,96 @@
+"""The queue benchmark's client with share consumers of confluent-kafka, as many as there are workers, each in a thread.
+
+Messages are accepted implicitly: those of a poll with the next request for more, the last ones by a commit, which is
+part of the time that is measured.
+
+    python -m benchmarks.queue_share --address HOST:PORT --queue TOPIC ...
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from benchmarks.queue_load import Publishers, Run, arguments
+from confluent_kafka import ShareConsumer
+
+_POLL_S: Final = 0.1
+_COMMIT_S: Final = 30.0
+_READY_S_MAX: Final = 60.0
+
+
+class Worker:
+    """One share consumer."""
+
+    def __init__(self, run: Run, begun: threading.Event, number: int) -> None:
+        self._run = run
+        self._begun = begun
+        given = run.given
+        self._consumer = ShareConsumer(
+            {
+                "bootstrap.servers": given.address,
+                "log_level": 0,
+                "group.id": given.queue,
+                "client.id": f"worker-{number}",
+                "max.poll.records": given.batch,
+            }
+        )
+        self._consumer.subscribe([given.queue])
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Wait until it has accepted everything that it got."""
+        self._thread.join()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._consumer.close()
+
+    def _work(self) -> None:
+        run, consumer = self._run, self._consumer
+        unaccepted = 0
+        while not run.is_received:
+            messages = consumer.poll(_POLL_S)
+            count = len(messages)
+            if not count:
+                continue
+            if not self._begun.is_set():
+                continue
+            unaccepted += count
+            if run.is_timed:
+                run.got(count, [int.from_bytes((message.value() or b"")[:8], "little") for message in messages])
+            else:
+                run.got(count)
+        if unaccepted:
+            consumer.commit_sync(_COMMIT_S)
+            run.accept(unaccepted)
+
+
+def main() -> None:
+    """Run from the command line."""
+    given = arguments(__doc__ or "")
+    run, begun = Run(given), threading.Event()
+    workers = [Worker(run, begun, number) for number in range(given.workers)]
+    with Publishers(run) as publishers:
+        _join(given.workers)
+        begun.set()
+        run.begin()
+        publishers.start()
+        for worker in workers:
+            worker.end()
+        run.end()
+    # Leaving takes each of them a while.
+    with ThreadPoolExecutor(len(workers)) as pool:
+        list(pool.map(Worker.close, workers))
+
+
+def _join(workers: int) -> None:
+    """Members of a share group are told what to fetch within a heartbeat or two."""
+    time.sleep(min(2.0 + workers / 20, _READY_S_MAX))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,426 @@
+"""Who is measured as a queue: a server that is started once, and a client program that puts a load on it.
+
+Every client takes the same arguments; how many messages a worker takes at once and a publisher has unconfirmed is set
+for each as somebody would who knows it well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Final, NamedTuple, Self
+
+from benchmarks.cases import ALWAYS
+from benchmarks.peers.nats import BUILD_S_MAX, Nats
+from benchmarks.peers.rabbitmq import RabbitMq
+from benchmarks.peers.redis import Redis
+from benchmarks.peers.unavailable import PeerUnavailable
+from benchmarks.processes import cpu_of
+from benchmarks.target import Numbers
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+import millstream
+from millstream.testing.server import Server
+
+SHARE, OWN = "millstream share", "millstream own"
+NATS, QUORUM, CLASSIC, REDIS = "nats", "rabbitmq quorum", "rabbitmq classic", "redis"
+MAX_S: Final = 120.0
+"""How long one measurement may take."""
+_ADMIN_S_MAX: Final = 30.0
+_SOURCES: Final = Path(__file__).parent / "queue_clients"
+
+
+class QueueCase(NamedTuple):
+    """One line: messages as fast as possible, or at a rate."""
+
+    size_bytes: int
+    workers: int
+    rate_per_s: int = 0
+
+    @property
+    def name(self) -> str:
+        """For the tables."""
+        size = "1 KiB" if self.size_bytes == 1024 else f"{self.size_bytes} B"
+        workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
+        return f"{size}, {workers}" + (f", {self.rate_per_s:,}/s" if self.rate_per_s else "")
+
+    @property
+    def publishers(self) -> int:
+        """One for one worker; a few for more, so that those who sync together can."""
+        return 1 if self.workers == 1 or self.rate_per_s else 4
+
+
+class QueueFailed(Exception):
+    """A client did not do what it should; the message has the end of what it said."""
+
+
+def go_clients() -> Path:
+    """The program with the Go clients, built into a cache folder of the user."""
+    go = shutil.which("go")
+    if go is None:
+        raise PeerUnavailable("Go is not installed, which the client is built with")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millstream-bench"
+    binary = cache / "queueclients"
+    cache.mkdir(parents=True, exist_ok=True)
+    build = [go, "build", "-o", str(binary), "."]
+    try:
+        subprocess.run(build, cwd=_SOURCES, capture_output=True, check=True, timeout=BUILD_S_MAX)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        raise PeerUnavailable("its client could not be built with Go") from error
+    return binary
+
+
+class QueueSubject(ABC):
+    """A queue, measured with a client of its own."""
+
+    name: str
+    durability: str
+    """What is on the disk when a publisher is answered, and when a worker is."""
+    batch = 500
+    window = 1000
+
+    def __init__(self) -> None:
+        self.version = ""
+        self.stack = ExitStack()
+
+    def __exit__(self, *exception: object) -> None:
+        """Stop what was started."""
+        self.stack.close()
+
+    @abstractmethod
+    def __enter__(self) -> Self:
+        """Start what is needed."""
+
+    @property
+    @abstractmethod
+    def pid(self) -> int:
+        """Whose CPU seconds count."""
+
+    @abstractmethod
+    def command(self) -> Sequence[str]:
+        """The client, with the address."""
+
+    @contextmanager
+    def queue(self) -> Iterator[str]:
+        """The name of a queue, which the client makes and removes."""
+        yield f"q{uuid.uuid4().hex[:12]}"
+
+    def settings(self) -> str:
+        """How the client is set, for the tables."""
+        return f"{self.batch} messages at once to a worker, {self.window} unconfirmed of a publisher"
+
+    def measure(self, case: QueueCase, seconds: float, backlog: int) -> Numbers:
+        """Put the load on it once."""
+        with self.queue() as queue:
+            asked = {
+                "queue": queue,
+                "size": case.size_bytes,
+                "workers": case.workers,
+                "publishers": case.publishers,
+                "backlog": backlog,
+                "batch": self.batch,
+                "window": self.window,
+                "seconds": seconds,
+                "rate": case.rate_per_s,
+            }
+            flags = [part for name, value in asked.items() for part in (f"--{name}", str(value))]
+            return self._run([*self.command(), *flags])
+
+    def _run(self, command: Sequence[str]) -> Numbers:
+        with (
+            tempfile.TemporaryFile() as errors,
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors) as client,
+        ):
+            stop = threading.Timer(MAX_S, client.kill)
+            stop.start()
+            try:
+                told = self._talk(client)
+                if told is None or client.wait(MAX_S):
+                    errors.seek(0)
+                    said = errors.read().decode(errors="replace")[-1000:].strip()
+                    raise QueueFailed(said or "the client took too long")
+                return told
+            finally:
+                stop.cancel()
+                with suppress(ProcessLookupError):
+                    client.kill()
+
+    def _talk(self, client: subprocess.Popen[bytes]) -> Numbers | None:
+        if client.stdin is None or client.stdout is None or not client.stdout.readline():
+            return None
+        before = cpu_of(self.pid)
+        client.stdin.write(b"begin\n")
+        client.stdin.flush()
+        line = client.stdout.readline()
+        cpu = cpu_of(self.pid).since(before)
+        if not line:
+            return None
+        told: dict[str, float] = json.loads(line)
+        millions = told["messages"] / 1e6
+        return {
+            "messages": told["messages"],
+            "messages/s": told["messages"] / told["seconds"],
+            "server CPU s/M": (cpu.user_s + cpu.system_s) / millions,
+            "client CPU s/M": told["cpu_s"] / millions,
+            "p50 ms": told.get("p50_ms", 0.0),
+            "p99 ms": told.get("p99_ms", 0.0),
+        }
+
+
+class Millstream:
+    """One server for both of its clients; who comes first starts it."""
+
+    def __init__(self) -> None:
+        self.server: Server | None = None
+        self._stack = ExitStack()
+
+    def start(self) -> Server:
+        """The server with its defaults, which sync before they answer."""
+        if self.server is None:
+            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
+            self.server = self._stack.enter_context(Server(folder / "data"))
+        return self.server
+
+    def close(self) -> None:
+        """Stop it."""
+        with self._stack:
+            if self.server is not None and self.server.is_running():
+                self.server.stop()
+            self.server = None
+
+
+class MillstreamSubject(QueueSubject):
+    """A subscription on a topic with one partition."""
+
+    module: str
+    durability = "published: synced; accepted: synced before the worker is answered"
+
+    def __init__(self, shared: Millstream) -> None:
+        super().__init__()
+        self.version = millstream.__version__
+        self._shared = shared
+
+    def __enter__(self) -> Self:
+        """Start the server, unless the other has."""
+        self._server = self._shared.start()
+        self.stack.callback(self._shared.close)
+        return self
+
+    @property
+    def pid(self) -> int:
+        """The broker, whose gateway is its child."""
+        return self._server.pid
+
+    def command(self) -> Sequence[str]:
+        """A module of this folder."""
+        return [sys.executable, "-m", self.module, "--address", self._server.kafka]
+
+    @contextmanager
+    def queue(self) -> Iterator[str]:
+        """A topic that is deleted afterwards."""
+        admin = AdminClient({"bootstrap.servers": self._server.kafka, "log_level": 0})
+        with super().queue() as name:
+            admin.create_topics([NewTopic(name, 1, 1, config={"flush": "always"})])[name].result(_ADMIN_S_MAX)
+            try:
+                yield name
+            finally:
+                if self._server.is_running():
+                    admin.delete_topics([name])[name].result(_ADMIN_S_MAX)
+
+
+class ShareGroup(MillstreamSubject):
+    """Kafka's share consumers."""
+
+    name = SHARE
+    module = "benchmarks.queue_share"
+
+    def settings(self) -> str:
+        """How the client is set."""
+        return f"max.poll.records {self.batch}, implicit acceptance; librdkafka's producer with its defaults"
+
+
+class OwnClient(MillstreamSubject):
+    """Millstream's own requests."""
+
+    name = OWN
+    module = "benchmarks.queue_own"
+
+    def settings(self) -> str:
+        """How the client is set."""
+        return f"{self.batch} messages at once to a worker; librdkafka's producer with its defaults"
+
+
+class GoSubject(QueueSubject):
+    """Measured with one of the Go clients."""
+
+    kind: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._binary = go_clients()
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Where the client connects."""
+
+    def command(self) -> Sequence[str]:
+        """The program."""
+        return [str(self._binary), "--kind", self.kind, "--address", self.address]
+
+
+class JetStream(GoSubject):
+    """NATS JetStream, with a pull consumer."""
+
+    name = kind = NATS
+    durability = "published: synced for each message; accepted: not synced, and not answered"
+
+    def __enter__(self) -> Self:
+        """Start it."""
+        nats = self.stack.enter_context(Nats())
+        self.version = nats.version
+        server = nats.server(ALWAYS)
+        if server is None:
+            raise PeerUnavailable("this nats-server cannot sync before it acknowledges")
+        self._server = server
+        return self
+
+    @property
+    def pid(self) -> int:
+        """The server that syncs."""
+        return self._server.pid
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return self._server.kafka
+
+
+class Rabbit:
+    """One node for both kinds of queues."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._node: RabbitMq | None = None
+
+    def start(self) -> RabbitMq:
+        """The node."""
+        if self._node is None:
+            self._node = self._stack.enter_context(RabbitMq())
+        return self._node
+
+    def close(self) -> None:
+        """Stop it."""
+        self._node = None
+        self._stack.close()
+
+
+class RabbitQueue(GoSubject):
+    """RabbitMQ by AMQP 0.9.1."""
+
+    def __init__(self, shared: Rabbit) -> None:
+        super().__init__()
+        self._shared = shared
+
+    def __enter__(self) -> Self:
+        """Start the node, unless the other has."""
+        self._node = self._shared.start()
+        self.version = self._node.version
+        self.stack.callback(self._shared.close)
+        return self
+
+    @property
+    def pid(self) -> int:
+        """The node."""
+        return self._node.server.pid
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return self._node.amqp
+
+    def settings(self) -> str:
+        """How the client is set."""
+        return f"prefetch {self.batch}, up to 50 acknowledged at once, {self.window} unconfirmed of a publisher"
+
+
+class QuorumQueue(RabbitQueue):
+    """The replicated kind, with one member."""
+
+    name = QUORUM
+    kind = "rabbitmq-quorum"
+    durability = "published: synced; accepted: synced later, and not answered"
+
+
+class ClassicQueue(RabbitQueue):
+    """The old kind, durable."""
+
+    name = CLASSIC
+    kind = "rabbitmq-classic"
+    durability = "published: synced; accepted: not synced, and not answered"
+
+
+class RedisStream(GoSubject):
+    """Redis Streams with a group."""
+
+    name = kind = REDIS
+    durability = "published: synced; accepted: synced before the worker is answered"
+    window = 200
+
+    def __enter__(self) -> Self:
+        """Start it."""
+        redis = self.stack.enter_context(Redis())
+        self.version = redis.version
+        self._server = redis.server(ALWAYS)
+        return self
+
+    @property
+    def pid(self) -> int:
+        """The server that syncs."""
+        return self._server.pid
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return self._server.kafka
+
+    def settings(self) -> str:
+        """How the client is set."""
+        return (
+            f"XREADGROUP COUNT {self.batch} with XACK of the last in one pipeline, XADD in pipelines of {self.window}"
+        )
+
+
+def started(names: Sequence[str], stack: ExitStack) -> tuple[list[QueueSubject], dict[str, str]]:
+    """Start all that can be had, and why the others cannot."""
+    millstream_server, rabbit = Millstream(), Rabbit()
+    makers = {
+        SHARE: lambda: ShareGroup(millstream_server),
+        OWN: lambda: OwnClient(millstream_server),
+        NATS: JetStream,
+        QUORUM: lambda: QuorumQueue(rabbit),
+        CLASSIC: lambda: ClassicQueue(rabbit),
+        REDIS: RedisStream,
+    }
+    subjects: list[QueueSubject] = []
+    missing: dict[str, str] = {}
+    for name in names:
+        try:
+            subjects.append(stack.enter_context(makers[name]()))
+        except PeerUnavailable as reason:
+            missing[name] = str(reason)
+    return subjects, missing
+
+
+NAMES: Final = (SHARE, OWN, NATS, QUORUM, CLASSIC, REDIS)
