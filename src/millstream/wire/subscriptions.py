@@ -33,6 +33,8 @@ LIST_KEY: Final = 32035
 SEEK_KEY: Final = 32036
 
 _TURN_MS: Final = 200
+_NODES_S: Final = 1.0
+"""For how long it is not asked again which nodes there are."""
 
 T = TypeVar("T")
 
@@ -55,6 +57,8 @@ class SubscriptionClient:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._turn = 0
+        self._known_nodes: list[NodeId | None] = []
+        self._known_until = 0.0
 
     async def create(
         self, name: str, topics: Sequence[str], settings: Mapping[str, str], *, validate_only: bool = False
@@ -83,6 +87,7 @@ class SubscriptionClient:
                 known = found.setdefault(told["name"], told)
                 if known is not told:
                     known["queues"] += told["queues"]
+                    known["push"] += told["push"]
         return [found[name] for name in sorted(found)]
 
     async def seek(
@@ -150,68 +155,132 @@ class SubscriptionClient:
         """Settle messages, all in the same way; what went wrong with each of them."""
         listed = list(messages)
         results: list[MillstreamError | None] = [None] * len(listed)
-        by_node: dict[NodeId | None, list[int]] = {}
-        for at, message in enumerate(listed):
-            by_node.setdefault(message.node, []).append(at)
-        for node, places in by_node.items():
-            settles = [
-                PartitionSettles(
-                    listed[at].topic,
-                    listed[at].partition,
-                    [SettledRange(listed[at].record.offset, listed[at].record.offset, verb, delay_ms, reason)],
-                )
-                for at in places
-            ]
-            body = msgspec.msgpack.encode(SettleRequest(name, worker, settles))
-            try:
-                answer = _read(await self._client.private(node, SETTLE_KEY, body), SettleAnswer)
-                if answer.error:
-                    raise refusal(answer.error, answer.message)
-            except MillstreamError as error:
-                # Other nodes can be told of their messages all the same.
-                for at in places:
-                    results[at] = error
-                continue
-            for at, told in zip(places, answer.results, strict=True):
-                code, text = told[0]
-                results[at] = refusal(code, text, about=f"message {listed[at].record.offset}") if code else None
+        by_node: dict[NodeId | None, list[range]] = {}
+        for run in _runs(listed):
+            by_node.setdefault(listed[run.start].node, []).append(run)
+        how = (verb, delay_ms, reason)
+        for node, runs in by_node.items():
+            refused = await self._settle_at(node, name, worker, listed, runs, how, results)
+            if refused:
+                # A range is settled as a whole; of one that was refused, some messages may be held all the same.
+                alone = [range(at, at + 1) for run in refused for at in run]
+                await self._settle_at(node, name, worker, listed, alone, how, results)
         return results
 
+    async def _settle_at(
+        self,
+        node: NodeId | None,
+        name: str,
+        worker: str,
+        listed: Sequence[LeasedMessage],
+        runs: Sequence[range],
+        how: tuple[int, int | None, str],
+        results: list[MillstreamError | None],
+    ) -> list[range]:
+        """Settle ranges of one node's messages; those of several messages that were refused."""
+        asked: dict[tuple[str, int], list[range]] = {}
+        for run in runs:
+            asked.setdefault((listed[run.start].topic, listed[run.start].partition), []).append(run)
+        settles = [
+            PartitionSettles(
+                topic,
+                partition,
+                [
+                    SettledRange(listed[run.start].record.offset, listed[run.stop - 1].record.offset, *how)
+                    for run in own
+                ],
+            )
+            for (topic, partition), own in asked.items()
+        ]
+        body = msgspec.msgpack.encode(SettleRequest(name, worker, settles))
+        try:
+            answer = _read(await self._client.private(node, SETTLE_KEY, body), SettleAnswer)
+            if answer.error:
+                raise refusal(answer.error, answer.message)
+        except MillstreamError as error:
+            # Other nodes can be told of their messages all the same.
+            for run in runs:
+                results[run.start : run.stop] = [error] * len(run)
+            return []
+        refused: list[range] = []
+        for own, told in zip(asked.values(), answer.results, strict=True):
+            for run, (code, text) in zip(own, told, strict=True):
+                for at in run:
+                    about = f"message {listed[at].record.offset}"
+                    results[at] = refusal(code, text, about=about) if code else None
+                if code and len(run) > 1:
+                    refused.append(run)
+        return refused
+
     async def _receive_from(self, node: NodeId | None, request: Receive) -> list[LeasedMessage]:
-        body = await self._client.private(node, RECEIVE_KEY, msgspec.msgpack.encode(request))
-        answer = _read(body, ReceiveAnswer)
-        if answer.error:
-            raise refusal(answer.error, answer.message)
-        messages: list[LeasedMessage] = []
-        for part in answer.partitions:
-            leases = iter(part.leases)
-            lease = next(leases, None)
-            for record in decode_records(part.batches):
-                while lease is not None and record.offset > lease.last:
-                    lease = next(leases, None)
-                if lease is not None and record.offset >= lease.first:
-                    messages.append(
-                        LeasedMessage(
-                            node,
-                            part.topic,
-                            UUID(bytes=part.topic_id),
-                            part.partition,
-                            lease.attempt,
-                            lease.deadline_ms,
-                            record,
-                        )
-                    )
-        return messages
+        try:
+            body = await self._client.private(node, RECEIVE_KEY, msgspec.msgpack.encode(request))
+            answer = _read(body, ReceiveAnswer)
+            if answer.error:
+                raise refusal(answer.error, answer.message)
+        except MillstreamError:
+            # There may be other nodes by now.
+            self._known_nodes = []
+            raise
+        return leased_messages(node, answer)
 
     async def _nodes(self) -> list[NodeId | None]:
-        metadata = await self._client.metadata(())
-        return [NodeId(node_id) for node_id in sorted(metadata.nodes)]
+        loop = asyncio.get_running_loop()
+        if not self._known_nodes or loop.time() >= self._known_until:
+            metadata = await self._client.metadata(())
+            self._known_nodes = [NodeId(node_id) for node_id in sorted(metadata.nodes)]
+            self._known_until = loop.time() + _NODES_S
+        return self._known_nodes
 
     async def _ask(self, node: NodeId | None, key: int, body: Mapping[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(bytes(await self._client.private(node, key, json.dumps(body).encode())))
         if answer["error"]:
             raise refusal(answer["error"], answer["message"])
         return answer
+
+
+def _runs(messages: Sequence[LeasedMessage]) -> list[range]:
+    """Where in a list messages follow each other that do so in their partition, too."""
+    runs: list[range] = []
+    start = 0
+    for at in range(1, len(messages) + 1):
+        if at == len(messages) or not _follows(messages[at - 1], messages[at]):
+            runs.append(range(start, at))
+            start = at
+    return runs
+
+
+def _follows(before: LeasedMessage, after: LeasedMessage) -> bool:
+    return (
+        after.record.offset == before.record.offset + 1
+        and after.partition == before.partition
+        and after.topic == before.topic
+        and after.node == before.node
+    )
+
+
+def leased_messages(node: NodeId | None, answer: ReceiveAnswer) -> list[LeasedMessage]:
+    """The messages that an answer of a node leases."""
+    messages: list[LeasedMessage] = []
+    for part in answer.partitions:
+        leases = iter(part.leases)
+        lease = next(leases, None)
+        for record in decode_records(part.batches):
+            while lease is not None and record.offset > lease.last:
+                lease = next(leases, None)
+            if lease is not None and record.offset >= lease.first:
+                messages.append(
+                    LeasedMessage(
+                        node,
+                        part.topic,
+                        UUID(bytes=part.topic_id),
+                        part.partition,
+                        lease.attempt,
+                        lease.deadline_ms,
+                        record,
+                    )
+                )
+    return messages
 
 
 def _read(body: memoryview, kind: type[T]) -> T:
