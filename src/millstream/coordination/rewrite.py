@@ -94,11 +94,19 @@ class Rewrite:
         while names := list(islice(remaining, BATCH_RECORDS)):
             if shard.state is not state:
                 return False
-            records = [record for name in names if (record := state.durable_record(name)) is not None]
-            if records:
-                self._records += len(records)
-                await shard.acknowledged_up_to(shard.append(records))
+            found = [one for name in names if (one := state.durable_record(name)) is not None]
+            await self._append([one for one in found if isinstance(one, StateRecord)])
+            for late in [one for one in found if not isinstance(one, StateRecord)]:
+                await late.make()
+                if shard.state is not state:
+                    return False
+                await self._append(late.records())
         return shard.state is state
+
+    async def _append(self, records: Sequence[StateRecord]) -> None:
+        if records:
+            self._records += len(records)
+            await self._shard.acknowledged_up_to(self._shard.append(records))
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self.task = None

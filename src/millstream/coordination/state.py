@@ -39,6 +39,16 @@ class Confirmation(NamedTuple):
     """A record that changes nothing."""
 
 
+class LateRecords(Protocol):
+    """Records for a name that take too long to make for the loop to wait."""
+
+    async def make(self) -> None:
+        """Make them, beside the loop."""
+
+    def records(self) -> Sequence[StateRecord]:
+        """They, with what has happened since, to be appended at once; none if the name has gone."""
+
+
 class StateMachine(Protocol):
     """The state of one partition of an internal topic: a fold over the records of that partition.
 
@@ -58,5 +68,5 @@ class StateMachine(Protocol):
     def durable_keys(self) -> list[Hashable]:
         """A name for everything that the log has to hold; used to write the state anew."""
 
-    def durable_record(self, key: Hashable) -> StateRecord | None:
+    def durable_record(self, key: Hashable) -> StateRecord | LateRecords | None:
         """The record that stands for this name now, or None if it has gone since."""

@@ -192,13 +192,11 @@ class Engine:
         if stored.snapshot is None and not subscription.topics:
             # It may begin at the end of the partition, which a new leader does not know at once.
             await _settled(partition)
-        declared = around.subscriptions.by_id(subscription.subscription_id)
-        if declared is None:
-            raise UnknownSubscription(f"subscription {subscription.name!r} was deleted")
-        if not partition.is_leader or partition.leader_epoch != epoch:
-            raise NotLeader(f"{partition.log.partition} is led by another node now")
-        settings = around.subscriptions.settings_of(declared)
-        queue = Queue(key, settings, leader_epoch=epoch, snapshot=stored.snapshot)
+        queue = await self._restored(subscription, key, epoch, stored.snapshot)
+        declared = self._still_declared(subscription)
+        if self._closed or not partition.is_leader or partition.leader_epoch != epoch:
+            raise NotLeader(f"{partition.log.partition} is not led by this node any more")
+        settings = queue.settings
         if not queue.is_started:
             now_ms = around.clock.now_ms()
             queue.begin(_start_of(declared, settings, partition, now_ms), now_ms=now_ms)
@@ -222,6 +220,23 @@ class Engine:
         await delivery.durable()
         self._tell_awaiting(key.subscription_id)
         return delivery
+
+    async def _restored(self, subscription: Subscription, key: QueueKey, epoch: Epoch, snapshot: bytes | None) -> Queue:
+        """The queue as it was stored, with what is declared now."""
+        while True:
+            settings = self._around.subscriptions.settings_of(self._still_declared(subscription))
+            if snapshot is None:
+                return Queue(key, settings, leader_epoch=epoch)
+            # A large window takes a while.
+            queue = await asyncio.to_thread(Queue, key, settings, leader_epoch=epoch, snapshot=snapshot)
+            if self._around.subscriptions.settings_of(self._still_declared(subscription)) == settings:
+                return queue
+
+    def _still_declared(self, subscription: Subscription) -> Subscription:
+        declared = self._around.subscriptions.by_id(subscription.subscription_id)
+        if declared is None:
+            raise UnknownSubscription(f"subscription {subscription.name!r} was deleted")
+        return declared
 
     def _was_opened(self, key: QueueKey, opening: asyncio.Task[Delivery]) -> None:
         self._opening.pop(key, None)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Final
+
 from millstream.model.subscription import QueueKey
 from millstream.subscriptions.fold import Fold
 from millstream.subscriptions.snapshot import is_snapshot, read_snapshot, write_snapshot
+
+LARGE: Final = 2000
+"""A snapshot of so many messages takes up to half a millisecond."""
 
 
 class Image:
@@ -21,6 +29,16 @@ class Image:
             self.fold = read_snapshot(data)
         else:
             self.fold.replay(data)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its snapshot takes longer to make than the loop should wait."""
+        return len(self.fold.window) + len(self.fold.aside) > LARGE
+
+    def capture(self) -> Callable[[], bytes]:
+        """What makes the snapshot of it as it is now, on any thread."""
+        # Copying the columns of a million messages takes a few milliseconds, all the rest may take a hundred.
+        return partial(write_snapshot, deepcopy(self.fold))
 
     def snapshot(self) -> bytes:
         """All of it."""

@@ -173,7 +173,7 @@ def _restored(stored: StoredQueue) -> Fold:
 
 def _restore(columns: Columns, stored: StoredColumns) -> None:
     count = len(stored.states)
-    if len(stored.attempts) != count or max(stored.states, default=0) >= STATES:
+    if len(stored.attempts) != count or (np.frombuffer(stored.states, np.uint8) >= STATES).any():
         raise ValueError("a message has no attempts, or an unknown state")
     columns.states += stored.states
     columns.attempts += stored.attempts

@@ -69,7 +69,11 @@ class StateCoordinator:
     async def load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:
         """Read a queue back for its leader."""
         shard = self._runtime.shard_at(self.partition_of(key))
-        return await shard.run(lambda state: state.load(key, leader_epoch), pure=True)
+        loaded = await shard.run(lambda state: state.load(key, leader_epoch), pure=True)
+        if loaded.snapshot is None:
+            return StoredQueue(None, loaded.sequence)
+        snapshot = await asyncio.to_thread(loaded.snapshot) if loaded.is_large else loaded.snapshot()
+        return StoredQueue(snapshot, loaded.sequence)
 
     def write(self, index: PartitionIndex, writes: Sequence[QueueWrite]) -> asyncio.Future[list[WriteResult]]:
         """Take in writes of one partition now; the future tells when they are durable."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from millstream.coordination.state import Outcome, StateRecord
+from millstream.coordination.state import LateRecords, Outcome, StateRecord
 from millstream.model.errors import FencedLeaderEpoch, MillstreamError, OutOfOrderSequence
 from millstream.model.ids import Epoch
 from millstream.model.subscription import QueueKey
 from millstream.subscriptions.state_records import DELTAS, SNAPSHOT, QueueRecord, read_record, write_record
-from millstream.subscriptions.state_store import MakeImage, QueueImage, QueueWrite, StoredQueue
+from millstream.subscriptions.state_store import MakeImage, QueueImage, QueueWrite
 
 NO_SEQUENCE = -1
 
@@ -23,6 +25,48 @@ class _Kept:
     sequence: int
     image: QueueImage
     has_state: bool = False
+    since: list[StateRecord] | None = None
+    """What was taken in since a snapshot was begun."""
+
+
+class Loaded(NamedTuple):
+    """A queue as its leader finds it."""
+
+    snapshot: Callable[[], bytes] | None
+    """What makes the snapshot; None for a queue that was never written."""
+    sequence: int
+    is_large: bool
+
+
+class _LateSnapshot:
+    """The snapshot of a large queue, made beside the loop while the queue goes on."""
+
+    def __init__(self, all_kept: Mapping[QueueKey, _Kept], key: QueueKey) -> None:
+        self._all_kept = all_kept
+        self._key = key
+        self._snapshot: StateRecord | None = None
+        self._since: list[StateRecord] = []
+
+    async def make(self) -> None:
+        kept = self._all_kept.get(self._key)
+        if kept is None:
+            return
+        leader_epoch, sequence = kept.leader_epoch, kept.sequence
+        kept.since = self._since
+        try:
+            content = await asyncio.to_thread(kept.image.capture())
+        except BaseException:
+            kept.since = None
+            raise
+        self._snapshot = write_record(QueueRecord(SNAPSHOT, self._key, leader_epoch, sequence, content))
+
+    def records(self) -> list[StateRecord]:
+        kept = self._all_kept.get(self._key)
+        if kept is None or kept.since is not self._since or self._snapshot is None:
+            # It has gone, and whatever has come in its place is in the log.
+            return []
+        kept.since = None
+        return [self._snapshot, *self._since]
 
 
 class StateShard:
@@ -42,7 +86,7 @@ class StateShard:
         """The queues that have begun."""
         return [key for key, kept in self._kept.items() if kept.has_state]
 
-    def load(self, key: QueueKey, leader_epoch: Epoch) -> Outcome[StoredQueue]:
+    def load(self, key: QueueKey, leader_epoch: Epoch) -> Outcome[Loaded]:
         """Read a queue for its leader; leaders before it can write no more once this is answered."""
         kept = self._kept.get(key)
         if kept is not None and kept.leader_epoch > leader_epoch:
@@ -52,8 +96,9 @@ class StateShard:
             sequence = NO_SEQUENCE if kept is None else kept.sequence
             records = [write_record(QueueRecord(DELTAS, key, leader_epoch, sequence, b""))]
         if kept is None:
-            return records, StoredQueue(None, NO_SEQUENCE)
-        return records, StoredQueue(kept.image.snapshot() if kept.has_state else None, kept.sequence)
+            return records, Loaded(None, NO_SEQUENCE, is_large=False)
+        snapshot = kept.image.capture() if kept.has_state else None
+        return records, Loaded(snapshot, kept.sequence, kept.image.is_large)
 
     def write(self, writes: Iterable[QueueWrite]) -> Outcome[list[WriteResult]]:
         """Take in the writes of several queues; each is told whether it was."""
@@ -96,6 +141,8 @@ class StateShard:
         if kept is None:
             image = self._make_image(read.key, None)
             kept = self._kept[read.key] = _Kept(read.leader_epoch, read.sequence, image)
+        if kept.since is not None:
+            kept.since.append(record)
         if read.content:
             kept.image.replay(read.content)
             kept.has_state = True
@@ -111,11 +158,13 @@ class StateShard:
         """Every queue."""
         return list(self._kept)
 
-    def durable_record(self, key: Hashable) -> StateRecord | None:
+    def durable_record(self, key: Hashable) -> StateRecord | LateRecords | None:
         """The snapshot of a queue."""
         if not isinstance(key, QueueKey) or (kept := self._kept.get(key)) is None:
             return None
-        content = kept.image.snapshot() if kept.has_state else b""
+        if kept.image.is_large:
+            return _LateSnapshot(self._kept, key)
+        content = kept.image.capture()() if kept.has_state else b""
         return write_record(QueueRecord(SNAPSHOT, key, kept.leader_epoch, kept.sequence, content))
 
     def _check(self, write: QueueWrite, ends: dict[QueueKey, int]) -> bool:

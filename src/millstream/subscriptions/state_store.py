@@ -22,8 +22,12 @@ class QueueImage(Protocol):
     def replay(self, deltas: bytes) -> None:
         """Take in what happened, in the order in which it did."""
 
-    def snapshot(self) -> bytes:
-        """All of it, so that an image made of just this is the same."""
+    @property
+    def is_large(self) -> bool:
+        """Whether its snapshot takes longer to make than the loop should wait."""
+
+    def capture(self) -> Callable[[], bytes]:
+        """What makes the snapshot of it as it is now, on any thread: an image made of just that is the same."""
 
 
 MakeImage = Callable[[QueueKey, bytes | None], QueueImage]

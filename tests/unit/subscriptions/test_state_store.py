@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from random import Random
 from uuid import uuid4
 
@@ -30,7 +32,8 @@ from millstream.subscriptions import state_lane
 from millstream.subscriptions.routed_store import RoutedStateStore
 from millstream.subscriptions.state_coordinator import StateCoordinator
 from millstream.subscriptions.state_messages import LOAD_KEY, WRITE_KEY, LoadQueue, WriteQueues
-from millstream.subscriptions.state_records import read_record
+from millstream.subscriptions.state_records import DELTAS, SNAPSHOT, QueueRecord, read_record, write_record
+from millstream.subscriptions.state_shard import Loaded, StateShard
 from millstream.subscriptions.state_store import QueueWrite
 from millstream.testing.clock import ManualClock
 from millstream.testing.state_log import MemoryPartition, MemoryTopics
@@ -47,8 +50,12 @@ class Joined:
     def replay(self, deltas: bytes) -> None:
         self._content += deltas
 
-    def snapshot(self) -> bytes:
-        return self._content
+    @property
+    def is_large(self) -> bool:
+        return len(self._content) > 100
+
+    def capture(self) -> Callable[[], bytes]:
+        return partial(bytes, self._content)
 
 
 class FakePeers:
@@ -269,3 +276,64 @@ async def test_a_write_behind_one_that_is_lost_is_lost_too_whatever_others_write
         await behind
     assert await store.load(key, Epoch(0)) == (None, -1)
     await store.close()
+
+
+class Large(Joined):
+    """An image whose snapshot is made beside the loop, and not before the test says so."""
+
+    is_large = True
+    captures: Callable[[], None] = staticmethod(lambda: None)
+
+    def capture(self) -> Callable[[], bytes]:
+        content = self._content
+
+        def made() -> bytes:
+            self.captures()
+            return content
+
+        return made
+
+
+def written(key: QueueKey, epoch: int, sequence: int, deltas: bytes) -> StateRecord:
+    return write_record(QueueRecord(DELTAS, key, Epoch(epoch), sequence, deltas))
+
+
+async def test_a_large_queue_goes_on_while_its_snapshot_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, held = QueueKey(uuid4(), uuid4(), PartitionIndex(3)), threading.Event()
+    monkeypatch.setattr(Large, "captures", staticmethod(lambda: held.wait(60)))
+    shard = StateShard(Large)
+    shard.replay(written(key, 0, 0, b"a"))
+    late = shard.durable_record(key)
+    assert late is not None
+    assert not isinstance(late, StateRecord)
+    making = asyncio.ensure_future(late.make())
+    await asyncio.sleep(0)
+    shard.replay(written(key, 0, 1, b"b"))
+    shard.replay(written(key, 1, 1, b""))
+    held.set()
+    await making
+    again = StateShard(Joined)
+    for record in late.records():
+        again.replay(record)
+    _, loaded = again.load(key, Epoch(1))
+    assert isinstance(loaded, Loaded)
+    assert loaded.snapshot is not None
+    assert (loaded.snapshot(), loaded.sequence) == (b"ab", 1)
+    with pytest.raises(FencedLeaderEpoch):
+        again.load(key, Epoch(0))
+
+
+async def test_a_large_queue_that_goes_meanwhile_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = QueueKey(uuid4(), uuid4(), PartitionIndex(3))
+    shard = StateShard(Large)
+    shard.replay(written(key, 0, 0, b"a"))
+    late, failing = shard.durable_record(key), shard.durable_record(key)
+    assert late is not None
+    assert not isinstance(late, StateRecord)
+    await late.make()
+    shard.replay(write_record(QueueRecord(SNAPSHOT, key, Epoch(-1), -1, None)))
+    assert late.records() == []
+    assert failing is not None
+    assert not isinstance(failing, StateRecord)
+    await failing.make()
+    assert failing.records() == []
