@@ -95,11 +95,18 @@ class Tailer:
 
     async def follow(self) -> AsyncIterator[Message]:
         """Every message from here on, as it comes."""
-        limits = FetchLimits(FETCH_BYTES_MAX, FOLLOW_WAIT_MS, isolation=self._isolation)
+        async for messages in self.follow_together():
+            for message in messages:
+                yield message
+
+    async def follow_together(self, bytes_max: int = FETCH_BYTES_MAX) -> AsyncIterator[list[Message]]:
+        """Every message from here on; those that come together are given together."""
+        limits = FetchLimits(bytes_max, FOLLOW_WAIT_MS, isolation=self._isolation)
         while True:
-            for where, answer in (await self._patiently(limits)).items():
-                for message in self._take(where, answer):
-                    yield message
+            answers = await self._patiently(limits)
+            messages = [message for where, answer in answers.items() for message in self._take(where, answer)]
+            if messages:
+                yield messages
 
     def _take(self, where: TopicPartition, answer: FetchAnswer) -> list[Message]:
         at = self._positions[where]

@@ -1,6 +1,8 @@
-"""What the gateway serves: health, readiness and metrics of the node it belongs to.
+"""What the gateway serves: health, readiness and metrics of the node it belongs to, and the API.
 
 GET /         what is served here
+     /v1/…    the API, whose routes are in `table.py`
+GET /openapi.json  what the API takes and gives
 GET /healthz  200 while the gateway runs and its broker answers; for restarting a node that hangs. 503 with the reason
               while the broker starts and does not answer yet
 GET /readyz   200 while the broker takes traffic, with warnings, else 503 with the reasons; for load balancers
@@ -13,15 +15,21 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 from millstream import __version__
+from millstream.http.api import Api
 from millstream.http.exposition import render
+from millstream.http.openapi import openapi_document
+from millstream.http.parts import Parts
 from millstream.http.problem import failed, problem, refused
+from millstream.http.route import JSON, PREFIX
+from millstream.http.table import ROUTES
 from millstream.model.errors import MillstreamError
 
 Ask = Callable[[], Awaitable[dict[str, Any]]]
@@ -38,8 +46,8 @@ class BrokerStarts(MillstreamError):
     """The broker is not there to be asked yet."""
 
 
-def build_app(ask: Ask, starting: Starting = lambda: None) -> Starlette:
-    """Build the gateway's application over one way to ask the broker."""
+def build_app(ask: Ask, starting: Starting = lambda: None, parts: Parts | None = None) -> Starlette:
+    """Build the gateway's application over one way to ask the broker, and the parts that the API works with."""
 
     async def ask_started() -> dict[str, Any]:
         reason = starting()
@@ -48,8 +56,11 @@ def build_app(ask: Ask, starting: Starting = lambda: None) -> Starlette:
         return await ask()
 
     doors = _Doors(ask_started)
+    # First, since most requests are for it.
+    api = [] if parts is None else [Mount(PREFIX, app=Api(ROUTES, parts)), Route("/openapi.json", doors.openapi)]
     return Starlette(
         routes=[
+            *api,
             Route("/", doors.index),
             Route("/healthz", doors.healthz),
             Route("/readyz", doors.readyz),
@@ -64,10 +75,16 @@ class _Doors:
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
+        self._openapi: bytes | None = None
 
     async def index(self, request: Request) -> Response:
-        links = {"health": "/healthz", "readiness": "/readyz", "metrics": "/metrics"}
+        links = {"health": "/healthz", "readiness": "/readyz", "metrics": "/metrics", "api": "/openapi.json"}
         return JSONResponse({"name": "millstream", "version": __version__, "links": links})
+
+    async def openapi(self, request: Request) -> Response:
+        if self._openapi is None:
+            self._openapi = msgspec.json.encode(openapi_document(ROUTES))
+        return Response(self._openapi, media_type=JSON)
 
     async def healthz(self, request: Request) -> Response:
         status = await self._ask()

@@ -10,17 +10,18 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+import uvloop
 from starlette.applications import Starlette
 
 from millstream.http.app import build_app
 from millstream.http.broker_status import BrokerStatus
+from millstream.http.parts import Parts
+from millstream.http.protocol import Protocol
 from millstream.model.log_line import set_up_logging
-
-CONCURRENCY_MAX = 256
-"""Requests and connections at the same time; more are answered with 503 at once."""
 
 DRAIN_S = 3
 
@@ -31,16 +32,19 @@ class Server(uvicorn.Server):
     def __init__(self, app: Starlette) -> None:
         config = uvicorn.Config(
             app,
+            http=Protocol,
+            ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             date_header=False,
-            limit_concurrency=CONCURRENCY_MAX,
             timeout_graceful_shutdown=DRAIN_S,
         )
         super().__init__(config)
         self._told = asyncio.Event()
+        self.when_stopped: Callable[[], None] = lambda: None
+        """Called first when it is told to stop, so that nobody is kept waiting for what does not come any more."""
 
     async def main_loop(self) -> None:
         """Serve until told to stop."""
@@ -49,6 +53,7 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """Finish the requests under way and end."""
         self.should_exit = True
+        self.when_stopped()
         self._told.set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -60,11 +65,14 @@ async def serve(listening: socket.socket, kafka_address: str) -> None:
     """Serve until the broker hangs up."""
     status = BrokerStatus(kafka_address)
     told = Told()
-    server = Server(build_app(status.ask, lambda: told.starting))
+    parts = Parts(kafka_address, starting=lambda: told.starting)
+    server = Server(build_app(status.ask, lambda: told.starting, parts))
+    server.when_stopped = parts.stop
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _hear, server, told)
     try:
         await server.serve(sockets=[listening])
     finally:
+        await parts.close()
         await status.close()
 
 
@@ -97,7 +105,7 @@ def main() -> None:
     """Run the gateway as the broker asks."""
     options = json.loads(sys.argv[1])
     set_up_logging(options["log_level"], options["log_format"])
-    asyncio.run(serve(socket.socket(fileno=options["descriptor"]), options["kafka"]))
+    uvloop.run(serve(socket.socket(fileno=options["descriptor"]), options["kafka"]))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,92 @@
-"""Errors over HTTP: problem documents as RFC 9457 describes them."""
+"""Errors over HTTP: problem documents as RFC 9457 describes them, and which status each error of the tree has."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-CONTENT_TYPE = "application/problem+json"
+from millstream.model import errors
+
+CONTENT_TYPE: Final = "application/problem+json"
+RETRY_S: Final = 1
+"""When to try again what passes by itself."""
+
+_STATUSES: Final[tuple[tuple[type[errors.MillstreamError], HTTPStatus], ...]] = (
+    (errors.InvalidRequest, HTTPStatus.UNPROCESSABLE_ENTITY),
+    (errors.NotFound, HTTPStatus.NOT_FOUND),
+    (errors.Conflict, HTTPStatus.CONFLICT),
+    (errors.GroupRejected, HTTPStatus.CONFLICT),
+    (errors.ProducerRejected, HTTPStatus.CONFLICT),
+    (errors.TransactionRejected, HTTPStatus.CONFLICT),
+    (errors.ElectionRefused, HTTPStatus.CONFLICT),
+    (errors.BatchTooLarge, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    (errors.BatchRejected, HTTPStatus.UNPROCESSABLE_ENTITY),
+    (errors.OffsetOutOfRange, HTTPStatus.NOT_FOUND),
+    (errors.LogUnavailable, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.NotLeader, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.NotEnoughReplicas, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.CoordinatorUnavailable, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.StoreUnavailable, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.CatalogUnavailable, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.FilterUnavailable, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.BrokerUnreachable, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.RequestTimedOut, HTTPStatus.GATEWAY_TIMEOUT),
+    (errors.RequestRefused, HTTPStatus.BAD_GATEWAY),
+    (errors.ProtocolViolation, HTTPStatus.BAD_GATEWAY),
+)
 
 
-def problem(request: Request, status: int, detail: str, **more: Any) -> JSONResponse:
-    """Answer with a problem document; `more` holds members that only this kind of problem has."""
-    document = {
+class Refused(Exception):
+    """The gateway answers a request with a problem; `more` holds members that only this kind of problem has."""
+
+    def __init__(
+        self, status: HTTPStatus, detail: str, *, headers: Mapping[str, str] | None = None, **more: Any
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.headers = headers or {}
+        self.more = more
+
+
+def invalid(detail: str) -> Refused:
+    """What was sent can be read, but cannot be done."""
+    return Refused(HTTPStatus.UNPROCESSABLE_ENTITY, detail)
+
+
+def status_of(error: errors.MillstreamError) -> HTTPStatus:
+    """The status that an error of the tree is answered with."""
+    found = (status for kind, status in _STATUSES if isinstance(error, kind))
+    return next(found, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def refusal_of(error: errors.MillstreamError) -> Refused:
+    """An error of the tree as it is answered; what passes by itself says when to try again."""
+    status = status_of(error)
+    headers = {"retry-after": str(RETRY_S)} if status is HTTPStatus.SERVICE_UNAVAILABLE else {}
+    return Refused(status, str(error), headers=headers)
+
+
+def problem_document(path: str, status: int, detail: str, more: Mapping[str, Any]) -> dict[str, Any]:
+    """The members of a problem document."""
+    return {
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
         "status": status,
         "detail": detail,
-        "instance": request.url.path,
+        "instance": path,
         **more,
     }
-    return JSONResponse(document, status, media_type=CONTENT_TYPE)
+
+
+def problem(request: Request, status: int, detail: str, **more: Any) -> JSONResponse:
+    """Answer with a problem document."""
+    return JSONResponse(problem_document(request.url.path, status, detail, more), status, media_type=CONTENT_TYPE)
 
 
 def refused(request: Request, error: Exception) -> JSONResponse:

@@ -1,0 +1,78 @@
+"""Reads the body of a request: bounded in size, in time, and in what all of them take together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from http import HTTPStatus
+from typing import Any, Final
+
+from millstream.http.pressure import Pressure
+from millstream.http.problem import Refused
+
+BODY_BYTES_MAX: Final = 8 * 1024 * 1024
+BODY_S_MAX: Final = 30.0
+"""A body that takes longer to arrive is given up, since it keeps room from others."""
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+
+class HungUp(Exception):
+    """The client has gone before its request was whole: nobody is there to be answered."""
+
+
+class Body:
+    """The body of one request, and the room that it takes."""
+
+    __slots__ = ("_pressure", "_taken", "data")
+
+    def __init__(self, pressure: Pressure) -> None:
+        self._pressure = pressure
+        self._taken = 0
+        self.data = b""
+
+    async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+        """Read all of it, or raise `Refused`."""
+        told = headers.get(b"content-length")
+        if told is not None and told.isdigit():
+            self._take(int(told))
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise HungUp
+        data: bytes = message["body"]
+        if message["more_body"]:
+            data = await self._read_on(data, receive)
+        elif len(data) > self._taken:
+            self._take(len(data) - self._taken)
+        self.data = data
+        return data
+
+    def release(self) -> None:
+        """It is not needed any more."""
+        self._pressure.give_back(self._taken)
+        self._taken = 0
+
+    async def _read_on(self, first: bytes, receive: Receive) -> bytes:
+        whole = bytearray(first)
+        try:
+            async with asyncio.timeout(BODY_S_MAX):
+                while True:
+                    if len(whole) > self._taken:
+                        self._take(len(whole) - self._taken)
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise HungUp
+                    whole += message["body"]
+                    if not message["more_body"]:
+                        break
+        except TimeoutError:
+            raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {BODY_S_MAX:g} s") from None
+        if len(whole) > self._taken:
+            self._take(len(whole) - self._taken)
+        return bytes(whole)
+
+    def _take(self, size: int) -> None:
+        if self._taken + size > BODY_BYTES_MAX:
+            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request takes at most {BODY_BYTES_MAX} bytes")
+        self._pressure.take(size)
+        self._taken += size

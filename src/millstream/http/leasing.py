@@ -1,0 +1,143 @@
+"""Leases messages of a subscription, from whichever nodes lead its partitions, and gives back what nobody got.
+
+A node answers when it has messages, so all nodes are asked at once while a client waits, each on a connection of its
+own. When one has answered, the others are hung up on, which they take as that nobody waits any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import chain
+from typing import Final
+from uuid import UUID
+
+import msgspec
+
+from millstream.model.errors import MillstreamError, NotFound, ProtocolViolation
+from millstream.model.ids import NodeId
+from millstream.records.record import decode_records
+from millstream.wire.client import Client
+from millstream.wire.codec import response_body_at
+from millstream.wire.refusal import TRANSIENT, refusal
+from millstream.wire.subscription_messages import RECEIVE_KEY, PartitionMessages, Receive, ReceiveAnswer
+from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
+
+NODES_S: Final = 1.0
+"""For how long it is not asked again which nodes there are."""
+
+PAUSE_S: Final = 0.1
+ANSWER_S: Final = 15.0
+GIVE_BACK_S: Final = 5.0
+RELEASE: Final = 2
+
+_decoder = msgspec.msgpack.Decoder(ReceiveAnswer)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Leasing:
+    """Asks the nodes of one cluster for messages."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._subscriptions = SubscriptionClient(client)
+        self._nodes: list[NodeId] = []
+        self._known_until = 0.0
+        self._turn = 0
+
+    async def receive(self, request: Receive) -> list[LeasedMessage]:
+        """Lease messages, and wait for some if there are none now."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + request.wait_ms / 1000
+        messages = await self._at_once(await self._all_nodes(), msgspec.structs.replace(request, wait_ms=0))
+        while not messages and (left_s := deadline - loop.time()) > 0:
+            asked_at = loop.time()
+            waiting = msgspec.structs.replace(request, wait_ms=int(left_s * 1000) + 1)
+            messages = await self._first(await self._all_nodes(), waiting)
+            if not messages and loop.time() - asked_at < PAUSE_S:
+                # Leaders move: nodes answer at once that they have nothing.
+                self._nodes = []
+                await asyncio.sleep(min(PAUSE_S, left_s))
+        return messages
+
+    async def give_back(self, subscription: str, worker: str, messages: Sequence[LeasedMessage]) -> None:
+        """Release what never got to the one it was leased for; what cannot be given back comes back by itself."""
+        if messages:
+            with suppress(MillstreamError, TimeoutError):
+                async with asyncio.timeout(GIVE_BACK_S):
+                    await self._subscriptions.settle(subscription, worker, messages, RELEASE, delay_ms=0)
+
+    async def _at_once(self, nodes: Sequence[NodeId], request: Receive) -> list[LeasedMessage]:
+        """One node after the other, since all of them together give no more than was asked for."""
+        messages: list[LeasedMessage] = []
+        failed: list[MillstreamError] = []
+        self._turn += 1
+        first = self._turn % len(nodes)
+        for node in (*nodes[first:], *nodes[:first]):
+            left = request.max_records - len(messages)
+            if left <= 0:
+                break
+            try:
+                messages += await self._from(node, msgspec.structs.replace(request, max_records=left))
+            except TRANSIENT as error:
+                failed.append(error)
+        if len(failed) == len(nodes):
+            self._nodes = []
+            raise failed[0]
+        return messages
+
+    async def _first(self, nodes: Sequence[NodeId], request: Receive) -> list[LeasedMessage]:
+        """All nodes at once, until one has something; nothing when none has."""
+        asking = [asyncio.ensure_future(self._from(node, request)) for node in nodes]
+        try:
+            for answered in asyncio.as_completed(asking):
+                with suppress(*TRANSIENT):
+                    if await answered:
+                        break
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.wait(asking)
+        told = [task.result() for task in asking if not task.cancelled() and task.exception() is None]
+        messages = list(chain.from_iterable(told))
+        surplus = messages[request.max_records :]
+        await self.give_back(request.subscription, request.worker, surplus)
+        return messages[: request.max_records]
+
+    async def _from(self, node: NodeId, request: Receive) -> list[LeasedMessage]:
+        pool = await self._client.pool_of(node)
+        async with pool.borrowed() as channel:
+            timeout_s = ANSWER_S + request.wait_ms / 1000
+            frame = await channel.exchange(RECEIVE_KEY, 0, [_encode(request)], timeout_s=timeout_s)
+        try:
+            answer = _decoder.decode(frame[response_body_at(RECEIVE_KEY, 0, frame) :])
+        except msgspec.MsgspecError as error:
+            raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
+        if answer.error:
+            raise _refused(answer, request.subscription)
+        return list(chain.from_iterable(_messages(node, part) for part in answer.partitions))
+
+    async def _all_nodes(self) -> list[NodeId]:
+        now = asyncio.get_running_loop().time()
+        if not self._nodes or now >= self._known_until:
+            self._nodes = sorted((await self._client.metadata(())).nodes)
+            self._known_until = now + NODES_S
+        return self._nodes
+
+
+def _refused(answer: ReceiveAnswer, subscription: str) -> MillstreamError:
+    error = refusal(answer.error, answer.message)
+    return error if answer.message or not isinstance(error, NotFound) else NotFound(f"no subscription {subscription!r}")
+
+
+def _messages(node: NodeId, part: PartitionMessages) -> Iterable[LeasedMessage]:
+    """What is leased of the batches that came."""
+    leases = iter(part.leases)
+    lease = next(leases, None)
+    topic_id = UUID(bytes=part.topic_id)
+    for record in decode_records(part.batches):
+        while lease is not None and record.offset > lease.last:
+            lease = next(leases, None)
+        if lease is not None and record.offset >= lease.first:
+            yield LeasedMessage(node, part.topic, topic_id, part.partition, lease.attempt, lease.deadline_ms, record)

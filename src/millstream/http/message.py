@@ -1,0 +1,106 @@
+"""A stored message as HTTP clients get it: in the same words in which they may publish one."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+
+from millstream.admin.message_document import utc
+from millstream.model.message_id import message_id
+from millstream.records.record import Headers, Record
+
+_RAW = msgspec.json.Decoder(msgspec.Raw)
+
+
+class ReceivedMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A message. Its value is `json` if its content type says so, else `value`, or `base64` if it is no text.
+
+    A message whose value is null has none of them.
+    """
+
+    id: str
+    topic: str
+    partition: int
+    offset: int
+    timestamp: str | None
+    key: str | None = None
+    key_base64: str | None = None
+    value: str | None = None
+    json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    base64: str | None = None
+    headers: dict[str, str] = {}
+    headers_base64: dict[str, str] = {}
+    """Those whose values are no texts."""
+
+
+class LeasedDocument(ReceivedMessage, frozen=True, kw_only=True, omit_defaults=True):
+    """A message that is leased to whoever got it, until the deadline."""
+
+    lease: str
+    """What to settle it with, at any node."""
+    attempt: int
+    deadline: str
+
+
+def members_of(topic: str, topic_id: object, partition: int, record: Record) -> dict[str, Any]:
+    """What a message is made of, by the names of its document."""
+    members: dict[str, Any] = {
+        "id": message_id(topic_id, partition, record.offset, record.headers),
+        "topic": topic,
+        "partition": partition,
+        "offset": record.offset,
+        "timestamp": utc(record.timestamp_ms),
+    }
+    if record.key is not None:
+        _set(members, "key", "key_base64", record.key)
+    if record.value is not None:
+        _set(members, "value", "base64", record.value)
+        if "value" in members and _says_json(record.headers):
+            _as_json(members, record.value)
+    texts: dict[str, str] = {}
+    others: dict[str, str] = {}
+    for name, value in record.headers:
+        try:
+            texts[name] = (value or b"").decode()
+        except UnicodeDecodeError:
+            others[name] = base64.b64encode(value or b"").decode()
+    if texts:
+        members["headers"] = texts
+    if others:
+        members["headers_base64"] = others
+    return members
+
+
+def received(topic: str, topic_id: object, partition: int, record: Record) -> ReceivedMessage:
+    """A message as it is shown."""
+    return ReceivedMessage(**members_of(topic, topic_id, partition, record))
+
+
+def one_line(document: bytes) -> bytes:
+    """JSON without line ends, which what was published may have had."""
+    return msgspec.json.format(document, indent=-1) if b"\n" in document or b"\r" in document else document
+
+
+def _set(members: dict[str, Any], text: str, encoded: str, value: bytes) -> None:
+    try:
+        members[text] = value.decode()
+    except UnicodeDecodeError:
+        members[encoded] = base64.b64encode(value).decode()
+
+
+def _says_json(headers: Headers) -> bool:
+    for name, value in headers:
+        if name == "content-type" and value is not None:
+            media = value.partition(b";")[0].strip().lower()
+            return media.endswith((b"/json", b"+json"))
+    return False
+
+
+def _as_json(members: dict[str, Any], value: bytes) -> None:
+    try:
+        members["json"] = _RAW.decode(value)
+    except (msgspec.DecodeError, RecursionError):
+        return
+    del members["value"]

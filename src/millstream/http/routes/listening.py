@@ -1,0 +1,183 @@
+"""Streams of messages as server-sent events: of a topic as they are published, of a subscription as they are leased."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from millstream.admin.position import HELP, parse_position
+from millstream.admin.tailer import Message, Tailer
+from millstream.admin.topics import find_topic, offsets_at
+from millstream.http.event_stream import event
+from millstream.http.message import one_line, received
+from millstream.http.parts import Parts
+from millstream.http.problem import invalid, problem_document, refusal_of
+from millstream.http.route import Asked, Lane, Nothing, Route, Streamed
+from millstream.http.routes.pulling import WorkerName, leased, receive_until
+from millstream.model.errors import MillstreamError
+from millstream.wire.cluster_metadata import TopicMetadata
+from millstream.wire.fetching import READ_COMMITTED
+from millstream.wire.subscription_messages import Receive
+
+READ_BYTES: Final = 256 * 1024
+"""What one stream reads at once."""
+
+PIECE_BYTES: Final = 32 * 1024
+PATIENCE_S: Final = 30.0
+WAIT_MS: Final = 30_000
+PARTITIONS_NAMED_MAX: Final = 16
+"""With more of them, only the last event of those that are sent together tells where all of them are."""
+
+_PLACES: Final = re.compile(r"\d{1,9}:\d{1,18}(,\d{1,9}:\d{1,18})*\Z")
+_encode = msgspec.json.Encoder().encode
+
+
+class Listen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"start": "from"}):
+    """Where to begin; `Last-Event-ID` goes before it."""
+
+    start: Annotated[str, Meta(min_length=1, max_length=100, description=f"Where to begin: {HELP}.")] = "end"
+
+
+class Consume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to lease messages for a stream."""
+
+    max: Annotated[int, Meta(ge=1, le=1000, description="How many messages are leased at once.")] = 100
+    worker: WorkerName | None = None
+
+
+class ListenHeaders(msgspec.Struct, frozen=True, rename="kebab"):
+    """The header with which a stream goes on where another one ended."""
+
+    last_event_id: Annotated[str | None, Meta(description="The id of the last event that came; goes on behind it.")] = (
+        None
+    )
+
+
+async def listen(parts: Parts, asked: Asked[Listen, Nothing]) -> Streamed:
+    """The messages of a topic, from some place on, for as long as the client listens."""
+    topic = await find_topic(parts.client, asked.path["topic"])
+    places = asked.headers.get(b"last-event-id")
+    if places:
+        starts = _read_places(places.decode("latin-1"), topic)
+    else:
+        position = parse_position(asked.query.start)
+        starts = await offsets_at(parts.client, topic.name, list(topic.partitions), position, isolation=READ_COMMITTED)
+    return Streamed(_told(_published(parts, topic, starts), f"/v1/topics/{topic.name}/events"))
+
+
+async def consume(parts: Parts, asked: Asked[Consume, Nothing]) -> Streamed:
+    """The messages of a subscription, leased to whoever listens, who settles them as those that are pulled."""
+    name, worker = asked.path["subscription"], parts.new_worker(asked.query.worker)
+    request = Receive(name, worker, asked.query.max, READ_BYTES, 0)
+    # Asked once before, so that a subscription that is not there is a problem and no stream.
+    await parts.subscriptions.describe([name])
+    pieces = _leased(parts, msgspec.structs.replace(request, wait_ms=WAIT_MS), asked.gone)
+    return Streamed(_told(pieces, f"/v1/subscriptions/{name}/events"))
+
+
+async def _published(parts: Parts, topic: TopicMetadata, starts: Mapping[int, int]) -> AsyncGenerator[bytes, None]:
+    notes: list[str] = []
+    tailer = Tailer(
+        parts.client, topic.name, starts, patience_s=PATIENCE_S, isolation=READ_COMMITTED, note=notes.append
+    )
+    places = dict(starts)
+    async for messages in tailer.follow_together(READ_BYTES):
+        for note in notes:
+            yield event("note", _encode({"detail": note}))
+        notes.clear()
+        for piece in _pieces(_events(topic, messages, places)):
+            yield piece
+
+
+def _events(topic: TopicMetadata, messages: list[Message], places: dict[int, int]) -> Iterable[bytes]:
+    for at, (partition, record) in enumerate(messages, 1):
+        places[partition] = record.offset + 1
+        is_told = at == len(messages) or len(places) <= PARTITIONS_NAMED_MAX
+        event_id = ",".join(f"{index}:{offset}" for index, offset in places.items()) if is_told else None
+        document = _encode(received(topic.name, topic.topic_id, partition, record))
+        yield event("message", one_line(document), event_id)
+
+
+async def _leased(parts: Parts, request: Receive, gone: asyncio.Future[None] | None) -> AsyncGenerator[bytes, None]:
+    while not parts.stopping.done() and (gone is None or not gone.done()):
+        left = await receive_until(parts, request, gone)
+        try:
+            while left:
+                piece, count = b"", 0
+                while count < len(left) and len(piece) < PIECE_BYTES:
+                    piece += event("message", one_line(_encode(leased(left[count], request.worker))))
+                    count += 1
+                yield piece
+                del left[:count]
+        finally:
+            await parts.leasing.give_back(request.subscription, request.worker, left)
+
+
+async def _told(pieces: AsyncGenerator[bytes, None], path: str) -> AsyncGenerator[bytes, None]:
+    """The same pieces; what ends them early is told as a last event."""
+    try:
+        async for piece in pieces:
+            yield piece
+    except MillstreamError as error:
+        refused = refusal_of(error)
+        yield event("error", _encode(problem_document(path, refused.status, refused.detail, {})))
+    finally:
+        await pieces.aclose()
+
+
+def _pieces(events: Iterable[bytes]) -> Iterable[bytes]:
+    """Events together, so that many small ones are not sent one by one."""
+    gathered: list[bytes] = []
+    size = 0
+    for one in events:
+        gathered.append(one)
+        size += len(one)
+        if size >= PIECE_BYTES:
+            yield b"".join(gathered)
+            gathered, size = [], 0
+    if gathered:
+        yield b"".join(gathered)
+
+
+def _read_places(text: str, topic: TopicMetadata) -> dict[int, int]:
+    if not _PLACES.match(text):
+        raise invalid(f"{text[:100]!r} is no Last-Event-ID of such a stream")
+    named = {int(index): int(offset) for index, _, offset in (place.partition(":") for place in text.split(","))}
+    if set(named) - set(topic.partitions):
+        raise invalid(f"the Last-Event-ID is not of topic {topic.name!r}, which has {len(topic.partitions)} partitions")
+    # Partitions that have come since are read from their beginning.
+    return {index: named.get(index, 0) for index in topic.partitions}
+
+
+ROUTES: Final = (
+    Route(
+        method="GET",
+        path="/topics/{topic}/events",
+        tag="messages",
+        summary="Listen to a topic",
+        handle=listen,
+        query=Listen,
+        body=Nothing,
+        headers=ListenHeaders,
+        answer=None,
+        lane=Lane.WAIT,
+        streams=True,
+    ),
+    Route(
+        method="GET",
+        path="/subscriptions/{subscription}/events",
+        tag="messages",
+        summary="Lease messages as they come",
+        handle=consume,
+        query=Consume,
+        body=Nothing,
+        answer=None,
+        lane=Lane.WAIT,
+        streams=True,
+    ),
+)

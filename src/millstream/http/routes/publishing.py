@@ -1,0 +1,207 @@
+"""Publishing: one message or many, in the forms that HTTP clients have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from millstream.admin.message_document import utc
+from millstream.admin.topics import find_topic
+from millstream.client.receipt import Receipt
+from millstream.http.api import read_json
+from millstream.http.cloud_event import (
+    BATCHED,
+    SPEC_HEADER,
+    STRUCTURED,
+    CloudEvent,
+    CloudEvents,
+    batch_decoder,
+    from_headers,
+    from_members,
+    structured_decoder,
+)
+from millstream.http.new_message import MessageBatch, MessageHeaders, Placed, from_batch, from_request
+from millstream.http.parts import Parts
+from millstream.http.problem import Refused, invalid, status_of
+from millstream.http.route import Answered, Asked, Lane, Route
+from millstream.model.errors import MillstreamError, PublishFailed
+from millstream.model.topic import check_topic_name
+from millstream.wire.publish_once import partition_of, publish_once
+
+MESSAGES: Final = "application/vnd.millstream.messages+json"
+_batch_decoder: Final = msgspec.json.Decoder(MessageBatch)
+
+
+class PublishQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to publish."""
+
+    deduplicate: Annotated[
+        bool,
+        Meta(
+            description="Store nothing whose id was published within the topic's `deduplication.window.ms`; then the "
+            "answer tells where the message stands. Every message needs an id."
+        ),
+    ] = False
+
+
+class Published(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where a message was stored."""
+
+    id: str
+    topic: str
+    partition: int
+    offset: int
+    timestamp: str
+    duplicate: bool = False
+    """Whether it was there already."""
+
+
+class PublishedBatch(msgspec.Struct, frozen=True):
+    """Where the messages of a batch were stored, in their order."""
+
+    messages: list[Published]
+
+
+async def publish(parts: Parts, asked: Asked[PublishQuery, bytes]) -> Any:
+    """Publish what a request holds; answered when it is as safe as the topic's settings say."""
+    topic = asked.path["topic"]
+    headers = asked.headers
+    parts.pressure.check_pause(parts.client.pause_s)
+    reader = _FORMS.get(headers.get(b"content-type", b"").partition(b";")[0].strip().lower())
+    if reader is None:
+        placed = from_request(headers, asked.body)
+        if SPEC_HEADER in headers:
+            placed = from_headers(headers, placed)
+        if not asked.query.deduplicate:
+            return _published(await _publish_one(parts, topic, placed))
+        placeds = [placed]
+    else:
+        placeds = reader(asked.body)
+    check_topic_name(topic)
+    if asked.query.deduplicate:
+        told = await _publish_once(parts, topic, placeds)
+    else:
+        told = await _publish_many(parts, topic, placeds)
+    is_old = all(one.duplicate for one in told)
+    content: Any = told[0] if reader is None or reader is _read_event else PublishedBatch(told)
+    return Answered(HTTPStatus.OK, content) if is_old else content
+
+
+async def _publish_one(parts: Parts, topic: str, placed: Placed) -> Receipt:
+    check_topic_name(topic)
+    return await parts.publisher.publish(topic, placed.record, partition=placed.partition)
+
+
+async def _publish_many(parts: Parts, topic: str, placeds: Sequence[Placed]) -> list[Published]:
+    outcomes: list[Any] = [None] * len(placeds)
+    by_partition: dict[int | None, list[int]] = {}
+    for at, placed in enumerate(placeds):
+        by_partition.setdefault(placed.partition, []).append(at)
+    for partition, places in by_partition.items():
+        records = [placeds[at].record for at in places]
+        try:
+            receipts: Sequence[Any] = await parts.publisher.publish_many(topic, records, partition=partition)
+        except PublishFailed as error:
+            receipts = error.outcomes
+        except MillstreamError as error:
+            receipts = [error] * len(places)
+        for at, receipt in zip(places, receipts, strict=True):
+            outcomes[at] = receipt
+    return _all_published([one if isinstance(one, MillstreamError) else _published(one) for one in outcomes])
+
+
+async def _publish_once(parts: Parts, topic: str, placeds: Sequence[Placed]) -> list[Published]:
+    """Publish what may have been published already."""
+    partitions = len((await _topic(parts, topic)).partitions)
+    by_partition: dict[int, list[int]] = {}
+    for at, placed in enumerate(placeds):
+        if placed.id is None:
+            raise invalid("a message needs an id to be known by; give it one")
+        chosen = placed.partition
+        if chosen is None:
+            chosen = partition_of(placed.record.key, placed.id, partitions)
+        by_partition.setdefault(chosen, []).append(at)
+    outcomes: list[Published | MillstreamError] = []
+    outcomes += [MillstreamError("not published")] * len(placeds)
+    for partition, places in by_partition.items():
+        records = [placeds[at].record for at in places]
+        try:
+            told = await publish_once(parts.client, topic, partition, records)
+        except MillstreamError as error:
+            for at in places:
+                outcomes[at] = error
+            continue
+        for at, one in zip(places, told, strict=True):
+            name = (placeds[at].id or b"").decode(errors="replace")
+            outcomes[at] = Published(
+                name, topic, partition, one.offset, utc(one.timestamp_ms) or "", duplicate=not one.is_new
+            )
+    return _all_published(outcomes)
+
+
+def _all_published(outcomes: Sequence[Published | MillstreamError]) -> list[Published]:
+    """What was stored, if everything was; else a problem that tells what was and what was not."""
+    failed = [(at, one) for at, one in enumerate(outcomes) if isinstance(one, MillstreamError)]
+    stored = [one for one in outcomes if isinstance(one, Published)]
+    if not failed:
+        return stored
+    at, first = failed[0]
+    if len(outcomes) == 1:
+        raise first
+    raise Refused(
+        status_of(first),
+        f"{len(failed)} of {len(outcomes)} messages were not published; number {at}: {first}",
+        messages=[one if isinstance(one, Published) else {"error": str(one)} for one in outcomes],
+    )
+
+
+def _published(receipt: Receipt) -> Published:
+    return Published(receipt.id, receipt.topic, receipt.partition, receipt.offset, utc(receipt.timestamp_ms) or "")
+
+
+async def _topic(parts: Parts, topic: str) -> Any:
+    found = await parts.client.metadata([topic], create=True)
+    return found.topics[topic] if topic in found.topics else await find_topic(parts.client, topic)
+
+
+def _read_batch(body: bytes) -> list[Placed]:
+    batch: MessageBatch = read_json(_batch_decoder, body)
+    return [from_batch(message) for message in batch.messages]
+
+
+def _read_event(body: bytes) -> list[Placed]:
+    return [from_members(read_json(structured_decoder, body))]
+
+
+def _read_events(body: bytes) -> list[Placed]:
+    return [from_members(members) for members in read_json(batch_decoder, body)]
+
+
+_FORMS: Final[dict[bytes, Callable[[bytes], list[Placed]]]] = {
+    MESSAGES.encode(): _read_batch,
+    STRUCTURED.encode(): _read_event,
+    BATCHED.encode(): _read_events,
+}
+
+ROUTES: Final = (
+    Route(
+        method="POST",
+        path="/topics/{topic}/messages",
+        tag="messages",
+        summary="Publish one message or many",
+        handle=publish,
+        query=PublishQuery,
+        body=bytes,
+        forms={MESSAGES: MessageBatch, STRUCTURED: CloudEvent, BATCHED: CloudEvents, "*/*": bytes},
+        headers=MessageHeaders,
+        answer=Published,
+        other_answer=PublishedBatch,
+        status=HTTPStatus.CREATED,
+        more={HTTPStatus.OK: "All of it was there already."},
+        lane=Lane.PUBLISH,
+    ),
+)

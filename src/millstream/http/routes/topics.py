@@ -1,0 +1,223 @@
+"""Topics: list, create, describe, alter, delete."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from millstream.admin.topic_document import CARD, describe_topic, replication_of
+from millstream.admin.topics import (
+    alter_topic,
+    check_settings_exist,
+    create_topic,
+    delete_topic,
+    find_topic,
+    grow_topic,
+)
+from millstream.http.parts import Parts
+from millstream.http.problem import invalid
+from millstream.http.route import Asked, Nothing, Route, TopicName
+from millstream.wire.cluster_metadata import TopicMetadata
+
+BROKER_DECIDES: Final = -1
+ADVICE: Final = "GET /v1/topics lists those that do"
+
+Number = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Copies = Annotated[int, Meta(ge=1, le=2**15 - 1)]
+
+
+class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which ones."""
+
+    internal: Annotated[bool, Meta(description="Show Millstream's own too.")] = False
+
+
+class TopicSummary(msgspec.Struct, frozen=True):
+    """A topic in one line."""
+
+    topic: str
+    id: str
+    partitions: int
+    replication: int
+    internal: bool
+
+
+class TopicList(msgspec.Struct, frozen=True):
+    """Topics, by their names."""
+
+    topics: list[TopicSummary]
+
+
+class NewTopic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A topic to be made; what is left out is as the node's defaults have it."""
+
+    name: TopicName
+    partitions: Number | None = None
+    replication: Copies | None = None
+    owner: str | None = None
+    description: str | None = None
+    contract: str | None = None
+    settings: dict[str, str] = {}
+
+
+class TopicChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to change; a setting that is null goes back to the node's default, an empty text takes one away."""
+
+    partitions: Number | None = None
+    owner: str | None = None
+    description: str | None = None
+    contract: str | None = None
+    settings: dict[str, str | None] = {}
+
+
+class DamagedOffsets(msgspec.Struct, frozen=True):
+    """Offsets that the disk lost: from `first` to before `next`."""
+
+    first: int
+    next: int
+
+
+class PartitionDescription(msgspec.Struct, frozen=True):
+    """One partition; `start` is its first offset, `end` the next one."""
+
+    partition: int
+    leader: int
+    replicas: list[int]
+    in_sync: list[int]
+    start: int
+    end: int
+    damage: list[DamagedOffsets] | None
+
+
+class TopicDescription(msgspec.Struct, frozen=True):
+    """A topic with its partitions and settings."""
+
+    topic: str
+    id: str
+    internal: bool
+    owner: str | None
+    description: str | None
+    contract: str | None
+    partitions: list[PartitionDescription]
+    settings: dict[str, str | None]
+    overrides: dict[str, str | None]
+    """Those settings that the topic's owner set."""
+
+
+async def list_topics(parts: Parts, asked: Asked[Listing, Nothing]) -> TopicList:
+    """All topics."""
+    topics = (await parts.client.metadata()).topics.values()
+    shown = sorted((one for one in topics if asked.query.internal or not one.is_internal), key=lambda one: one.name)
+    return TopicList([_summary(one) for one in shown])
+
+
+async def create(parts: Parts, asked: Asked[Nothing, NewTopic]) -> TopicSummary:
+    """Make a topic."""
+    new = asked.body
+    settings = {**new.settings, **_card(new)}
+    await create_topic(
+        parts.client,
+        new.name,
+        partitions=new.partitions or BROKER_DECIDES,
+        replication=new.replication or BROKER_DECIDES,
+        settings={key: text for key, text in settings.items() if text},
+    )
+    return _summary(await find_topic(parts.client, new.name))
+
+
+async def describe(parts: Parts, asked: Asked[Nothing, Nothing]) -> TopicDescription:
+    """One topic."""
+    return msgspec.convert(await describe_topic(parts.client, asked.path["topic"], advice=ADVICE), TopicDescription)
+
+
+async def alter(parts: Parts, asked: Asked[Nothing, TopicChanges]) -> TopicDescription:
+    """Change a topic, and say how it is then."""
+    name, said = asked.path["topic"], asked.body
+    changes: dict[str, str | None] = {**said.settings, **{key: text or None for key, text in _card(said).items()}}
+    if not changes and said.partitions is None:
+        raise invalid("there is nothing to change; give settings, partitions or what is said about the topic")
+    await find_topic(parts.client, name, advice=ADVICE)
+    await check_settings_exist(parts.client, name, [key for key, value in said.settings.items() if value is None])
+    if changes:
+        await alter_topic(parts.client, name, changes)
+    if said.partitions is not None:
+        await grow_topic(parts.client, name, said.partitions)
+    return await describe(parts, Asked(asked.path, Nothing(), Nothing(), asked.headers))
+
+
+async def delete(parts: Parts, asked: Asked[Nothing, Nothing]) -> None:
+    """Delete a topic and every message in it."""
+    await find_topic(parts.client, asked.path["topic"], advice=ADVICE)
+    await delete_topic(parts.client, asked.path["topic"])
+
+
+def _card(said: NewTopic | TopicChanges) -> dict[str, str]:
+    given = {key: getattr(said, word) for word, key in CARD.items()}
+    return {key: text for key, text in given.items() if text is not None}
+
+
+def _summary(topic: TopicMetadata) -> TopicSummary:
+    return TopicSummary(
+        topic.name, str(topic.topic_id), len(topic.partitions), replication_of(topic), topic.is_internal
+    )
+
+
+_SHARED: Final[dict[str, Any]] = {"tag": "topics"}
+
+ROUTES: Final = (
+    Route(
+        method="GET",
+        path="/topics",
+        summary="List topics",
+        handle=list_topics,
+        query=Listing,
+        body=Nothing,
+        answer=TopicList,
+        **_SHARED,
+    ),
+    Route(
+        method="POST",
+        path="/topics",
+        summary="Create a topic",
+        handle=create,
+        query=Nothing,
+        body=NewTopic,
+        answer=TopicSummary,
+        status=HTTPStatus.CREATED,
+        **_SHARED,
+    ),
+    Route(
+        method="GET",
+        path="/topics/{topic}",
+        summary="Describe a topic",
+        handle=describe,
+        query=Nothing,
+        body=Nothing,
+        answer=TopicDescription,
+        **_SHARED,
+    ),
+    Route(
+        method="PATCH",
+        path="/topics/{topic}",
+        summary="Change a topic's settings, or give it more partitions",
+        handle=alter,
+        query=Nothing,
+        body=TopicChanges,
+        answer=TopicDescription,
+        **_SHARED,
+    ),
+    Route(
+        method="DELETE",
+        path="/topics/{topic}",
+        summary="Delete a topic and every message in it",
+        handle=delete,
+        query=Nothing,
+        body=Nothing,
+        answer=None,
+        status=HTTPStatus.NO_CONTENT,
+        **_SHARED,
+    ),
+)

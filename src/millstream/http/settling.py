@@ -1,0 +1,76 @@
+"""Settles leases at whoever leads their partitions now, so that any node's gateway may be told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+from uuid import UUID
+
+from millstream.http.lease_token import Lease
+from millstream.model.errors import MillstreamError, UnknownGroup
+from millstream.model.ids import Offset
+from millstream.records.record import Record
+from millstream.wire.client import Client
+from millstream.wire.refusal import TRANSIENT
+from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
+
+SETTLE_S: Final = 10.0
+PAUSE_S: Final = 0.2
+_NO_ID: Final = UUID(int=0)
+
+
+class Verdict(NamedTuple):
+    """What a client says of one message."""
+
+    lease: Lease
+    verb: int
+    delay_ms: int | None = None
+    reason: str = ""
+
+
+async def settle(client: Client, subscription: str, verdicts: Sequence[Verdict]) -> list[MillstreamError | None]:
+    """Settle each, again and at the new leader when one moves; what went wrong with each of them."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + SETTLE_S
+    outcomes: list[MillstreamError | None] = [None] * len(verdicts)
+    left = list(range(len(verdicts)))
+    while True:
+        await _settle_some(client, subscription, verdicts, left, outcomes)
+        left = [at for at in left if isinstance(outcomes[at], TRANSIENT)]
+        if not left or loop.time() + PAUSE_S > deadline:
+            return outcomes
+        await asyncio.sleep(PAUSE_S)
+        # The client learns who leads now.
+        await client.metadata({verdicts[at].lease.topic for at in left})
+
+
+async def _settle_some(
+    client: Client,
+    subscription: str,
+    verdicts: Sequence[Verdict],
+    places: Iterable[int],
+    outcomes: list[MillstreamError | None],
+) -> None:
+    alike: dict[tuple[str, int, int | None, str], list[int]] = {}
+    for at in places:
+        one = verdicts[at]
+        alike.setdefault((one.lease.worker, one.verb, one.delay_ms, one.reason), []).append(at)
+    subscriptions = SubscriptionClient(client)
+    for (worker, verb, delay_ms, reason), some in alike.items():
+        some.sort(key=lambda at: (verdicts[at].lease.topic, verdicts[at].lease.partition, verdicts[at].lease.offset))
+        try:
+            messages = [await _held(client, verdicts[at].lease) for at in some]
+            told = await subscriptions.settle(subscription, worker, messages, verb, delay_ms=delay_ms, reason=reason)
+        except MillstreamError as error:
+            told = [error] * len(some)
+        for at, outcome in zip(some, told, strict=True):
+            if isinstance(outcome, UnknownGroup):
+                raise outcome
+            outcomes[at] = outcome
+
+
+async def _held(client: Client, lease: Lease) -> LeasedMessage:
+    leader = await client.leader_of(lease.topic, lease.partition)
+    record = Record(Offset(lease.offset), 0, None, None, ())
+    return LeasedMessage(leader, lease.topic, _NO_ID, lease.partition, lease.attempt, 0, record)

@@ -1,0 +1,32 @@
+"""Every route of the API."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from millstream.http.route import Route
+from millstream.http.routes import (
+    cluster,
+    dead_letters,
+    groups,
+    listening,
+    messages,
+    publishing,
+    pulling,
+    subscriptions,
+    topics,
+    transactions,
+)
+
+ROUTES: Final[tuple[Route[Any, Any], ...]] = (
+    *publishing.ROUTES,
+    *pulling.ROUTES,
+    *listening.ROUTES,
+    *messages.ROUTES,
+    *topics.ROUTES,
+    *subscriptions.ROUTES,
+    *groups.ROUTES,
+    *dead_letters.ROUTES,
+    *transactions.ROUTES,
+    *cluster.ROUTES,
+)
