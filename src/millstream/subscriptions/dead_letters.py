@@ -25,7 +25,7 @@ from millstream.model.ids import Offset, ProducerId
 from millstream.records.record import Headers, NewRecord, Record, decode_records, encode_batch
 from millstream.subscriptions.delivery import Delivery
 from millstream.subscriptions.letter_box import LetterBox
-from millstream.subscriptions.queue import Rejected
+from millstream.subscriptions.rejected import Rejected
 
 _logger = logging.getLogger(__name__)
 

@@ -4,7 +4,8 @@ Every change is a delta that is applied to the `Fold` and kept until `drain`, so
 state again. Beside it the queue keeps what may be lost with the process and is made anew from the fold: what is
 available next (`Supply`), what is due when (`DueIndex`), and whose turn it is (`KeyOrder`).
 
-`now_ms` is the time of day. Whatever is due by then happens first, so a lease that has ended is never settled.
+`now_ms` is the time of day. Whatever is due by then happens first, so a lease that has ended is never settled. When
+the time of day is put back, leases and waits for a retry last no longer for that.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from millstream.model.errors import CorruptState, InvalidRecordState
 from millstream.model.ids import Offset
 from millstream.model.subscription import AT_MOST_ONCE, QueueKey, SubscriptionSettings
 from millstream.subscriptions.aside import Aside
+from millstream.subscriptions.clock_step import CLOCK_STEP_MS, put_back
 from millstream.subscriptions.delta import Delta, DeltaKind
 from millstream.subscriptions.due_index import NEVER_MS, DueIndex
 from millstream.subscriptions.fold import Fold
@@ -29,6 +31,7 @@ from millstream.subscriptions.key_order import KeyOrder
 from millstream.subscriptions.lease import Lease, Settle, Verb
 from millstream.subscriptions.look import Look
 from millstream.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
+from millstream.subscriptions.rejected import Rejected
 from millstream.subscriptions.snapshot import read_snapshot
 from millstream.subscriptions.supply import Supply
 from millstream.subscriptions.window import Window
@@ -78,20 +81,6 @@ class Counts(NamedTuple):
     """How many of them the window has left behind."""
 
 
-class Rejected(NamedTuple):
-    """A message on its way to the dead letter topic."""
-
-    offset: Offset
-    attempts: int
-    reason: str
-    first_ms: int
-    """When it was delivered for the first time."""
-    time_ms: int
-    """When it was rejected."""
-    plan: bytes
-    """How it will be produced, as it was planned; empty until then."""
-
-
 class Queue:
     """The machine that the leader of a partition runs for a subscription."""
 
@@ -127,6 +116,7 @@ class Queue:
         """Make anew what is not stored; also when the window is empty and stands elsewhere."""
         fold, start = self._fold, self._fold.window.start
         self._aside_tried_at = 0
+        self._ticked_ms = 0
         self._dues = DueIndex(self._due_runs)
         waiting = fold.waiting_runs(0, fold.window.end)
         for run in waiting:
@@ -473,6 +463,11 @@ class Queue:
         """Let everything happen that is due: leases end, waits are over, and a window that is full makes room."""
         if self._fold.window.span >= self._window_max:
             self._set_aside(now_ms)
+        if now_ms < self._ticked_ms - CLOCK_STEP_MS:
+            for delta in put_back(self._fold, self._ticked_ms - now_ms, now_ms):
+                self._do(delta)
+                self._dues.add(delta.first, delta.last, delta.due_ms)
+        self._ticked_ms = now_ms
         if self._dues.next_ms > now_ms:
             return
         for first, last in self._dues.pop(now_ms):

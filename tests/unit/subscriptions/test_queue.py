@@ -11,6 +11,7 @@ import pytest
 from millstream.model.errors import CorruptState, InvalidRecordState
 from millstream.model.ids import Offset, PartitionIndex
 from millstream.model.subscription import AT_MOST_ONCE, QueueKey, SubscriptionSettings
+from millstream.subscriptions.clock_step import CLOCK_STEP_MS
 from millstream.subscriptions.delta import DeltaKind
 from millstream.subscriptions.frame import read_frame
 from millstream.subscriptions.image import Image
@@ -398,3 +399,32 @@ def test_a_message_takes_few_bytes() -> None:
     window = queue.fold.window
     columns = (window.states, window.attempts, window.dues, window.holders, window.firsts)
     assert sum(column.__sizeof__() for column in columns) < 30 * 100_000
+
+
+def test_a_clock_that_is_put_back_makes_nothing_last_longer() -> None:
+    fast_ms, hour_ms = NOW_MS + 3_600_000, 3_600_000
+    queue = make_queue(10, backoff_min_ms=5000, attempts=0)
+    queue.look(10, 11, now_ms=fast_ms, due=[(10, fast_ms + 60_000)])
+    queue.tick(fast_ms)
+    queue.acquire("a", now_ms=fast_ms, max_records=2)
+    queue.settle("a", [settle(1, 1, Verb.RELEASE)], now_ms=fast_ms)
+    queue.tick(fast_ms - hour_ms)
+    # A lease and a wait for a retry last for as long as they were to; a message that has a time waits for it.
+    assert offsets(queue.acquire("b", now_ms=NOW_MS + 4999, max_records=20)) == list(range(2, 10))
+    assert offsets(queue.acquire("b", now_ms=NOW_MS + 5000, max_records=20)) == [1]
+    moved = again(queue)
+    for each in (queue, moved):
+        each.tick(NOW_MS + LEASE_MS - 1)
+        assert each.in_flight("a") == 1
+        each.tick(NOW_MS + LEASE_MS)
+        assert each.in_flight("a") == 0
+    assert 10 not in offsets(queue.acquire("c", now_ms=fast_ms + 59_999, max_records=20))
+    assert 10 in offsets(queue.acquire("d", now_ms=fast_ms + 60_000, max_records=20))
+
+
+def test_a_clock_that_is_put_back_a_little_changes_nothing() -> None:
+    queue = make_queue(1)
+    queue.acquire("a", now_ms=NOW_MS, max_records=1)
+    queue.drain()
+    queue.tick(NOW_MS - CLOCK_STEP_MS)
+    assert not queue.has_news
