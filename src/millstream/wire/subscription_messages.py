@@ -8,6 +8,12 @@ import msgspec
 
 RECEIVE_KEY: Final = 32030
 SETTLE_KEY: Final = 32031
+CREATE_KEY: Final = 32032
+ALTER_KEY: Final = 32033
+DELETE_KEY: Final = 32034
+LIST_KEY: Final = 32035
+SEEK_KEY: Final = 32036
+FORGET_KEY: Final = 32037
 
 
 class Receive(msgspec.Struct, frozen=True, array_like=True):

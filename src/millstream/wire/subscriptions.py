@@ -16,7 +16,12 @@ from millstream.records.record import Record, decode_records
 from millstream.wire.client import Client
 from millstream.wire.refusal import refusal
 from millstream.wire.subscription_messages import (
+    ALTER_KEY,
+    CREATE_KEY,
+    DELETE_KEY,
+    LIST_KEY,
     RECEIVE_KEY,
+    SEEK_KEY,
     SETTLE_KEY,
     PartitionSettles,
     Receive,
@@ -25,12 +30,6 @@ from millstream.wire.subscription_messages import (
     SettledRange,
     SettleRequest,
 )
-
-CREATE_KEY: Final = 32032
-ALTER_KEY: Final = 32033
-DELETE_KEY: Final = 32034
-LIST_KEY: Final = 32035
-SEEK_KEY: Final = 32036
 
 _TURN_MS: Final = 200
 _NODES_S: Final = 1.0

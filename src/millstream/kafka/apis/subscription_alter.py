@@ -16,6 +16,7 @@ import msgspec
 
 from millstream.kafka.private import PrivateApi
 from millstream.kafka.subscription_service import SubscriptionService
+from millstream.wire.subscription_messages import ALTER_KEY
 
 
 class ChangedSubscription(msgspec.Struct, frozen=True):
@@ -30,7 +31,7 @@ class ChangedSubscription(msgspec.Struct, frozen=True):
 class SubscriptionAlter(PrivateApi[ChangedSubscription]):
     """Changes subscriptions."""
 
-    key = 32033
+    key = ALTER_KEY
     asks = ChangedSubscription
 
     def __init__(self, service: SubscriptionService) -> None:

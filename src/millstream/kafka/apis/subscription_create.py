@@ -17,6 +17,7 @@ import msgspec
 from millstream.kafka.private import PrivateApi
 from millstream.kafka.subscription_service import SubscriptionService
 from millstream.model.subscription import check_subscription
+from millstream.wire.subscription_messages import CREATE_KEY
 
 
 class NewSubscription(msgspec.Struct, frozen=True):
@@ -31,7 +32,7 @@ class NewSubscription(msgspec.Struct, frozen=True):
 class SubscriptionCreate(PrivateApi[NewSubscription]):
     """Declares subscriptions."""
 
-    key = 32032
+    key = CREATE_KEY
     asks = NewSubscription
 
     def __init__(self, service: SubscriptionService) -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from millstream.cluster.subscriptions import Subscriptions
 from millstream.kafka.private import PrivateApi
+from millstream.wire.subscription_messages import DELETE_KEY
 
 
 class GoneSubscription(msgspec.Struct, frozen=True):
@@ -26,7 +27,7 @@ class GoneSubscription(msgspec.Struct, frozen=True):
 class SubscriptionDelete(PrivateApi[GoneSubscription]):
     """Deletes subscriptions."""
 
-    key = 32034
+    key = DELETE_KEY
     asks = GoneSubscription
 
     def __init__(self, subscriptions: Subscriptions) -> None:

@@ -17,6 +17,7 @@ import msgspec
 from millstream.kafka.private import PrivateApi
 from millstream.kafka.subscription_service import SubscriptionService
 from millstream.model.errors import UnknownTopic
+from millstream.wire.subscription_messages import FORGET_KEY
 
 
 class Unwanted(msgspec.Struct, frozen=True):
@@ -30,7 +31,7 @@ class Unwanted(msgspec.Struct, frozen=True):
 class SubscriptionForget(PrivateApi[Unwanted]):
     """Forgets what subscriptions have delivered."""
 
-    key = 32037
+    key = FORGET_KEY
     asks = Unwanted
 
     def __init__(self, service: SubscriptionService) -> None:

@@ -24,6 +24,7 @@ from millstream.kafka.private import PrivateApi
 from millstream.kafka.subscription_service import SubscriptionService
 from millstream.model.subscription import Subscription
 from millstream.subscriptions.delta import DeltaKind
+from millstream.wire.subscription_messages import LIST_KEY
 
 if TYPE_CHECKING:
     from millstream.subscriptions.delivery import Delivery
@@ -49,7 +50,7 @@ class WantedSubscriptions(msgspec.Struct, frozen=True):
 class SubscriptionList(PrivateApi[WantedSubscriptions]):
     """Tells of subscriptions."""
 
-    key = 32035
+    key = LIST_KEY
     asks = WantedSubscriptions
 
     def __init__(self, service: SubscriptionService) -> None:

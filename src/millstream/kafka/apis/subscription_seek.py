@@ -21,6 +21,7 @@ from millstream.model.errors import InvalidRequest
 from millstream.model.ids import Offset
 from millstream.model.subscription import READ_COMMITTED, Subscription
 from millstream.replication.partition import Partition
+from millstream.wire.subscription_messages import SEEK_KEY
 
 AT_OFFSET = "offset:"
 AT_TIME = "at:"
@@ -39,7 +40,7 @@ class Sought(msgspec.Struct, frozen=True):
 class SubscriptionSeek(PrivateApi[Sought]):
     """Moves queues."""
 
-    key = 32036
+    key = SEEK_KEY
     asks = Sought
 
     def __init__(self, service: SubscriptionService) -> None:
