@@ -27,6 +27,7 @@ from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
 from millstream.config import Config, parse_address
 from millstream.http.child import HttpChild
+from millstream.http.push.child import PushChild
 from millstream.kafka.dispatch import Dispatch
 from millstream.log.files import DiskFiles, Files
 from millstream.log.folder import CLEAN_STOP_NAME, LOCK_NAME, PARTITIONS_NAME
@@ -104,6 +105,7 @@ class Broker:
         self._served: Served | None = None
         self._store: LogStore | None = None
         self._gateway: HttpChild | None = None
+        self._pusher: PushChild | None = None
         self._gateway_runs = False
         self._serving: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -198,6 +200,8 @@ class Broker:
             await self._served_or_failed()
             await core.node.join(core.membership.me, self.http_address)
             undo.push_async_callback(core.node.leave)
+        pushing = self._supervise("push", self._push(core))
+        undo.push_async_callback(self._stop_pushing, pushing)
         _logger.info("ready", extra={"kafka": self.kafka_address, "http": self.http_address, "data": config.data})
 
     async def _prepare_gateway(self) -> None:
@@ -418,6 +422,31 @@ class Broker:
         await dispatch.loaded()
         gateway.tell(None)
         self._begin_gateway(gateway)
+
+    async def _push(self, core: _Core) -> None:
+        """Push what subscriptions want to be pushed, once the APIs answer."""
+        await self._served_or_failed()
+        if self._served is None:
+            return
+        service = self._served.subscriptions
+        self._pusher = PushChild(
+            self.kafka_address,
+            core.subscriptions,
+            service.push,
+            node_id=self._config.node_id,
+            private_addresses=self._config.push_private_addresses,
+            worker_gone=service.worker_gone,
+            log_level=self._config.log_level,
+            log_format=self._config.log_format,
+        )
+        await self._pusher.run()
+
+    async def _stop_pushing(self, pushing: asyncio.Task[None]) -> None:
+        if self._pusher is None:
+            pushing.cancel()
+        else:
+            await self._pusher.stop()
+        await asyncio.wait([pushing])
 
     def _begin_gateway(self, gateway: HttpChild) -> None:
         """Start the gateway, if it does not run already since there was something to wait for."""

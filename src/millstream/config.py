@@ -258,6 +258,12 @@ class Config:
     shutdown_ms: int = setting(
         "shutdown-ms", 30_000, "How long a stopping node waits for requests under way before it closes them.", minimum=0
     )
+    push_private_addresses: bool = setting(
+        "push-private-addresses",
+        False,
+        "Whether messages may be pushed to private, loopback and link-local addresses, which whoever declares a "
+        "subscription could otherwise not reach.",
+    )
     log_level: str = setting("log-level", "info", "How much is logged.", choices=("debug", "info", "warning", "error"))
     log_format: str = setting(
         "log-format", "text", "Whether log lines are for people or one JSON object each.", choices=("text", "json")

@@ -24,6 +24,7 @@ from millstream.cli.options import (
     parse_assignments,
 )
 from millstream.cli.output import as_json_text, counted, one_line, print_json, print_line, print_note, print_table
+from millstream.cli.push_options import PushHeaders, PushSecret, PushUrl, print_push, push_overrides
 from millstream.model.errors import SubscriptionExists
 from millstream.model.subscription import (
     ATTEMPTS,
@@ -38,6 +39,7 @@ from millstream.model.subscription import (
     ORDERED,
     PAUSED,
     START,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -124,6 +126,9 @@ def create(
     delivery: Delivery = None,
     in_flight: InFlight = None,
     expires: ExpiresSeconds = None,
+    push: PushUrl = None,
+    push_secret: PushSecret = None,
+    push_header: PushHeaders = None,
     settings: Settings = None,
     if_missing: Annotated[
         bool, typer.Option("--if-not-exists", help="Succeed, and change nothing, when it is there already.")
@@ -136,6 +141,7 @@ def create(
     if not topic:
         raise typer.BadParameter("name at least one topic with --topic")
     overrides = _overrides(filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires)
+    overrides.update(push_overrides(push, push_secret, push_header))
     overrides.update({START: start_of(start), **parse_assignments(settings or [], flag="--set")})
 
     async def question(client: Client) -> tuple[bool, list[str]]:
@@ -212,6 +218,7 @@ def describe(
         print_table(header, [[queue[key] for key in (*keys, *more)] for queue in queues])
     else:
         print_line("No queue is open; its topics may not exist yet.")
+    print_push(told)
 
 
 @app.command("update")
@@ -227,6 +234,9 @@ def update(
     delivery: Delivery = None,
     in_flight: InFlight = None,
     expires: ExpiresSeconds = None,
+    push: PushUrl = None,
+    push_secret: PushSecret = None,
+    push_header: PushHeaders = None,
     settings: Settings = None,
     unset: Annotated[
         list[str] | None,
@@ -239,6 +249,7 @@ def update(
     """Change a subscription; what is not named stays. Messages that were filtered already stay so."""
     changes: dict[str, str | None] = {
         **_overrides(filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires),
+        **push_overrides(push, push_secret, push_header),
         **parse_assignments(settings or [], flag="--set"),
         **dict.fromkeys(unset or []),
     }
@@ -246,7 +257,8 @@ def update(
         raise typer.BadParameter("there is nothing to change; see --help for what can be")
     _alter(name, changes, topic, brokers, timeout)
     if as_json:
-        print_json({"subscription": name, "changes": changes, "topics": topic})
+        given = shown({setting: value for setting, value in changes.items() if value is not None})
+        print_json({"subscription": name, "changes": {**changes, **given}, "topics": topic})
     else:
         print_line(f"Changed subscription {one_line(name)}.")
 

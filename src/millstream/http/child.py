@@ -12,30 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import socket
 import sys
 from asyncio.subprocess import Process
 from contextlib import suppress
 
-_logger = logging.getLogger(__name__)
+from millstream.http.supervised_child import BACKOFF_MIN_S, SupervisedChild
 
 MODULE = "millstream.http.gateway"
-BACKOFF_MIN_S = 0.1
-BACKOFF_MAX_S = 10.0
-SETTLED_S = 30.0
-"""A child that ran for this long was well; if it dies, the waiting starts again from the shortest."""
-
-STOP_S = 5.0
-"""How long a child may take to finish its requests before it is killed."""
 
 _REASON_MAX = 500
 """Characters of a reason: a line of this is written to the pipe as a whole or not at all."""
 
 
-class HttpChild:
+class HttpChild(SupervisedChild):
     """Keeps one gateway process running behind a listening socket."""
+
+    name = "the HTTP gateway"
 
     def __init__(
         self,
@@ -46,42 +40,13 @@ class HttpChild:
         log_format: str = "text",
         backoff_min_s: float = BACKOFF_MIN_S,
     ) -> None:
+        super().__init__(backoff_min_s=backoff_min_s)
         self._listening = listening
         self._kafka_address = kafka_address
         self._log_level = log_level
         self._log_format = log_format
-        self._backoff_min_s = backoff_min_s
-        self._process: Process | None = None
         self._pipe = -1
         self._starting: str | None = None
-        self._spawned = asyncio.Event()
-        self._stopping = asyncio.Event()
-        self.restarts = 0
-
-    @property
-    def pid(self) -> int | None:
-        """The process id of the child that runs now, if one does."""
-        return self._process.pid if self._process is not None else None
-
-    async def run(self) -> None:
-        """Start the child and start it again whenever it ends, until `stop`; a background task of the broker."""
-        backoff_s = self._backoff_min_s
-        while not self._stopping.is_set():
-            started = asyncio.get_running_loop().time()
-            code = await self._run_once()
-            if self._stopping.is_set():
-                break
-            if asyncio.get_running_loop().time() - started > SETTLED_S:
-                backoff_s = self._backoff_min_s
-            self.restarts += 1
-            _logger.warning("the HTTP gateway ended; starting it again", extra={"code": code, "in_s": backoff_s})
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), backoff_s)
-            backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
-
-    async def spawned(self) -> None:
-        """Wait until a child runs."""
-        await self._spawned.wait()
 
     def tell(self, starting: str | None) -> None:
         """Have the child answer that the broker is not up yet, and why; None once the broker answers itself."""
@@ -90,40 +55,8 @@ class HttpChild:
 
     async def stop(self) -> None:
         """Let the child finish its requests, then end it; the listening socket is closed."""
-        self._stopping.set()
-        process = self._process
-        if process is not None:
-            self._hang_up()
-            try:
-                await asyncio.wait_for(process.wait(), STOP_S)
-            except TimeoutError:
-                _logger.warning("the HTTP gateway did not stop in time and is killed", extra={"pid": process.pid})
-                with suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+        await super().stop()
         self._listening.close()
-
-    async def _run_once(self) -> int:
-        try:
-            process = await self._spawn()
-        except OSError as error:
-            _logger.warning("the HTTP gateway could not be started", extra={"reason": str(error)})
-            return -1
-        self._process = process
-        self._spawned.set()
-        if self._stopping.is_set():
-            self._hang_up()
-        try:
-            return await process.wait()
-        except asyncio.CancelledError:
-            # The broker gives up waiting, for example because its own start failed.
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-            raise
-        finally:
-            self._hang_up()
-            self._process = None
 
     async def _spawn(self) -> Process:
         child_end, self._pipe = os.pipe()

@@ -166,6 +166,11 @@ class Served:
         ]
         self.apis += [ApiVersions(self.apis), UpdateFeatures(self.apis)]
 
+    @property
+    def subscriptions(self) -> SubscriptionService:
+        """Everything about subscriptions."""
+        return self._subscriptions
+
     async def start(self) -> None:
         """Begin to load what the coordinators keep in the log."""
         await self._groups.start()

@@ -28,7 +28,8 @@ class Synonym:
     """One of the places that a value can come from."""
 
     name: str
-    value: str
+    value: str | None
+    """None for a secret."""
     source: int
 
 
@@ -41,8 +42,8 @@ class SettingView:
     read_only: bool
 
     @property
-    def value(self) -> str:
-        """The value that holds."""
+    def value(self) -> str | None:
+        """The value that holds; None for a secret."""
         return self.synonyms[0].value
 
     @property
@@ -97,7 +98,8 @@ def group_settings(subscription: Subscription | None) -> Iterator[SettingView]:
     for _, declared in settings_of(SubscriptionSettings):
         synonyms = [Synonym(declared.name, _text(declared.default), SOURCE_DEFAULT)]
         if declared.name in overrides:
-            synonyms.insert(0, Synonym(declared.name, overrides[declared.name], SOURCE_GROUP))
+            value = None if declared.is_secret else overrides[declared.name]
+            synonyms.insert(0, Synonym(declared.name, value, SOURCE_GROUP))
         yield SettingView(declared, tuple(synonyms), read_only=False)
 
 

@@ -17,6 +17,7 @@ from millstream.cluster.producer_ids import ProducerIds
 from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
 from millstream.config import Config
+from millstream.kafka.push_board import PushBoard
 from millstream.model.clock import Clock
 from millstream.model.errors import MillstreamError, PartitionClosed
 from millstream.model.ids import NodeId
@@ -61,10 +62,12 @@ class SubscriptionService:
         clock: Clock,
         supervise: Supervise,
     ) -> None:
-        me = membership.me.node_id
+        me = self.node_id = membership.me.node_id
         self.topics = topics
         self.declared = subscriptions
         self.budget = budget
+        self.push = PushBoard()
+        """How the messages of subscriptions that are pushed get on."""
         self.states = StateCoordinator(topics, config, clock, _image)
         self._membership = membership
         self._producer_ids = producer_ids
@@ -81,7 +84,8 @@ class SubscriptionService:
         self._closed = False
 
     def metrics(self) -> Iterable[Metric]:
-        """How many queues are kept and open."""
+        """How many queues are kept and open, and what is in them."""
+        yield from self.push.metrics()
         opened = 0 if self._engine is None else self._engine.open_count
         yield gauge("millstream_queues_kept", "Queues whose state this node keeps.", self.states.queues)
         yield gauge("millstream_queues_open", "Queues that this node leads and has open.", opened)
@@ -152,6 +156,12 @@ class SubscriptionService:
     def loaded(self) -> Engine | None:
         """The queues, if they were needed so far."""
         return self._engine
+
+    def worker_gone(self, worker: str) -> None:
+        """Give what a worker holds of any subscription to others."""
+        if self._engine is not None and not self._closed:
+            for subscription in self.declared.all():
+                self._engine.worker_gone(subscription, worker)
 
     async def ask_node(self, node: NodeId, key: int, body: bytes) -> memoryview:
         """Send another node one of Millstream's own requests."""

@@ -15,6 +15,9 @@ from millstream.model.errors import InvalidSetting
 
 _KEY = "millstream.setting"
 
+HIDDEN = "(hidden)"
+"""What stands in the place of a secret value."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -32,6 +35,8 @@ class Setting:
     is_fixed: bool = False
     """Whether the default is the only value: it is there because tools send or show it."""
     needs_restart: bool = True
+    is_secret: bool = False
+    """Whether nobody is shown the value; that there is one may be told."""
 
     def parse(self, text: str) -> Any:
         """Turn the text of a flag, variable or file into the value, or raise `InvalidSetting`."""
@@ -95,6 +100,7 @@ def setting(
     length_max: int | None = None,
     is_fixed: bool = False,
     needs_restart: bool = True,
+    is_secret: bool = False,
 ) -> Any:
     """Declare a dataclass field as a setting."""
     declared = Setting(
@@ -108,6 +114,7 @@ def setting(
         length_max=length_max,
         is_fixed=is_fixed,
         needs_restart=needs_restart,
+        is_secret=is_secret,
     )
     return dataclasses.field(default=default, metadata={_KEY: declared})
 

@@ -13,10 +13,11 @@ from datetime import timedelta
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
+from millstream.model import push
 from millstream.model.errors import InvalidSetting, InvalidSubscription
 from millstream.model.ids import Offset, PartitionIndex
 from millstream.model.nearest import suggestion
-from millstream.model.setting import Setting, setting, settings_of
+from millstream.model.setting import HIDDEN, Setting, setting, settings_of
 from millstream.model.topic import check_topic_name
 
 NAME_LENGTH_MAX = 249
@@ -179,6 +180,50 @@ class SubscriptionSettings:
         "Whether delivery rests: leases that are out can be settled, no new ones are given.",
         needs_restart=False,
     )
+    push_url: str = setting(
+        push.URL,
+        "",
+        "Where messages are sent as HTTP requests; empty means that workers fetch them.",
+        needs_restart=False,
+    )
+    push_headers: str = setting(
+        push.HEADERS,
+        "",
+        "Headers that are sent with every message, as a JSON object. They are not shown again.",
+        needs_restart=False,
+        is_secret=True,
+    )
+    push_secret: str = setting(
+        push.SECRET,
+        "",
+        "What messages are signed with: a secret of 16 bytes or more, as text or as `whsec_` and Base64; several with "
+        "spaces between them while they change. It is not shown again.",
+        needs_restart=False,
+        is_secret=True,
+    )
+    push_timeout_ms: int = setting(
+        push.TIMEOUT,
+        30_000,
+        "How long the endpoint may take to answer.",
+        minimum=10,
+        maximum=600_000,
+        needs_restart=False,
+    )
+    push_in_flight_max: int = setting(
+        push.IN_FLIGHT_MAX,
+        100,
+        "How many requests a node has under way to the endpoint at most; it begins with one, and follows the answers.",
+        minimum=1,
+        maximum=1000,
+        needs_restart=False,
+    )
+    push_format: str = setting(
+        push.FORMAT,
+        push.BINARY,
+        "How a message is laid out: as a CloudEvent in headers and body, as one JSON document, or as it is.",
+        choices=(push.BINARY, push.STRUCTURED, push.RAW),
+        needs_restart=False,
+    )
 
     @classmethod
     def from_strings(cls, given: Mapping[str, str]) -> SubscriptionSettings:
@@ -202,8 +247,9 @@ class SubscriptionSettings:
         return {declared.name: declared for _, declared in settings_of(cls)}
 
     def as_strings(self) -> dict[str, str]:
-        """Every setting as Kafka's tools show it: name to text."""
-        return {declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))}
+        """Every setting as it is shown: name to text, without secrets."""
+        found = {declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))}
+        return shown(found)
 
     def start_time_ms(self, now_ms: int) -> int | None:
         """The time that `start` names; None for `earliest` and `latest`, which name a place."""
@@ -232,6 +278,7 @@ class SubscriptionSettings:
             raise InvalidSetting(f"{FILTER} has at most {FILTER_LENGTH_MAX} characters, not {len(self.filter)}")
         if self.heartbeat_ms >= self.session_ms:
             raise InvalidSetting(f"{HEARTBEAT} ({self.heartbeat_ms}) must be below {SESSION} ({self.session_ms})")
+        push.check_push(self.push_url, self.push_headers, self.push_secret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +305,15 @@ class Subscription:
     def settings(self) -> SubscriptionSettings:
         """Its settings; worked out anew each time."""
         return SubscriptionSettings.from_strings(self.overrides)
+
+
+def shown(settings: Mapping[str, str]) -> dict[str, str]:
+    """Settings by name as anybody may see them: of a secret only that there is one."""
+    declared = SubscriptionSettings.declared()
+    return {
+        name: HIDDEN if value and name in declared and declared[name].is_secret else value
+        for name, value in settings.items()
+    }
 
 
 def start_key(topic: str, topic_id: UUID) -> str:

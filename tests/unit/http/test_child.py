@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.http import child
+from millstream.http import child, supervised_child
 from millstream.http.child import HttpChild
 
 # A child that does not look at its standard input.
@@ -25,7 +25,7 @@ async def test_a_child_that_keeps_dying_is_started_again_and_again(
     listening: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(child, "MODULE", "millstream.no_such_module")
-    monkeypatch.setattr(child, "BACKOFF_MAX_S", 0.002)
+    monkeypatch.setattr(supervised_child, "BACKOFF_MAX_S", 0.002)
     caplog.set_level(logging.WARNING)
     gateway = HttpChild(listening, "127.0.0.1:9092", backoff_min_s=0.001)
     running = asyncio.create_task(gateway.run())
@@ -40,7 +40,7 @@ async def test_a_child_that_keeps_dying_is_started_again_and_again(
 
 async def test_a_child_that_does_not_stop_is_killed(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HttpChild, "_command", lambda self: DEAF)
-    monkeypatch.setattr(child, "STOP_S", 0.01)
+    monkeypatch.setattr(supervised_child, "STOP_S", 0.01)
     gateway = HttpChild(listening, "127.0.0.1:9092")
     running = asyncio.create_task(gateway.run())
     while gateway.pid is None:

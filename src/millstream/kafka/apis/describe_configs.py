@@ -101,7 +101,7 @@ def _described(view: SettingView, request: DescribeConfigsRequest) -> DescribeCo
         value=view.value,
         read_only=view.read_only,
         config_source=i8(view.source),
-        is_sensitive=False,
+        is_sensitive=view.declared.is_secret,
         synonyms=tuple(
             DescribeConfigsSynonym(name=synonym.name, value=synonym.value, source=i8(synonym.source))
             for synonym in synonyms

@@ -3,11 +3,12 @@
     {"names": ["billing"], "open": [["orders", 0]]}, or null for all
     answer: {"error": 0, "message": null, "subscriptions": [{"name": …, "subscription_id": …, "topics": […],
     "settings": {…}, "overrides": {…}, "created_ms": …, "queues": [{"topic": …, "partition": …, "backlog": …, …}],
-    "kept": [["orders", 0], …]}]}
+    "kept": [["orders", 0], …], "push": [{"node": 1, "state": "up", "concurrency": 8, …}]}]}
 
 Every node knows all subscriptions; of the queues it tells those that it leads and has open, so a client asks all nodes.
 `kept` are those whose states it keeps, for subscriptions that are named; of those that are to be opened it opens what
-it leads, and tells of them too.
+it leads, and tells of them too. `push` is how the node's push process does with the subscription's endpoint, if its
+messages are pushed. Values of secret settings are never told.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -22,9 +23,8 @@ import msgspec
 
 from millstream.kafka.private import PrivateApi
 from millstream.kafka.subscription_service import SubscriptionService
-from millstream.model.subscription import Subscription
+from millstream.model.subscription import Subscription, shown
 from millstream.subscriptions.delta import DeltaKind
-from millstream.wire.subscription_messages import LIST_KEY
 
 if TYPE_CHECKING:
     from millstream.subscriptions.delivery import Delivery
@@ -50,7 +50,7 @@ class WantedSubscriptions(msgspec.Struct, frozen=True):
 class SubscriptionList(PrivateApi[WantedSubscriptions]):
     """Tells of subscriptions."""
 
-    key = LIST_KEY
+    key = 32035
     asks = WantedSubscriptions
 
     def __init__(self, service: SubscriptionService) -> None:
@@ -88,6 +88,11 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
                 kept.setdefault(key.subscription_id, []).append((topic.name, key.partition))
         return kept
 
+    def _pushed(self, subscription: Subscription) -> list[dict[str, Any]]:
+        """How push goes here; a client puts those of all nodes together."""
+        told = self._service.push.told(subscription.name)
+        return [] if told is None else [{"node": self._service.node_id, **told}]
+
     def _told(
         self,
         subscription: Subscription,
@@ -99,10 +104,11 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
             "subscription_id": str(subscription.subscription_id),
             "topics": subscription.topics,
             "settings": self._subscriptions.settings_of(subscription).as_strings(),
-            "overrides": dict(subscription.overrides),
+            "overrides": shown(subscription.overrides),
             "created_ms": subscription.created_ms,
             "queues": [_queue(delivery) for delivery in queues.get(subscription.subscription_id, ())],
             "kept": list(kept.get(subscription.subscription_id, ())),
+            "push": self._pushed(subscription),
         }
 
 

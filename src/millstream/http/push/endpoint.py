@@ -1,0 +1,89 @@
+"""How much an endpoint takes: found out by its answers, as TCP finds out how much a network takes.
+
+It begins with one request at a time. While all goes well the limit grows, first by one with each answer, later by one
+with each round of them; a failure halves it. After some failures in a row the endpoint counts as down: it is left alone
+for a while, and then asked with one message, until it answers. So an endpoint that is down does not use up the
+attempts of everything that waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+DOWN_AFTER: Final = 3
+"""So many failures in a row, without a success between them, and the endpoint is down."""
+REST_S_MIN: Final = 1.0
+REST_S_MAX: Final = 60.0
+
+
+class Endpoint:
+    """One endpoint as one node sees it. Time is any clock that only grows, in seconds."""
+
+    def __init__(self, cap: int) -> None:
+        self._cap = float(cap)
+        self._limit = 1.0
+        self._threshold = self._cap
+        self._failures = 0
+        self._rest_s = REST_S_MIN
+        self._shrunk_at = float("-inf")
+        self._resting_until = float("-inf")
+        self.is_down = False
+        self.is_used = False
+
+    @property
+    def limit(self) -> int:
+        """How many requests may be under way."""
+        return 1 if self.is_down else int(self._limit)
+
+    @property
+    def state(self) -> str:
+        """In one word: unused, up, failing or down."""
+        if self.is_down:
+            return "down"
+        if not self.is_used:
+            return "unused"
+        return "failing" if self._failures else "up"
+
+    def room(self, under_way: int, now: float) -> int:
+        """How many more requests may begin."""
+        return 0 if now < self._resting_until else max(0, self.limit - under_way)
+
+    def rest_left(self, now: float) -> float:
+        """For how long it is left alone."""
+        return max(0.0, self._resting_until - now)
+
+    def rest(self, seconds: float, now: float) -> None:
+        """It has asked to be left alone."""
+        self._resting_until = max(self._resting_until, now + min(seconds, REST_S_MAX))
+
+    def succeeded(self, under_way: int) -> None:
+        """It has answered well, with so many requests under way, this one among them."""
+        self.is_used = True
+        self._failures = 0
+        if self.is_down:
+            self.is_down = False
+            self._limit, self._rest_s = 1.0, REST_S_MIN
+            self._resting_until = float("-inf")
+        # A limit that is not reached says nothing about a larger one.
+        if 2 * under_way >= int(self._limit):
+            step = 1.0 if self._limit < self._threshold else 1.0 / self._limit
+            self._limit = min(self._cap, self._limit + step)
+
+    def failed(self, began: float, now: float) -> None:
+        """It has not answered, or said that it cannot; `began` is when it was asked."""
+        self.is_used = True
+        self._failures += 1
+        if began < self._shrunk_at:
+            # Others that were under way at the same time have said the same already.
+            return
+        self._limit = max(1.0, self._limit / 2)
+        self._threshold = max(2.0, self._limit)
+        self._shrunk_at = now
+        if self._failures >= DOWN_AFTER or self.is_down:
+            self.is_down = True
+            self.rest(self._rest_s, now)
+            self._rest_s = min(2 * self._rest_s, REST_S_MAX)
+
+    def refused(self) -> None:
+        """It has answered that it does not want this message, which says that it is there."""
+        self.is_used = True

@@ -1,0 +1,241 @@
+"""The push process: `python -m millstream.http.push.process OPTIONS`, started by `http/push/child.py` and nothing else.
+
+Through its standard input it is told, one line of JSON each time, which subscriptions are pushed; through its standard
+output it tells how that goes. It ends when its standard input does: what is under way may end, and is settled; what is
+not done soon is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, Final
+
+import msgspec
+
+from millstream.config import parse_address
+from millstream.http.push.push_subscription import PushSubscription
+from millstream.http.push.pusher import Pusher
+from millstream.http.push.sender import Sender, Target, trusted
+from millstream.http.push.settler import Settler
+from millstream.kafka.push_board import PushReport
+from millstream.model.errors import ProtocolViolation
+from millstream.model.log_line import set_up_logging
+from millstream.model.push import headers_of, keys_of
+from millstream.wire.channel import Channel
+from millstream.wire.client import Client
+from millstream.wire.codec import response_body_at
+from millstream.wire.pool import Pool
+from millstream.wire.refusal import refusal
+from millstream.wire.subscription_messages import RECEIVE_KEY, Receive, ReceiveAnswer
+from millstream.wire.subscriptions import LeasedMessage, leased_messages
+
+_logger = logging.getLogger(__name__)
+
+DRAIN_S: Final = 5.0
+"""How long messages that are being sent may take once the process is to end."""
+GIVE_BACK_S: Final = 2.0
+REPORT_S: Final = 0.5
+"""How often what has changed is told at most."""
+ANSWER_S: Final = 30.0
+LINE_BYTES_MAX: Final = 64 * 1024 * 1024
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the broker says when it starts the process."""
+
+    kafka: str
+    worker: str
+    private_addresses: bool
+    log_level: str
+    log_format: str
+
+
+class Told(msgspec.Struct, frozen=True):
+    """A line from the broker: everything that is pushed now."""
+
+    subscriptions: list[PushSubscription]
+
+
+class Reports(msgspec.Struct, frozen=True):
+    """A line to the broker: how everything goes."""
+
+    reports: list[PushReport]
+
+
+class Line:
+    """The connections to this node."""
+
+    def __init__(self, address: str) -> None:
+        self._host, self._port = parse_address(address, name="kafka")
+        self._pool = Pool(self._host, self._port, client_id="push", connect_s=ANSWER_S)
+
+    async def ask(self, key: int, body: bytes) -> memoryview:
+        """Send a request that is answered at once."""
+        channel = await self._pool.shared()
+        frame = await channel.exchange(key, 0, [body], timeout_s=ANSWER_S)
+        return frame[response_body_at(key, 0, frame) :]
+
+    async def open(self) -> Channel:
+        """A connection for requests whose answers may take their time."""
+        return await Channel.open(self._host, self._port, client_id="push", timeout_s=ANSWER_S)
+
+    async def close(self) -> None:
+        """Close what is shared."""
+        await self._pool.close()
+
+
+class Inbox:
+    """Leases messages over a connection of its own, which is made anew when it is lost or a request is given up."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._channel: Channel | None = None
+
+    async def receive(self, wanted: Receive) -> list[LeasedMessage]:
+        """Wait for messages of this node."""
+        if self._channel is None or not self._channel.is_open:
+            self._channel = await self._line.open()
+        channel = self._channel
+        try:
+            body = msgspec.msgpack.encode(wanted)
+            frame = await channel.exchange(RECEIVE_KEY, 0, [body], timeout_s=wanted.wait_ms / 1000 + ANSWER_S)
+        except BaseException:
+            self._channel = None
+            await channel.close()
+            raise
+        try:
+            told = frame[response_body_at(RECEIVE_KEY, 0, frame) :]
+            answer = msgspec.msgpack.decode(told, type=ReceiveAnswer)
+        except msgspec.MsgspecError as error:
+            raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
+        if answer.error:
+            raise refusal(answer.error, answer.message)
+        return leased_messages(None, answer)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._channel is not None:
+            await self._channel.close()
+
+
+class PushProcess:
+    """Everything that is pushed from this node."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._line = Line(options.kafka)
+        self._client = Client.connect(options.kafka, client_id="push", timeout_s=ANSWER_S)
+        self._trust = trusted()
+        self._pushers: dict[str, Pusher] = {}
+        # Also those that end because their settings were changed.
+        self._running: dict[asyncio.Task[None], Pusher] = {}
+        self._news = asyncio.Event()
+
+    def declare(self, subscriptions: list[PushSubscription]) -> None:
+        """Push these from now on, and nothing else."""
+        wanted = {one.subscription_id: one for one in subscriptions}
+        for known, pusher in list(self._pushers.items()):
+            if wanted.get(known) != pusher.declared:
+                self._pushers.pop(known).stop()
+        for known, declared in wanted.items():
+            if known not in self._pushers:
+                self._begin(known, declared)
+        self._news.set()
+
+    async def end(self) -> None:
+        """Let what is under way end; give back what does not in time."""
+        for pusher in self._running.values():
+            pusher.stop()
+        if self._running:
+            await asyncio.wait(self._running, timeout=DRAIN_S)
+        for pusher in self._running.values():
+            pusher.hurry()
+        if self._running:
+            await asyncio.wait(self._running, timeout=GIVE_BACK_S)
+        await self._line.close()
+        await self._client.close()
+
+    async def report(self) -> bytes:
+        """What has changed, as a line, when something has."""
+        await self._news.wait()
+        self._news.clear()
+        return msgspec.json.encode(Reports([pusher.report() for pusher in self._pushers.values()])) + b"\n"
+
+    def _begin(self, known: str, declared: PushSubscription) -> None:
+        worker = self._options.worker
+        target = Target(
+            url=declared.url,
+            headers=headers_of(declared.headers) if declared.headers else {},
+            keys=tuple(keys_of(declared.secret)) if declared.secret else (),
+            timeout_s=declared.timeout_ms / 1000,
+        )
+        inbox = Inbox(self._line)
+        pusher = Pusher(
+            declared,
+            worker,
+            inbox.receive,
+            Settler(declared.name, worker, self._line.ask, self._client),
+            Sender(target, self._trust, private_allowed=self._options.private_addresses),
+            when_changed=self._news.set,
+        )
+        self._pushers[known] = pusher
+        task = asyncio.get_running_loop().create_task(_closing(pusher.run(), inbox), name=f"push {declared.name}")
+        self._running[task] = pusher
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        pusher = self._running.pop(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            # The broker starts another process, which begins anew with everything.
+            _logger.critical("push failed", extra={"subscription": pusher.declared.name}, exc_info=error)
+            sys.exit(1)
+
+
+async def _closing(running: Coroutine[Any, Any, None], inbox: Inbox) -> None:
+    try:
+        await running
+    finally:
+        await inbox.close()
+
+
+async def push(options: Options) -> None:
+    """Push until the broker hangs up."""
+    loop = asyncio.get_running_loop()
+    heard = asyncio.StreamReader(limit=LINE_BYTES_MAX)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(heard), sys.stdin)
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout)
+    said = asyncio.StreamWriter(transport, protocol, None, loop)
+    process = PushProcess(options)
+    reporting = loop.create_task(_tell(process, said), name="reports")
+    try:
+        while line := await heard.readline():
+            process.declare(msgspec.json.decode(line, type=Told).subscriptions)
+        await process.end()
+    finally:
+        reporting.cancel()
+        await asyncio.gather(reporting, return_exceptions=True)
+        transport.abort()
+
+
+async def _tell(process: PushProcess, said: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError):
+        while True:
+            said.write(await process.report())
+            await said.drain()
+            await asyncio.sleep(REPORT_S)
+
+
+def main() -> None:
+    """Run as the broker asks."""
+    options = msgspec.json.decode(sys.argv[1], type=Options)
+    set_up_logging(options.log_level, options.log_format, stream=sys.stderr)
+    asyncio.run(push(options))
+
+
+if __name__ == "__main__":
+    main()

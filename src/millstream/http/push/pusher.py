@@ -1,0 +1,248 @@
+"""Push for one subscription on one node: messages are leased from this node alone, sent, and settled by the answers.
+
+What is under way follows the endpoint (`endpoint`). A lease is extended while its message is being sent. When the
+endpoint does not answer at all and counts as down, one message is kept and sent again after each rest, so that waiting
+for the endpoint costs no attempts; after some of these another message gets its turn, in case it is the message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from time import time
+from typing import Final
+
+from millstream.http.push.endpoint import Endpoint
+from millstream.http.push.event import content_of
+from millstream.http.push.push_subscription import PushSubscription
+from millstream.http.push.sender import Sender
+from millstream.http.push.settler import ACCEPT, EXTEND, RELEASE, Settler
+from millstream.http.push.statistics import Statistics
+from millstream.http.push.verdict import Answer, Verdict
+from millstream.kafka.push_board import PushReport
+from millstream.model.errors import MillstreamError
+from millstream.model.subscription import AT_MOST_ONCE
+from millstream.wire.subscription_messages import Receive
+from millstream.wire.subscriptions import LeasedMessage
+
+_logger = logging.getLogger(__name__)
+
+WAIT_MS: Final = 30_000
+RECEIVE_BYTES: Final = 4 * 1024 * 1024
+IN_FLIGHT_BYTES_MAX: Final = 16 * 1024 * 1024
+"""How much is held of one subscription; one message is always taken."""
+RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
+PROBES_MAX: Final = 5
+"""How often one message is sent to an endpoint that is down before another is tried."""
+REASON_LENGTH_MAX: Final = 500
+
+ReceiveFrom = Callable[[Receive], Awaitable[list[LeasedMessage]]]
+"""Leases messages from this node, on a connection of its own."""
+
+
+class Pusher:
+    """Pushes the messages of one subscription."""
+
+    def __init__(
+        self,
+        declared: PushSubscription,
+        worker: str,
+        receive: ReceiveFrom,
+        settler: Settler,
+        sender: Sender,
+        *,
+        when_changed: Callable[[], None],
+    ) -> None:
+        self.declared = declared
+        self._worker = worker
+        self._receive = receive
+        self._settler = settler
+        self._sender = sender
+        self._when_changed = when_changed
+        self._endpoint = Endpoint(declared.in_flight_max)
+        self._statistics = Statistics(declared.name)
+        self._in_flight: dict[asyncio.Task[None], LeasedMessage] = {}
+        self._deadlines_ms: dict[asyncio.Task[None], int] = {}
+        self._bytes = 0
+        self._probe: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._busy = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    def report(self) -> PushReport:
+        """How it goes."""
+        now = asyncio.get_running_loop().time()
+        return self._statistics.report(self._endpoint, len(self._in_flight), now)
+
+    async def run(self) -> None:
+        """Push until `stop`; then what is under way ends, is settled, or given back."""
+        extending = asyncio.get_running_loop().create_task(self._keep_leases(), name=f"leases of {self.declared.name}")
+        try:
+            await self._push()
+        finally:
+            extending.cancel()
+            await asyncio.gather(extending, *self._in_flight, return_exceptions=True)
+            await self._sender.close()
+
+    def stop(self) -> None:
+        """Take no more messages, and let those under way end."""
+        self._stopping.set()
+        self._changed.set()
+
+    def hurry(self) -> None:
+        """Give back what has not ended."""
+        for task in self._in_flight:
+            task.cancel()
+
+    # -- taking messages -------------------------------------------------------------------------------------
+
+    async def _push(self) -> None:
+        pause_s = RETRY_S_MIN
+        while not self._stopping.is_set():
+            room = self._room()
+            if not room:
+                await self._wait(self._endpoint.rest_left(self._now) or None)
+                continue
+            try:
+                messages = await self._take(room)
+            except MillstreamError as error:
+                # It moves to another node, or the broker is about to end; whoever declares it anew is heard of.
+                _logger.debug("no messages to push", extra={"subscription": self.declared.name, "error": str(error)})
+                await self._wait(pause_s)
+                pause_s = min(2 * pause_s, RETRY_S_MAX)
+                continue
+            pause_s = RETRY_S_MIN
+            for message in messages:
+                self._begin(message)
+
+    def _room(self) -> int:
+        if self._bytes >= IN_FLIGHT_BYTES_MAX:
+            return 0
+        return self._endpoint.room(len(self._in_flight), self._now)
+
+    async def _take(self, room: int) -> list[LeasedMessage]:
+        """Lease some messages, unless `stop` comes first."""
+        wanted = Receive(self.declared.name, self._worker, room, RECEIVE_BYTES, WAIT_MS)
+        taking = asyncio.ensure_future(self._receive(wanted))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait([taking, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            if not taking.done():
+                # The broker notices that nobody waits for the answer, and gives the messages to others.
+                taking.cancel()
+        with suppress(asyncio.CancelledError):
+            return await taking
+        return []
+
+    async def _wait(self, seconds: float | None) -> None:
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+
+    # -- sending them ----------------------------------------------------------------------------------------
+
+    def _begin(self, message: LeasedMessage) -> None:
+        task = asyncio.get_running_loop().create_task(self._deliver(message))
+        self._in_flight[task] = message
+        self._deadlines_ms[task] = message.deadline_ms
+        self._bytes += _size(message)
+        self._busy.set()
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._bytes -= _size(self._in_flight.pop(task))
+        del self._deadlines_ms[task]
+        if not self._in_flight:
+            self._busy.clear()
+        if self._probe is task:
+            self._probe = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _logger.error("a message could not be pushed", extra={"subscription": self.declared.name}, exc_info=error)
+        self._changed.set()
+        self._when_changed()
+
+    async def _deliver(self, message: LeasedMessage) -> None:
+        """Send a message until it is settled, or given back since there is no more time."""
+        try:
+            content = content_of(message, self.declared.layout)
+            for _ in range(PROBES_MAX):
+                began = self._now
+                answer = await self._sender.post(content)
+                self._note(answer, began)
+                if not self._is_kept(answer):
+                    break
+                await self._rest()
+            await self._settle(message, answer)
+        except asyncio.CancelledError:
+            await self._settler.settle(message, RELEASE, delay_ms=0, reason="the node stops")
+
+    def _note(self, answer: Answer, began: float) -> None:
+        endpoint, now = self._endpoint, self._now
+        self._statistics.note(answer, now - began, int(time() * 1000))
+        was = endpoint.state
+        if answer.verdict is Verdict.ACCEPTED:
+            endpoint.succeeded(len(self._in_flight))
+        elif answer.verdict is Verdict.REFUSED:
+            endpoint.refused()
+        else:
+            endpoint.failed(began, now)
+            if answer.retry_after_s is not None:
+                endpoint.rest(answer.retry_after_s, now)
+        if (endpoint.state == "down") != (was == "down"):
+            told = {"subscription": self.declared.name, "host": self.declared.host, "reason": answer.reason}
+            _logger.warning("an endpoint is %s", "down" if endpoint.is_down else "up again", extra=told)
+        self._when_changed()
+
+    def _is_kept(self, answer: Answer) -> bool:
+        """Whether the message of this task waits here for the endpoint to come back: one of them does."""
+        if answer.verdict is not Verdict.UNREACHABLE or not self._endpoint.is_down or self._stopping.is_set():
+            return False
+        if self._probe is None:
+            self._probe = asyncio.current_task()
+        return self._probe is asyncio.current_task()
+
+    async def _rest(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._endpoint.rest_left(self._now)):
+                await self._stopping.wait()
+
+    async def _settle(self, message: LeasedMessage, answer: Answer) -> None:
+        if answer.verdict is Verdict.ACCEPTED:
+            await self._settler.settle(message, ACCEPT)
+            return
+        declared = self.declared
+        if declared.delivery == AT_MOST_ONCE:
+            # It was done when it was handed out.
+            return
+        delay_ms = answer.delay_ms(
+            message.attempt, backoff_min_ms=declared.backoff_min_ms, backoff_max_ms=declared.backoff_max_ms
+        )
+        await self._settler.settle(message, RELEASE, delay_ms=delay_ms, reason=answer.reason[:REASON_LENGTH_MAX])
+
+    # -- holding them ----------------------------------------------------------------------------------------
+
+    async def _keep_leases(self) -> None:
+        """Extend the leases of messages that are being sent for long, while there are any."""
+        lease_ms = self.declared.lease_ms
+        while True:
+            await self._busy.wait()
+            await asyncio.sleep(lease_ms / 3000)
+            now_ms = int(time() * 1000)
+            due = [task for task, until_ms in self._deadlines_ms.items() if until_ms < now_ms + lease_ms / 2]
+            extended = await asyncio.gather(*(self._settler.settle(self._in_flight[task], EXTEND) for task in due))
+            for task, holds in zip(due, extended, strict=True):
+                if holds and task in self._in_flight:
+                    self._deadlines_ms[task] = now_ms + lease_ms
+
+    @property
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _size(message: LeasedMessage) -> int:
+    return len(message.record.value or b"") + len(message.record.key or b"") + 1024

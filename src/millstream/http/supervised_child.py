@@ -1,0 +1,128 @@
+"""A child process of the broker that is started, started again when it ends, and stopped in order.
+
+A child lives as long as its standard input is open, whose other end only the broker holds; so it ends with the broker,
+also when the broker is killed hard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from asyncio.subprocess import Process
+from contextlib import suppress
+
+_logger = logging.getLogger(__name__)
+
+BACKOFF_MIN_S = 0.1
+BACKOFF_MAX_S = 10.0
+SETTLED_S = 30.0
+"""A child that ran for this long was well; if it dies, the waiting starts again from the shortest."""
+
+STOP_S = 5.0
+"""How long a child may take to finish what is under way before it is killed."""
+
+
+class SupervisedChild(ABC):
+    """Keeps one process running."""
+
+    name = "a child process"
+    """What it is called in the broker's log."""
+
+    def __init__(self, *, backoff_min_s: float = BACKOFF_MIN_S) -> None:
+        self._backoff_min_s = backoff_min_s
+        self._process: Process | None = None
+        self._spawned = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self.restarts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the child that runs now, if one does."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def stop_s(self) -> float:
+        """How long it may take to stop."""
+        return STOP_S
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a child that ends is started again."""
+        return not self._stopping.is_set()
+
+    async def run(self) -> None:
+        """Start the child and start it again whenever it ends, until `stop`; a background task of the broker."""
+        backoff_s = self._backoff_min_s
+        while not self._stopping.is_set():
+            await self._wanted()
+            started = asyncio.get_running_loop().time()
+            code = await self._run_once()
+            if not self.is_wanted:
+                continue
+            if asyncio.get_running_loop().time() - started > SETTLED_S:
+                backoff_s = self._backoff_min_s
+            self.restarts += 1
+            _logger.warning("%s ended; starting it again", self.name, extra={"code": code, "in_s": backoff_s})
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), backoff_s)
+            backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
+
+    async def spawned(self) -> None:
+        """Wait until a child runs."""
+        await self._spawned.wait()
+
+    async def stop(self) -> None:
+        """Let the child finish what is under way, then end it."""
+        self._stopping.set()
+        process = self._process
+        if process is None:
+            return
+        self._hang_up()
+        try:
+            await asyncio.wait_for(process.wait(), self.stop_s)
+        except TimeoutError:
+            _logger.warning("%s did not stop in time and is killed", self.name, extra={"pid": process.pid})
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    @abstractmethod
+    async def _spawn(self) -> Process:
+        """Start the process."""
+
+    @abstractmethod
+    def _hang_up(self) -> None:
+        """Close its standard input, if it is open."""
+
+    async def _wanted(self) -> None:
+        """Wait until there is something to do for a child, or `stop` was called."""
+        return
+
+    async def _ended(self, process: Process) -> int:
+        """Wait for its end; returns its exit code."""
+        return await process.wait()
+
+    async def _run_once(self) -> int:
+        if self._stopping.is_set():
+            return 0
+        try:
+            process = await self._spawn()
+        except OSError as error:
+            _logger.warning("%s could not be started", self.name, extra={"reason": str(error)})
+            return -1
+        self._process = process
+        self._spawned.set()
+        if self._stopping.is_set():
+            self._hang_up()
+        try:
+            return await self._ended(process)
+        except asyncio.CancelledError:
+            # The broker gives up waiting, for example because its own start failed.
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            raise
+        finally:
+            self._hang_up()
+            self._process = None
