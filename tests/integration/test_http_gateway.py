@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -27,9 +32,9 @@ def publish(http: httpx.Client, topic: str, body: bytes = b"hello", **headers: s
     return answer.json()
 
 
-def subscribe(http: httpx.Client, topic: str, name: str | None = None, **settings: str) -> str:
-    name = name or f"of-{topic}"
-    body = {"name": name, "topics": [topic], "settings": settings, "start": "start"}
+def subscribe(http: httpx.Client, topic: str, **options: Any) -> str:
+    name = f"of-{topic}"
+    body = {"name": name, "topics": [topic], "start": "start", **options}
     assert http.post("/subscriptions", json=body).status_code == 201
     return name
 
@@ -59,3 +64,269 @@ def test_a_message_is_published_pulled_and_accepted_once(http: httpx.Client, top
     assert settle(http, name, accept=[message["lease"]]) == {"results": [{"lease": message["lease"]}], "failed": 0}
     again = settle(http, name, accept=[message["lease"]])
     assert (again["failed"], again["results"][0]["status"]) == (1, 409)
+
+
+def test_a_batch_holds_texts_json_bytes_and_nothing(http: httpx.Client, topic: str) -> None:
+    messages = [
+        {"json": {"total": 7}, "key": "k", "headers": {"region": "eu"}, "correlation_id": "c-2"},
+        {"value": "plain"},
+        {"base64": "/////w==", "key_base64": "/w==", "id": "m-1"},
+        {"key": "gone"},
+    ]
+    answer = http.post(
+        f"/topics/{topic}/messages", content=json.dumps({"messages": messages}), headers={"content-type": MESSAGES}
+    )
+    assert answer.status_code == 201
+    assert [one["offset"] for one in answer.json()["messages"]] == [0, 1, 2, 3]
+    assert answer.json()["messages"][2]["id"] == "m-1"
+    first, second, third, fourth = (stored(http, topic, offset) for offset in range(4))
+    assert (first["json"], first["key"]) == ({"total": 7}, "k")
+    assert first["headers"] == {"content-type": "application/json", "correlation-id": "c-2", "region": "eu"}
+    assert (second["value"], "key" in second) == ("plain", False)
+    assert (third["base64"], third["key_base64"], third["id"]) == ("/////w==", "/w==", "m-1")
+    assert not {"value", "json", "base64"} & fourth.keys()
+
+
+def stored(http: httpx.Client, topic: str, offset: int) -> dict[str, Any]:
+    answer = http.get(f"/topics/{topic}/partitions/0/messages/{offset}")
+    assert answer.status_code == 200, answer.text
+    message: dict[str, Any] = answer.json()
+    return message
+
+
+def test_events_are_stored_alike_in_every_mode(http: httpx.Client, topic: str) -> None:
+    attributes = {"specversion": "1.0", "id": "e-1", "source": "/shop", "type": "order.created", "partitionkey": "c7"}
+    binary = {f"ce-{name}": value for name, value in attributes.items()} | {"content-type": "application/json"}
+    document = {**attributes, "datacontenttype": "application/json", "data": {"total": 7}}
+    path = f"/topics/{topic}/messages"
+    answers = [
+        http.post(path, content=b'{"total":7}', headers=binary),
+        http.post(path, content=json.dumps(document), headers={"content-type": "application/cloudevents+json"}),
+        http.post(path, content=json.dumps([document]), headers={"content-type": "application/cloudevents-batch+json"}),
+    ]
+    assert [answer.status_code for answer in answers] == [201, 201, 201]
+    assert [answers[0].json()["id"], answers[1].json()["id"]] == ["e-1", "e-1"]
+    messages = [stored(http, topic, offset) for offset in range(3)]
+    for message in messages:
+        assert (message["id"], message["key"], message["json"]) == ("e-1", "c7", {"total": 7})
+        assert message["headers"] == messages[0]["headers"]
+    assert messages[0]["headers"]["ce_type"] == "order.created"
+
+
+def test_what_was_published_already_is_told_and_not_stored_again(http: httpx.Client, topic: str) -> None:
+    def once(message_id: str) -> httpx.Response:
+        path = f"/topics/{topic}/messages?deduplicate=true"
+        return http.post(path, content=b"x", headers={"message-id": message_id})
+
+    first, again, other = once("a"), once("a"), once("b")
+    assert [one.status_code for one in (first, again, other)] == [201, 200, 201]
+    assert again.json() == {**first.json(), "duplicate": True}
+    assert other.json()["offset"] == first.json()["offset"] + 1
+    assert http.post(f"/topics/{topic}/messages?deduplicate=true", content=b"x").status_code == 422
+
+
+def test_released_rejected_and_extended(http: httpx.Client, topic: str) -> None:
+    for value in (b"again", b"never", b"longer"):
+        publish(http, topic, value)
+    name = subscribe(http, topic, dead_letter_topic=f"{topic}.dead")
+    again, never, longer = pull(http, name, max=3)
+    said = {
+        "release": [{"lease": again["lease"], "delay_ms": 0}],
+        "reject": [{"lease": never["lease"], "reason": "no good"}],
+        "extend": [{"lease": longer["lease"], "delay_ms": 60_000}],
+    }
+    assert settle(http, name, **said)["failed"] == 0
+    (once_more,) = pull(http, name, max=3)
+    assert (once_more["value"], once_more["attempt"]) == ("again", 2)
+    shown = eventually(lambda: http.get(f"/dead-letters/{name}").json(), lambda told: told.get("letters"))
+    (letter,) = shown["letters"]
+    assert (letter["value"], letter["headers"]["dlq-reason"]) == ("never", "no good")
+    redriven = http.post(f"/dead-letters/{name}/redrive", json={"filter": "headers['dlq-reason'] = 'no good'"})
+    assert (redriven.json()["done"], redriven.json()["topics"]) == (1, {topic: 1})
+    (back,) = pull(http, name, max=3)
+    assert (back["value"], back["id"]) == ("never", never["id"])
+    assert http.post(f"/dead-letters/{name}/purge", json={}).json()["done"] == 0
+    assert topic in {one["topic"].removesuffix(".dead") for one in http.get("/dead-letters").json()["dead_letters"]}
+
+
+def eventually(look: Callable[[], Any], wanted: Callable[[Any], Any]) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not wanted(told := look()):
+        assert time.monotonic() < deadline, told
+        time.sleep(0.1)
+    return told
+
+
+def test_a_client_that_hangs_up_leases_nothing(http: httpx.Client, topic: str) -> None:
+    publish(http, topic, b"first")
+    name = subscribe(http, topic)
+    (first,) = pull(http, name)
+    hasty = httpx.Timeout(PATIENCE_S, read=0.5)
+    with httpx.Client(base_url=str(http.base_url), timeout=hasty) as client, pytest.raises(httpx.ReadTimeout):
+        client.post(f"/subscriptions/{name}/messages:pull", json={"wait_ms": 60_000})
+    publish(http, topic, b"second")
+    (second,) = pull(http, name)
+    assert (second["value"], second["attempt"]) == ("second", 1)
+    assert settle(http, name, accept=[first["lease"], second["lease"]])["failed"] == 0
+
+
+def events(lines: Iterator[str]) -> Iterator[dict[str, str]]:
+    event: dict[str, str] = {}
+    for line in lines:
+        if line:
+            name, _, value = line.partition(": ")
+            event[name] = value
+        else:
+            yield event
+            event = {}
+
+
+def test_a_stream_of_a_topic_goes_on_where_it_ended(http: httpx.Client, topic: str) -> None:
+    publish(http, topic, b"one")
+    publish(http, topic, b'{\n"two": 2}', content_type="application/json")
+    with http.stream("GET", f"/topics/{topic}/events?from=start") as answer:
+        assert answer.headers["content-type"] == "text/event-stream"
+        heard = events(answer.iter_lines())
+        assert next(heard) == {"": "listening"}
+        first, second = next(heard), next(heard)
+        publish(http, topic, b"three")
+        third = next(heard)
+    assert (first["event"], first["id"]) == ("message", "0:1")
+    assert json.loads(first["data"])["value"] == "one"
+    assert json.loads(second["data"])["json"] == {"two": 2}
+    assert json.loads(third["data"])["value"] == "three"
+    with http.stream("GET", f"/topics/{topic}/events", headers={"last-event-id": first["id"]}) as answer:
+        heard = events(answer.iter_lines())
+        next(heard)
+        assert next(heard) == second
+
+
+def test_a_stream_of_a_subscription_is_settled_like_what_is_pulled(http: httpx.Client, topic: str) -> None:
+    name = subscribe(http, topic)
+    with http.stream("GET", f"/subscriptions/{name}/events") as answer:
+        heard = events(answer.iter_lines())
+        next(heard)
+        publish(http, topic, b"hello")
+        message = json.loads(next(heard)["data"])
+        assert settle(http, name, accept=[message["lease"]])["failed"] == 0
+    assert message["value"] == "hello"
+    assert http.get("/subscriptions/nobody-made-this/events").status_code == 404
+
+
+def test_topics_over_http(http: httpx.Client, topic: str) -> None:
+    made = http.post("/topics", json={"name": topic, "partitions": 2, "owner": "shop"})
+    assert (made.status_code, made.json()["partitions"]) == (201, 2)
+    assert http.post("/topics", json={"name": topic}).status_code == 409
+    changed = http.patch(f"/topics/{topic}", json={"partitions": 3, "settings": {"retention.ms": "60000"}})
+    described = http.get(f"/topics/{topic}").json()
+    assert changed.json() == described
+    assert (len(described["partitions"]), described["owner"]) == (3, "shop")
+    assert described["overrides"]["retention.ms"] == "60000"
+    assert topic in {one["topic"] for one in http.get("/topics").json()["topics"]}
+    deleted = http.delete(f"/topics/{topic}")
+    assert (deleted.status_code, deleted.content) == (204, b"")
+    assert http.get(f"/topics/{topic}").status_code == 404
+
+
+def test_subscriptions_over_http(http: httpx.Client, topic: str) -> None:
+    publish(http, topic)
+    name = f"a/b {topic}"
+    body = {"name": name, "topics": [topic], "start": "start", "lease_ms": 5000, "filter": "key IS NULL"}
+    assert http.post("/subscriptions", json=body).status_code == 201
+    assert http.post("/subscriptions", json=body).status_code == 409
+    path = f"/subscriptions/{quote(name, safe='')}"
+    assert http.post(f"{path}/pause").json() == {"subscription": name, "paused": True}
+    assert http.post(f"{path}/resume").json()["paused"] is False
+    told = http.patch(path, json={"attempts": 9, "filter": None}).json()
+    assert told["overrides"]["share.delivery.count.limit"] == "9"
+    assert "millstream.filter" not in told["overrides"]
+    answer = http.post(f"{path}/messages:pull", json={"wait_ms": 30_000})
+    assert len(answer.json()["messages"]) == 1
+    moved = http.post(f"{path}/seek", json={"to": "start"})
+    assert moved.json()["queues"] == [{"topic": topic, "partition": 0, "offset": 0}]
+    assert name in {one["subscription"] for one in http.get("/subscriptions").json()["subscriptions"]}
+    assert http.delete(path).status_code == 204
+    assert http.get(path).status_code == 404
+
+
+def test_groups_clients_transactions_and_the_cluster_over_http(http: httpx.Client, topic: str) -> None:
+    publish(http, topic)
+    group = f"group-{topic}"
+    moved = http.post(f"/groups/{group}/reset", json={"to": "end", "topics": [topic]})
+    assert moved.json()["offsets"] == [{"topic": topic, "partition": 0, "before": None, "after": 1}]
+    assert http.get(f"/groups/{group}").json()["lag"] == 0
+    assert group in {one["group"] for one in http.get("/groups").json()["groups"]}
+    assert http.delete(f"/groups/{group}").status_code == 204
+    assert http.get(f"/groups/{group}").status_code == 404
+    assert len(http.get("/cluster").json()["nodes"]) == 1
+    clients = http.get("/clients?interval_ms=0&all=true").json()["clients"]
+    assert "millstream-gateway" in {one["client_id"] for one in clients}
+    assert isinstance(http.get("/transactions").json()["transactions"], list)
+    assert http.get("/transactions?state=Nonsense").status_code == 422
+    assert http.get("/transactions/nobody").status_code == 404
+    assert http.get("/hanging-transactions").json() == {"transactions": []}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "sent", "status"),
+    [
+        ("POST", "/topics/a topic/messages", {"content": b"x"}, 422),
+        ("POST", "/topics/t/messages", {"content": b"x" * (8 * 1024 * 1024 + 1)}, 413),
+        ("POST", "/topics/t/messages", {"content": b"x", "headers": {"message-partition": "7"}}, 404),
+        ("POST", "/topics/t/messages", {"content": b"x", "headers": {"message-delay": "soon"}}, 422),
+        ("POST", "/topics/t/messages", {"content": b"x", "headers": {"message-kee": "typo"}}, 422),
+        ("POST", "/topics/t/messages", {"content": b"{", "headers": {"content-type": MESSAGES}}, 400),
+        ("POST", "/topics/t/messages", {"content": b'{"messages":[]}', "headers": {"content-type": MESSAGES}}, 422),
+        ("POST", "/topics/t/messages?deduplicate=perhaps", {"content": b"x"}, 422),
+        ("POST", "/topics/t/messages", {"content": b"x", "headers": {"sec-fetch-site": "cross-site"}}, 403),
+        ("POST", "/subscriptions", {"data": {"name": "x"}}, 415),
+        ("POST", "/subscriptions", {"content": b"{", "headers": {"content-type": "application/json"}}, 400),
+        ("POST", "/subscriptions", {"json": {"name": "s", "topics": []}}, 422),
+        ("POST", "/subscriptions/s/messages:settle", {"json": {"accept": ["nonsense"]}}, 422),
+        ("POST", "/subscriptions/nobody/messages:pull", {"json": {}}, 404),
+        ("GET", "/topics/t/partitions/one/messages/0", {}, 422),
+        ("GET", "/topics/nobody/events", {}, 404),
+        ("GET", "/nothing", {}, 404),
+        ("PUT", "/topics", {}, 405),
+    ],
+)
+def test_what_is_refused_is_a_problem_that_says_why(
+    http: httpx.Client, method: str, path: str, sent: dict[str, Any], status: int
+) -> None:
+    answer = http.request(method, path, **sent)
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["status"] == status
+    assert answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"), [(b"nonsense\r\n\r\n", 400), (b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000, 431)]
+)
+def test_what_is_no_request_is_a_problem_too(server: Server, sent: bytes, status: int) -> None:
+    host, port = server.http.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
+        connection.sendall(sent)
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert b"application/problem+json" in head
+    assert json.loads(body)["status"] == status
+
+
+def test_a_server_that_stops_keeps_nobody_waiting(start_server: Callable[..., Server], topic: str) -> None:
+    server = start_server()
+    with httpx.Client(base_url=f"http://{server.http}/v1", timeout=PATIENCE_S) as http:
+        publish(http, topic)
+        name = subscribe(http, topic)
+        (message,) = pull(http, name)
+        settle(http, name, accept=[message["lease"]])
+        with ThreadPoolExecutor(1) as pool, http.stream("GET", f"/topics/{topic}/events") as stream:
+            next(stream.iter_lines())
+            waiting = pool.submit(pull, http, name, wait_ms=60_000)
+            clients = lambda: http.get(f"/subscriptions/{name}").json()["queues"][0]["waiting_workers"]  # noqa: E731
+            eventually(clients, lambda number: number == 1)
+            assert server.stop() == 0
+            assert waiting.result() == []

@@ -22,6 +22,7 @@ from millstream.http.broker_status import BrokerStatus
 from millstream.http.parts import Parts
 from millstream.http.protocol import Protocol
 from millstream.model.log_line import set_up_logging
+from millstream.wire.lean_kio import import_lean_kio
 
 DRAIN_S = 3
 
@@ -105,6 +106,7 @@ def main() -> None:
     """Run the gateway as the broker asks."""
     options = json.loads(sys.argv[1])
     set_up_logging(options["log_level"], options["log_format"])
+    import_lean_kio()
     uvloop.run(serve(socket.socket(fileno=options["descriptor"]), options["kafka"]))
 
 

@@ -17,14 +17,11 @@ HEAD_S_MAX: Final = 30.0
 """A connection that has not brought the head of a first request by then is closed."""
 
 
-class HeadTooLarge(Exception):
-    """The path and the headers of a request take more than is read."""
-
-
 class Protocol(HttpToolsProtocol):
     """Bounds connections, heads of requests, and the time that the first one may take."""
 
     _head_bytes = 0
+    _is_in_head = True
     _is_heard = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -40,40 +37,31 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._expected.cancel()
 
-    def on_message_begin(self) -> None:
-        """A request begins."""
-        self._head_bytes = 0
-        super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        """Some of the path."""
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
-        self._count(len(name) + len(value))
-        super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        """The head is whole."""
-        self._is_heard = True
-        super().on_headers_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, or has too large a head."""
-        if self._head_bytes > HEAD_BYTES_MAX:
+    def data_received(self, data: bytes) -> None:
+        """Take in what has arrived."""
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._is_in_head and self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
             self._end(
                 HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
                 f"the path and the headers of a request take at most {HEAD_BYTES_MAX} bytes",
             )
-        else:
-            self._end(HTTPStatus.BAD_REQUEST, "this is no HTTP request")
 
-    def _count(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > HEAD_BYTES_MAX:
-            raise HeadTooLarge
+    def on_headers_complete(self) -> None:
+        """The head is whole."""
+        self._is_heard = True
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The request is whole; what follows is the head of another one."""
+        self._is_in_head = True
+        self._head_bytes = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP."""
+        self._end(HTTPStatus.BAD_REQUEST, "this is no HTTP request")
 
     def _not_heard(self) -> None:
         if not self._is_heard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, Final
@@ -117,6 +118,7 @@ async def _publish_many(parts: Parts, topic: str, placeds: Sequence[Placed]) -> 
 async def _publish_once(parts: Parts, topic: str, placeds: Sequence[Placed]) -> list[Published]:
     """Publish what may have been published already."""
     partitions = len((await _topic(parts, topic)).partitions)
+    now_ms = int(time.time() * 1000)
     by_partition: dict[int, list[int]] = {}
     for at, placed in enumerate(placeds):
         if placed.id is None:
@@ -128,7 +130,7 @@ async def _publish_once(parts: Parts, topic: str, placeds: Sequence[Placed]) -> 
     outcomes: list[Published | MillstreamError] = []
     outcomes += [MillstreamError("not published")] * len(placeds)
     for partition, places in by_partition.items():
-        records = [placeds[at].record for at in places]
+        records = [placeds[at].record._replace(timestamp_ms=now_ms) for at in places]
         try:
             told = await publish_once(parts.client, topic, partition, records)
         except MillstreamError as error:

@@ -100,6 +100,7 @@ class QueueState(msgspec.Struct, frozen=True):
     partition: int
     oldest: int
     backlog: int
+    waiting_workers: int
     available: int
     leased: int
     parked: int
