@@ -104,7 +104,7 @@ lock: ## Renew the lock files from pyproject.toml (needs uv)
 	@uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
 		--extra cluster pyproject.toml requirements/build.in -o requirements/run.lock
 	@uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
-		--extra cluster --extra dev pyproject.toml requirements/build.in -c requirements/run.lock -o requirements/dev.lock
+		--extra cluster --extra spark --extra dev pyproject.toml requirements/build.in -c requirements/run.lock -o requirements/dev.lock
 
 clean: ## Remove the virtual environment and every cache
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -89,6 +89,7 @@ MillstreamError
 ├── DataFolderInvalid
 ├── AddressTaken                   a listener cannot have the address it was given
 ├── BrokerUnreachable              raised by clients of the wire protocol
+├── LostData                       offsets that a reader was to have are gone
 ├── PublishFailed                  some of the messages that were published together are not stored
 ├── RequestRefused                 an error code that has no class of its own here
 ├── RequestTimedOut
@@ -474,6 +475,19 @@ class AddressTaken(MillstreamError):
 
 class BrokerUnreachable(MillstreamError):
     """No broker answered at any of the addresses given."""
+
+
+class LostData(MillstreamError):
+    """Offsets that a reader was to have are gone, each stretch as topic, partition, first and the one after the last."""
+
+    def __init__(self, lost: Sequence[tuple[str, int, int, int]]) -> None:
+        listed = ", ".join(f"{topic}-{number}: offsets {first} to {end - 1}" for topic, number, first, end in lost[:10])
+        more = f" and {len(lost) - 10} more partitions" if len(lost) > 10 else ""
+        super().__init__(
+            f"data is lost for this reader: {listed}{more}; retention has deleted them, or the topic was made anew. "
+            "To go on without them, set failOnDataLoss to false"
+        )
+        self.lost = list(lost)
 
 
 class PublishFailed(MillstreamError):

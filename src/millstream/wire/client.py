@@ -159,6 +159,11 @@ class Client:
         """For how much longer a node asks to be left alone; of several, the longest."""
         return max((pool.pause_s for pool in self._pools.values()), default=0.0)
 
+    async def serves(self, api_key: int) -> bool:
+        """Whether the broker serves an API at all; Apache Kafka has none of Millstream's own."""
+        pool = await self._reach(None)
+        return api_key in (await pool.shared()).versions
+
     # -- the cluster ----------------------------------------------------------------------------------------
 
     async def metadata(self, topics: Iterable[str] | None = None, *, create: bool = False) -> ClusterMetadata:

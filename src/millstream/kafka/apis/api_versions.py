@@ -1,7 +1,7 @@
 """ApiVersions (key 18), versions 0 to 4: tells clients which APIs are served, and in which versions.
 
 The list is made from the APIs that are registered, so there is no second one to keep true. Millstream's private
-requests are left out; whoever sends them knows them. The features and their levels are those of `kafka/feature.py`.
+requests are told to Millstream's own clients alone, which may also meet Apache Kafka. The features and their levels are those of `kafka/feature.py`.
 
 Version notes: 1 adds the throttle time, 3 is flexible and tells the client's software, whose name and version are
 checked as Kafka does, and adds the features, without those that may be off, since older clients cannot read a level of
@@ -34,6 +34,7 @@ from millstream.wire.codec import PRIVATE_KEY_MIN, load_response_class
 from millstream.wire.shape import reshape
 
 _SOFTWARE: Final = re.compile(r"[a-zA-Z0-9](?:[a-zA-Z0-9\-.]*[a-zA-Z0-9])?")
+_OURS: Final = "millstream"
 _FIRST_WITH_SOFTWARE: Final = 3
 _FIRST_WITH_LEVEL_0: Final = 4
 
@@ -63,10 +64,12 @@ class ApiVersions(Api[ApiVersionsRequest, ApiVersionsResponse]):
         """List every API that is served."""
         client.software_name = request.client_software_name
         client.software_version = request.client_software_version
-        public = sorted((api for api in self._served if api.key < PRIVATE_KEY_MIN), key=lambda api: api.key)
+        served = sorted(self._served, key=lambda api: api.key)
+        public = [api for api in served if api.key < PRIVATE_KEY_MIN]
+        told = served if request.client_software_name == _OURS else public
         features = tuple(features_of({api.key for api in public}))
         return dataclasses.replace(
-            _response(ErrorCode.none, public),
+            _response(ErrorCode.none, told),
             supported_features=tuple(
                 SupportedFeatureKey(name=feature.name, min_version=i16(feature.oldest), max_version=i16(feature.newest))
                 for feature in features

@@ -1,0 +1,101 @@
+"""One connection to the brokers for each process of Spark, whose code is not asynchronous: a loop in a thread.
+
+Spark makes new readers and writers all the time and forks its workers, so what is expensive stays in the module: a
+client for every list of brokers. A process that was forked starts with none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+from millstream.model.errors import BrokerUnreachable, MillstreamError
+from millstream.wire.client import Client
+
+T = TypeVar("T")
+
+LINKS_MAX: Final = 8
+"""How many clusters one process keeps connections to."""
+
+_links: dict[tuple[str, str, float], Link] = {}
+_lock = threading.Lock()
+
+
+class Link:
+    """A client of one cluster, used from threads that do not run a loop."""
+
+    def __init__(self, brokers: str, client_id: str, timeout_s: float) -> None:
+        self._brokers = brokers
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="millstream-link", daemon=True)
+        self._thread.start()
+        try:
+            self.client = self.call(self._connect(client_id, timeout_s))
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something in the loop and wait for it."""
+        return self.start(work).result()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run something in the loop without waiting."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """End the connections and the thread."""
+        client = getattr(self, "client", None)
+        if client is not None:
+            self.call(client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _connect(self, client_id: str, timeout_s: float) -> Client:
+        client = Client.connect(self._brokers, client_id=client_id, timeout_s=timeout_s)
+        try:
+            return await client.__aenter__()
+        except BrokerUnreachable as error:
+            raise BrokerUnreachable(
+                f"no broker answers at {self._brokers} ({error}); "
+                "is it running, and is the option kafka.bootstrap.servers right?"
+            ) from None
+
+
+def link_to(brokers: str, *, client_id: str, timeout_s: float) -> Link:
+    """The link of this process to a cluster, made when it is first asked for."""
+    key = (brokers, client_id, timeout_s)
+    with _lock:
+        link = _links.pop(key, None)
+        if link is None:
+            if len(_links) >= LINKS_MAX:
+                _links.pop(next(iter(_links))).close()
+            link = Link(brokers, client_id, timeout_s)
+        # The one that was used last stands last.
+        _links[key] = link
+        return link
+
+
+def _close_all() -> None:
+    while _links:
+        link = _links.popitem()[1]
+        with suppress(MillstreamError, OSError, RuntimeError):
+            link.close()
+
+
+def _start_anew() -> None:
+    """In a process that was forked: the threads of its parent are not there, and neither is what they held."""
+    global _lock
+    _lock = threading.Lock()
+    _links.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_start_anew)

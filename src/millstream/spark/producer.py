@@ -1,0 +1,146 @@
+"""Arrow batches to topics: encoded in compiled code, sent to the leaders, one transaction for each task attempt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.model.errors import InvalidBatch, UnknownTopic
+from millstream.records.arrow import from_arrow
+from millstream.records.columns import Columns
+from millstream.records.encoder import encode_columns
+from millstream.records.layout import Int32s, Int64s
+from millstream.records.partitioner import choose_partitions
+from millstream.spark.link import Link
+from millstream.spark.options import WriteOptions
+from millstream.wire.producing import Produced
+from millstream.wire.refusal import refusal
+from millstream.wire.transactions import TransactionalProducer
+
+CODECS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
+"""In the order of Kafka's numbers for them."""
+
+BATCH_BYTES: Final = 900 * 1024
+"""Below the largest batch that a topic takes unless it is told otherwise."""
+
+PENDING_BYTES_MAX: Final = 32 * 1024 * 1024
+"""What a task has under way at most; it waits for answers before it encodes more."""
+
+Target = tuple[str, int]
+
+
+class RowProducer:
+    """One idempotent producer, in a transaction or not. Batches of one partition go one after the other."""
+
+    def __init__(
+        self, link: Link, options: WriteOptions, identity: TransactionalProducer, *, transactional: bool
+    ) -> None:
+        self._link = link
+        self._options = options
+        self._identity = identity
+        self._transactional = transactional
+        self._partitions: dict[str, int] = {}
+        self._sequences: dict[Target, int] = {}
+        self._last: dict[Target, Future[Produced]] = {}
+        self._pending: dict[Future[Produced], int] = {}
+        self._turn = int(identity.producer_id)
+        self.rows = 0
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Send rows; returns when enough of what was sent before is acknowledged."""
+        for topic, rows in self._by_topic(batch):
+            partitions = self._count(topic)
+            columns = from_arrow(rows, default_timestamp_ms=int(time.time() * 1000))
+            chosen = self._choose(rows, columns, partitions, topic)
+            for partition in np.unique(chosen).tolist():
+                self._send(topic, partition, columns, np.flatnonzero(chosen == partition).astype(np.int64))
+        self.rows += batch.num_rows
+
+    def flush(self) -> None:
+        """Wait until everything is acknowledged."""
+        self._settle(0)
+
+    # -- how --------------------------------------------------------------------------------------------------
+
+    def _by_topic(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
+        fixed = self._options.topic
+        if fixed is not None:
+            yield fixed, batch
+            return
+        topics = batch.column("topic")
+        if topics.null_count:
+            raise InvalidBatch("a row has no topic; give every row one, or all of them one with the option topic")
+        for topic in pc.unique(topics).to_pylist():
+            yield topic, batch.filter(pc.equal(topics, topic))
+
+    def _count(self, topic: str) -> int:
+        known = self._partitions.get(topic)
+        if known is None:
+            found = self._link.call(self._link.client.metadata([topic], create=True))
+            if topic in found.errors:
+                error = refusal(found.errors[topic], None, about=f"topic {topic!r}")
+                if isinstance(error, UnknownTopic):
+                    hint = f"create it with: millstream topic create {topic}"
+                    raise UnknownTopic(f"topic {topic!r} does not exist and the broker does not create it; {hint}")
+                raise error
+            known = self._partitions[topic] = len(found.topics[topic].partitions)
+        return known
+
+    def _choose(self, rows: pa.RecordBatch, columns: Columns, partitions: int, topic: str) -> Int32s:
+        """A partition for every row: the one it names, else by its key, else one for all that have neither."""
+        chosen = np.full(len(columns), -1, np.int32)
+        if columns.keys is not None:
+            chosen = choose_partitions(columns.keys, partitions)
+        if "partition" in rows.schema.names:
+            named = rows.column("partition").cast(pa.int32())
+            numbers = named.fill_null(-1).to_numpy()
+            wrong = numbers[named.is_valid().to_numpy(zero_copy_only=False) & ((numbers < 0) | (numbers >= partitions))]
+            if wrong.size:
+                raise InvalidBatch(f"a row names partition {wrong[0]} of topic {topic!r}, which has {partitions}")
+            chosen = np.where(numbers >= 0, numbers, chosen)
+        self._turn += 1
+        return np.where(chosen < 0, self._turn % partitions, chosen).astype(np.int32)
+
+    def _send(self, topic: str, partition: int, columns: Columns, rows: Int64s) -> None:
+        target = (topic, partition)
+        for batch in encode_columns(
+            columns,
+            rows=rows,
+            compression=CODECS.index(self._options.compression),
+            producer_id=self._identity.producer_id,
+            producer_epoch=self._identity.epoch,
+            base_sequence=self._sequences.get(target, 0),
+            transactional=self._transactional,
+            batch_bytes_max=BATCH_BYTES,
+        ):
+            before = self._last.get(target)
+            if before is not None:
+                before.result()
+            coming = self._link.start(
+                self._link.client.produce(
+                    topic,
+                    partition,
+                    batch,
+                    transactional_id=self._identity.transactional_id if self._transactional else None,
+                )
+            )
+            self._last[target] = coming
+            self._pending[coming] = len(batch)
+            self._settle(PENDING_BYTES_MAX)
+        self._sequences[target] = (self._sequences.get(target, 0) + rows.size) & 0x7FFFFFFF
+
+    def _settle(self, bytes_max: int) -> None:
+        while self._pending and (not bytes_max or sum(self._pending.values()) > bytes_max):
+            done, _ = wait(self._pending, return_when=FIRST_COMPLETED)
+            for one in done:
+                del self._pending[one]
+                one.result()
+        for one in [one for one in self._pending if one.done()]:
+            del self._pending[one]
+            one.result()

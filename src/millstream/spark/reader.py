@@ -1,0 +1,99 @@
+"""Topics as a table: what is there when the query is planned, cut into tasks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+
+from millstream.model.errors import LostData
+from millstream.spark.options import ReadOptions
+from millstream.spark.position import EARLIEST, ByTime, Named, Offsets
+from millstream.spark.push_down import Bounds, PushDown
+from millstream.spark.ranges import Range, ranges_between, split
+from millstream.spark.rows import read_range
+from millstream.spark.shape import Shape
+from millstream.spark.survey import Partitions, Survey
+
+_logger = logging.getLogger(__name__)
+
+
+class TopicReader(DataSourceReader):
+    """Reads topics between two positions."""
+
+    def __init__(self, options: ReadOptions, shape: Shape) -> None:
+        self._options = options
+        self._shape = shape
+        self._bounds = Bounds()
+        self.pushFilters: Any = PushDown(self._bounds)
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """Plan the tasks: every partition from where to where, cut as the options say."""
+        options, survey, bounds = self._options, Survey(self._options), self._bounds
+        there = survey.partitions()
+        start = survey.resolve(options.starting or EARLIEST, there, "starting")
+        end = survey.resolve(options.ending, there, "ending")
+        start = check_start(survey, start, there, options, named=isinstance(options.starting, Named))
+        if bounds.from_ms is not None:
+            young = survey.resolve(ByTime(bounds.from_ms, or_latest=True), there, "starting")
+            start = {
+                topic: {number: max(offset, young[topic][number]) for number, offset in offsets.items()}
+                for topic, offsets in start.items()
+            }
+        ranges = [narrowed for one in ranges_between(start, end) for narrowed in self._narrowed(one)]
+        return split(ranges, min_partitions=options.min_partitions, records_max=options.records_per_task_max)
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of one task."""
+        assert isinstance(partition, Range)
+        if self._options.ranges:
+            return iter([range_row(partition)])
+        return read_range(partition, self._options, self._shape)
+
+    def _narrowed(self, one: Range) -> Iterator[Range]:
+        bounds = self._bounds
+        if not bounds.allow(one.topic, one.partition):
+            return
+        narrowed = replace(one, start=max(one.start, bounds.first_offset), end=min(one.end, bounds.end_offset))
+        if narrowed.end > narrowed.start:
+            yield narrowed
+
+
+def range_row(one: Range) -> pa.RecordBatch:
+    """A range itself as a row, for jobs that fetch in `mapInArrow`."""
+    return pa.RecordBatch.from_pydict(
+        {
+            "topic": pa.array([one.topic], pa.string()),
+            "partition": pa.array([one.partition], pa.int32()),
+            "start": pa.array([one.start], pa.int64()),
+            "end": pa.array([one.end], pa.int64()),
+        }
+    )
+
+
+def check_start(
+    survey: Survey, start: Offsets, there: Partitions, options: ReadOptions, *, named: bool
+) -> dict[str, dict[int, int]]:
+    """Offsets that still exist; what a query names and retention has deleted is lost, and said so exactly."""
+    if not named:
+        return {topic: dict(offsets) for topic, offsets in start.items()}
+    earliest = survey.earliest(there)
+    lost = [
+        (topic, number, offset, earliest[topic][number])
+        for topic, offsets in start.items()
+        for number, offset in offsets.items()
+        if offset < earliest[topic][number]
+    ]
+    if lost:
+        error = LostData(lost)
+        if options.fail_on_data_loss:
+            raise error
+        _logger.warning("%s; failOnDataLoss is false, so the query goes on", error)
+    return {
+        topic: {number: max(offset, earliest[topic][number]) for number, offset in offsets.items()}
+        for topic, offsets in start.items()
+    }

@@ -1,0 +1,81 @@
+"""`format("millstream")`: topics as DataFrames, read and written, in batches and streams.
+
+Spark imports this to find out what formats there are, and finds none at all if that fails, so what is heavy or may be
+missing is imported when a query needs it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyspark.sql.datasource import DataSource
+from pyspark.sql.types import StructType
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.datasource import (
+        DataSourceReader,
+        DataSourceStreamReader,
+        DataSourceStreamWriter,
+        DataSourceWriter,
+    )
+
+
+class MillstreamSource(DataSource):
+    """The data source; Spark makes one for each query."""
+
+    @classmethod
+    def name(cls) -> str:
+        """What stands in `format(...)`."""
+        return "millstream"
+
+    def schema(self) -> StructType:
+        """The columns of a query that names none."""
+        from millstream.spark.options import read_options
+        from millstream.spark.shape import default_schema
+
+        return default_schema(read_options(self.options))
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """A reader of what is there."""
+        from millstream.spark.options import read_options
+        from millstream.spark.reader import TopicReader
+        from millstream.spark.shape import shape_of
+
+        options = read_options(self.options)
+        return TopicReader(options, shape_of(schema, options))
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        """A reader of what comes."""
+        from millstream.spark.options import read_options
+        from millstream.spark.shape import shape_of
+        from millstream.spark.stream_reader import TopicStreamReader
+
+        options = read_options(self.options)
+        return TopicStreamReader(options, shape_of(schema, options))
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        """A writer of one batch."""
+        from millstream.model.errors import InvalidSetting
+        from millstream.spark.options import write_options
+        from millstream.spark.writer import TopicWriter, check_columns
+
+        if overwrite:
+            raise InvalidSetting("a topic is not overwritten, only added to: write with mode('append')")
+        options = write_options(self.options)
+        check_columns(schema, options)
+        return TopicWriter(options)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
+        """A writer of the batches of a stream."""
+        from millstream.spark.options import write_options
+        from millstream.spark.writer import TopicStreamWriter, check_columns
+
+        options = write_options(self.options)
+        check_columns(schema, options)
+        return TopicStreamWriter(options)
+
+
+def register(spark: SparkSession) -> None:
+    """Make the format known to a session, where Spark does not find it by itself."""
+    spark.dataSource.register(MillstreamSource)

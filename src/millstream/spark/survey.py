@@ -1,0 +1,164 @@
+"""Which partitions there are, and where each of them starts and ends: what the driver asks before it plans."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+
+from millstream.model.errors import InvalidSetting, UnknownTopic
+from millstream.model.ids import NodeId, Offset, PartitionIndex
+from millstream.model.topic import TopicPartition
+from millstream.spark.link import Link, link_to
+from millstream.spark.options import ReadOptions
+from millstream.spark.position import OFFSET_EARLIEST, OFFSET_LATEST, ByTime, End, Named, Offsets, Position, Timestamps
+from millstream.wire.client import ListedOffset
+from millstream.wire.fetching import FetchLimits
+from millstream.wire.refusal import refusal
+
+Partitions = Mapping[str, Sequence[int]]
+
+_NOTHING_SO_YOUNG = -1
+
+
+class Survey:
+    """Asks the brokers about the topics of a query."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        self._options = options
+
+    @property
+    def link(self) -> Link:
+        """The connection of this process; never kept, since readers travel between processes."""
+        options = self._options
+        return link_to(options.brokers, client_id=options.client_id, timeout_s=options.timeout_s)
+
+    def partitions(self) -> dict[str, list[int]]:
+        """The partitions to read now, by topic."""
+        options = self._options
+        if options.assign is not None:
+            self._check_assigned(self._named(tuple(options.assign)), options.assign)
+            return {topic: list(numbers) for topic, numbers in options.assign.items()}
+        if options.pattern is None:
+            return self._named(options.subscribe)
+        wanted = re.compile(options.pattern)
+        found = self.link.call(self.link.client.metadata(None))
+        return {
+            name: sorted(topic.partitions)
+            for name, topic in sorted(found.topics.items())
+            if not topic.is_internal and wanted.fullmatch(name)
+        }
+
+    def earliest(self, partitions: Partitions) -> dict[str, dict[int, int]]:
+        """The first offset that each partition still has."""
+        return self._look_up({topic: dict.fromkeys(numbers, OFFSET_EARLIEST) for topic, numbers in partitions.items()})
+
+    def latest(self, partitions: Partitions) -> dict[str, dict[int, int]]:
+        """Where each partition ends for this query: what is committed, unless it asks for everything."""
+        return self._look_up({topic: dict.fromkeys(numbers, OFFSET_LATEST) for topic, numbers in partitions.items()})
+
+    def resolve(self, position: Position, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
+        """Offsets for every partition, from what an option says."""
+        if isinstance(position, End):
+            return self._look_up({topic: dict.fromkeys(ns, position.offset) for topic, ns in partitions.items()})
+        if isinstance(position, ByTime):
+            times = {topic: dict.fromkeys(ns, position.timestamp_ms) for topic, ns in partitions.items()}
+            return self._look_up(times, or_latest=position.or_latest)
+        if isinstance(position, Timestamps):
+            _check_names_all(position.times_ms, partitions, f"{option}OffsetsByTimestamp")
+            return self._look_up(position.times_ms, or_latest=position.or_latest)
+        return self._resolve_named(position, partitions, f"{option}Offsets")
+
+    def wait_for_more(self, ends: Offsets, timeout_s: float) -> None:
+        """Wait until some partition may have grown beyond an offset, but not for long."""
+        self.link.call(self._wait(ends, timeout_s))
+
+    # -- how ------------------------------------------------------------------------------------------------------
+
+    def _named(self, names: Sequence[str]) -> dict[str, list[int]]:
+        found = self.link.call(self.link.client.metadata(names))
+        for name in names:
+            if name in found.errors:
+                error = refusal(found.errors[name], None, about=f"topic {name!r}")
+                if isinstance(error, UnknownTopic):
+                    hint = f"create it with: millstream topic create {name}"
+                    raise UnknownTopic(f"topic {name!r} does not exist at {self._options.brokers}; {hint}")
+                raise error
+        return {name: sorted(found.topics[name].partitions) for name in names}
+
+    def _check_assigned(self, there: Partitions, assigned: Partitions) -> None:
+        for topic, numbers in assigned.items():
+            missing = sorted(set(numbers) - set(there[topic]))
+            if missing:
+                raise UnknownTopic(
+                    f"topic {topic!r} has {len(there[topic])} partitions, there is no number {missing[0]}"
+                )
+
+    def _resolve_named(self, position: Named, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
+        _check_names_all(position.offsets, partitions, option)
+        ends = {
+            topic: {number: offset for number, offset in offsets.items() if offset < 0}
+            for topic, offsets in position.offsets.items()
+        }
+        looked_up = self._look_up({topic: offsets for topic, offsets in ends.items() if offsets})
+        return {topic: {**offsets, **looked_up.get(topic, {})} for topic, offsets in position.offsets.items()}
+
+    def _look_up(self, times_ms: Offsets, *, or_latest: bool = True) -> dict[str, dict[int, int]]:
+        return self.link.call(self._look_up_all(times_ms, or_latest))
+
+    async def _look_up_all(self, times_ms: Offsets, or_latest: bool) -> dict[str, dict[int, int]]:
+        found = await asyncio.gather(*(self._list(topic, times) for topic, times in times_ms.items()))
+        offsets = {
+            topic: {n: one.offset for n, one in listed.items()} for topic, listed in zip(times_ms, found, strict=True)
+        }
+        late = {
+            topic: [number for number, offset in listed.items() if offset == _NOTHING_SO_YOUNG]
+            for topic, listed in offsets.items()
+        }
+        for topic, numbers in late.items():
+            if not numbers:
+                continue
+            if not or_latest:
+                time_ms = times_ms[topic][numbers[0]]
+                raise InvalidSetting(
+                    f"{topic}-{numbers[0]} has no record of {time_ms} ms or later; give an earlier time, or set "
+                    "startingOffsetsByTimestampStrategy to latest to begin at the end there"
+                )
+            ends = await self._list(topic, dict.fromkeys(numbers, OFFSET_LATEST))
+            offsets[topic] |= {number: one.offset for number, one in ends.items()}
+        return {topic: {n: int(offset) for n, offset in listed.items()} for topic, listed in offsets.items()}
+
+    async def _list(self, topic: str, times_ms: Mapping[int, int]) -> dict[int, ListedOffset]:
+        return await self.link.client.list_offsets(topic, times_ms, isolation=self._options.isolation)
+
+    async def _wait(self, ends: Offsets, timeout_s: float) -> None:
+        client = self.link.client
+        by_leader: dict[NodeId, dict[TopicPartition, Offset]] = {}
+        for topic, offsets in ends.items():
+            for number, offset in offsets.items():
+                leader = await client.leader_of(topic, number)
+                where = TopicPartition(topic, PartitionIndex(number))
+                by_leader.setdefault(leader, {})[where] = Offset(offset)
+        limits = FetchLimits(max_bytes=1, max_wait_ms=int(timeout_s * 1000), isolation=self._options.isolation)
+        waits = [asyncio.create_task(client.fetch_many(positions, limits)) for positions in by_leader.values()]
+        if not waits:
+            await asyncio.sleep(timeout_s)
+            return
+        _, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for other in others:
+            other.cancel()
+        # Whatever is wrong with a partition shows, with words, when its end is looked up.
+        await asyncio.gather(*waits, return_exceptions=True)
+
+
+def _check_names_all(given: Offsets, partitions: Partitions, option: str) -> None:
+    """Spark's rule: offsets name every partition that is read, and no other."""
+    wanted = {(topic, number) for topic, numbers in partitions.items() for number in numbers}
+    named = {(topic, number) for topic, numbers in given.items() for number in numbers}
+    for what, difference in (
+        ("does not name", wanted - named),
+        ("names, but the query does not read,", named - wanted),
+    ):
+        if difference:
+            listed = ", ".join(f"{topic}-{number}" for topic, number in sorted(difference)[:5])
+            raise InvalidSetting(f"option {option} {what} {listed}")
