@@ -83,10 +83,18 @@ def iterating(
     @functools.wraps(method)
     def call(facade: Facade[A], *args: P.args, **kwargs: P.kwargs) -> Iterator[W]:
         thread = facade._thread
-        items = thread.call(_called(method, facade._wrapped, *args, **kwargs))
-        return (facade_class(item, thread) for item in thread.each(items))
+        return _each(thread, thread.call(_called(method, facade._wrapped, *args, **kwargs)), facade_class)
 
     return _Delegate(method, call)
+
+
+def _each(thread: LoopThread, items: AsyncIterator[Any], facade_class: type[W]) -> Iterator[W]:
+    each = thread.each(items)
+    try:
+        for item in each:
+            yield facade_class(item, thread)
+    finally:
+        each.close()
 
 
 async def _called(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ class LoopThread:
     def __init__(self, name: str = "millstream client") -> None:
         self._began: Future[asyncio.AbstractEventLoop] = Future()
         self._stopping: asyncio.Event
+        self._closing: set[asyncio.Task[None]] = set()
         # A daemon, since a program may end without closing, and would else wait for it for ever.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -47,7 +48,7 @@ class LoopThread:
             future.cancel()
             raise
 
-    def each(self, items: AsyncIterator[T]) -> Iterator[T]:
+    def each(self, items: AsyncIterator[T]) -> Generator[T, None, None]:
         """Go through an asynchronous iterator."""
         try:
             while True:
@@ -56,9 +57,18 @@ class LoopThread:
                 except _Exhausted:
                     return
         finally:
-            close = getattr(items, "aclose", None)
+            close = getattr(items, "aclose", None) or getattr(items, "close", None)
             if close is not None and self._thread.is_alive():
-                self.call(close())
+                self._end(close())
+
+    def _end(self, closing: Coroutine[Any, Any, None]) -> None:
+        if threading.current_thread() is not self._thread:
+            self.call(closing)
+            return
+        # The collector may find a forgotten iterator in any thread, also in the one that must not wait for itself.
+        task = self._loop.create_task(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     def close(self) -> None:
         """Cancel what still runs, and end the thread."""
