@@ -43,8 +43,10 @@ from millstream.testing.postgres_server import PostgresServer
 from millstream.testing.server import Server
 from millstream.testing.server_group import ServerGroup
 from millstream.wire.client import Client
+from millstream.wire.subscriptions import SubscriptionClient
 
 WAIT_S = 60.0
+ACCEPT = 1
 QUIET_S = 0.5
 CLUSTER = {"group-initial-delay-ms": 100, "leader-balance-ms": 500, "lease-ms": 2000, "subscriptions-partitions": 3}
 # Takes messages, says so, and never acknowledges them.
@@ -173,6 +175,24 @@ def test_accept_release_and_reject_of_single_messages(server: Server) -> None:
         assert [error for _, error in told if error is not None] == []
     with closing(work.consumer()) as other:
         assert poll(other, QUIET_S) == []
+
+
+async def pulled(address: str, name: str) -> tuple[list[str], list[str]]:
+    """The topics of a group as they are shown, and what another worker than a share consumer gets of it."""
+    async with Client.connect(address) as client:
+        subscriptions = SubscriptionClient(client)
+        (told,) = await subscriptions.describe([name])
+        messages = await subscriptions.receive(name, "test", max_records=10, wait_ms=int(WAIT_S * 1000))
+        await subscriptions.settle(name, "test", messages, ACCEPT)
+    return told["topics"], [(message.record.value or b"").decode() for message in messages]
+
+
+def test_a_group_that_its_members_have_declared_is_shown_with_their_topics_and_can_be_pulled(server: Server) -> None:
+    work = Work(server.kafka)
+    work.publish("a", "b")
+    with closing(work.consumer()) as consumer:
+        assert len(take(consumer, 2)) == 2
+    assert asyncio.run(pulled(server.kafka, work.name)) == ([work.name], ["a", "b"])
 
 
 def acknowledged(told: tuple[Any, Any]) -> int:
@@ -345,3 +365,5 @@ def test_another_node_goes_on_with_the_queue(
         # Whichever node is asked, and although nobody fetches any more.
         for node in cluster:
             until_at(node.kafka, work.name, 11)
+        work.publish("pulled")
+        assert asyncio.run(pulled(cluster.kafka, work.name)) == ([work.name], ["pulled"])

@@ -154,6 +154,12 @@ class GroupCoordinator:
         _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.shares.describe(group_id), pure=True)
 
+    def share_topics(self, group_id: str) -> frozenset[str]:
+        """What the members of a share group subscribe to, if this node coordinates it."""
+        states = [shard.state for shard in self._runtime.shards if shard.state is not None]
+        groups = [group for state in states if (group := state.shares.get(group_id)) is not None]
+        return frozenset().union(*(group.topics() for group in groups))
+
     async def open_share_group(self, group_id: str) -> ShareGroupDescription:
         """One share group, made without members if it is not there yet."""
         _check_group_id(group_id)

@@ -150,6 +150,7 @@ class Served:
             clock=parts.clock,
             supervise=parts.supervise,
         )
+        self._subscriptions.share_topics.members = self._groups.share_topics
         self._produce = Produce(parts.topics, self._meters.produce, self._transactions.gate)
         self._publish_once = PublishOnce(parts.topics)
         self.apis: list[Api[Any, Any] | RawApi] = [

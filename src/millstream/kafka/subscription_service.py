@@ -18,6 +18,7 @@ from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.kafka.push_board import PushBoard
+from millstream.kafka.share_topics import ShareTopics
 from millstream.model.clock import Clock
 from millstream.model.errors import MillstreamError, PartitionClosed
 from millstream.model.ids import NodeId
@@ -74,6 +75,7 @@ class SubscriptionService:
         self._clock = clock
         self._random = SystemRandom()
         self._peers = WirePeers(membership.node, me=me)
+        self.share_topics = ShareTopics(topics, self.states, membership, clock, self.ask_node)
         self._store = RoutedStateStore(self.states, self._peers, self._random, me=me)
         self._engine: Engine | None = None
         self._making: asyncio.Task[None] | None = None

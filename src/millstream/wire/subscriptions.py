@@ -79,15 +79,27 @@ class SubscriptionClient:
 
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Subscriptions with all their queues, which the nodes that lead them tell."""
-        body = {"names": None if names is None else list(names)}
+        found = await self._told({"names": None if names is None else list(names)})
+        closed = {tuple(place) for told in found.values() for place in told["kept"]} - {
+            (queue["topic"], queue["partition"]) for told in found.values() for queue in told["queues"]
+        }
+        if names is not None and len(found) == 1 and closed:
+            # Nobody has asked for them since their leader began to lead.
+            found = await self._told({"names": list(names), "open": sorted(closed)})
+        return [found[name] for name in sorted(found)]
+
+    async def _told(self, body: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """What all nodes tell of subscriptions, put together."""
         found: dict[str, dict[str, Any]] = {}
         for node in await self._nodes():
             for told in (await self._ask(node, LIST_KEY, body))["subscriptions"]:
                 known = found.setdefault(told["name"], told)
                 if known is not told:
-                    known["queues"] += told["queues"]
-                    known["push"] += told["push"]
-        return [found[name] for name in sorted(found)]
+                    for part in ("queues", "push", "kept"):
+                        known[part] += told[part]
+                    # Of a share group, each node knows some.
+                    known["topics"] += [topic for topic in told["topics"] if topic not in known["topics"]]
+        return found
 
     async def seek(
         self, name: str, to: str, *, topic: str | None = None, partition: int | None = None

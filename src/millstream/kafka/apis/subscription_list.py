@@ -7,15 +7,16 @@
 
 Every node knows all subscriptions; of the queues it tells those that it leads and has open, so a client asks all nodes.
 `kept` are those whose states it keeps, for subscriptions that are named; of those that are to be opened it opens what
-it leads, and tells of them too. `push` is how the node's push process does with the subscription's endpoint, if its
-messages are pushed. Values of secret settings are never told.
+it leads, and tells of them too. The topics of a share group for which none are declared are those of `kept`, and those
+that members subscribe to, if the node coordinates the group. `push` is how the node's push process does with the
+subscription's endpoint, if its messages are pushed. Values of secret settings are never told.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -25,6 +26,7 @@ from millstream.kafka.private import PrivateApi
 from millstream.kafka.subscription_service import SubscriptionService
 from millstream.model.subscription import Subscription, shown
 from millstream.subscriptions.delta import DeltaKind
+from millstream.wire.subscription_messages import LIST_KEY
 
 if TYPE_CHECKING:
     from millstream.subscriptions.delivery import Delivery
@@ -50,7 +52,7 @@ class WantedSubscriptions(msgspec.Struct, frozen=True):
 class SubscriptionList(PrivateApi[WantedSubscriptions]):
     """Tells of subscriptions."""
 
-    key = 32035
+    key = LIST_KEY
     asks = WantedSubscriptions
 
     def __init__(self, service: SubscriptionService) -> None:
@@ -64,12 +66,13 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
         else:
             wanted = [await self._subscriptions.find(name) for name in request.names]
             await self._open(wanted, request.open)
-        kept = {} if request.names is None else self._kept()
+        begun = self._service.share_topics.kept()
         queues: dict[UUID, list[Delivery]] = {}
         engine = self._service.loaded
         for delivery in () if engine is None else engine.deliveries:
             queues.setdefault(delivery.key.subscription_id, []).append(delivery)
-        return {"subscriptions": [self._told(one, queues, kept) for one in wanted]}
+        told = [self._told(one, queues, begun.get(one.subscription_id, [])) for one in wanted]
+        return {"subscriptions": [{**one, "kept": []} for one in told] if request.names is None else told}
 
     async def _open(self, subscriptions: Iterable[Subscription], places: Iterable[tuple[str, int]]) -> None:
         for topic, index in places:
@@ -78,15 +81,6 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
                 engine = await self._service.engine()
                 for subscription in subscriptions:
                     await engine.delivery(subscription, partition)
-
-    def _kept(self) -> dict[UUID, list[tuple[str, int]]]:
-        """By subscription: the queues that have begun and whose states this node keeps."""
-        kept: dict[UUID, list[tuple[str, int]]] = {}
-        for key in self._service.states.written():
-            topic = self._service.topics.by_id(key.topic_id)
-            if topic is not None:
-                kept.setdefault(key.subscription_id, []).append((topic.name, key.partition))
-        return kept
 
     def _pushed(self, subscription: Subscription) -> list[dict[str, Any]]:
         """How push goes here; a client puts those of all nodes together."""
@@ -97,17 +91,18 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
         self,
         subscription: Subscription,
         queues: Mapping[UUID, Iterable[Delivery]],
-        kept: Mapping[UUID, Iterable[tuple[str, int]]],
+        kept: Sequence[tuple[str, int]],
     ) -> dict[str, Any]:
+        known = self._service.share_topics.members(subscription.name) | {topic for topic, _ in kept}
         return {
             "name": subscription.name,
             "subscription_id": str(subscription.subscription_id),
-            "topics": subscription.topics,
+            "topics": subscription.topics or sorted(known),
             "settings": self._subscriptions.settings_of(subscription).as_strings(),
             "overrides": shown(subscription.overrides),
             "created_ms": subscription.created_ms,
             "queues": [_queue(delivery) for delivery in queues.get(subscription.subscription_id, ())],
-            "kept": list(kept.get(subscription.subscription_id, ())),
+            "kept": kept,
             "push": self._pushed(subscription),
         }
 

@@ -75,7 +75,8 @@ class SubscriptionReceive(PackedApi[Receive]):
         from millstream.subscriptions.delivery import Wanted
         from millstream.subscriptions.receiving import receive
 
-        partitions = self._partitions(subscription.topics, request.partitions)
+        topics = () if request.partitions is not None else await self._service.share_topics.of(subscription)
+        partitions = self._partitions(topics, request.partitions)
         deliveries = await engine.deliveries_of(subscription, partitions)
         return await receive(
             deliveries,

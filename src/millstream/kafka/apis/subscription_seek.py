@@ -19,7 +19,7 @@ from millstream.kafka.private import PrivateApi
 from millstream.kafka.subscription_service import SubscriptionService
 from millstream.model.errors import InvalidRequest
 from millstream.model.ids import Offset
-from millstream.model.subscription import READ_COMMITTED, Subscription
+from millstream.model.subscription import READ_COMMITTED
 from millstream.replication.partition import Partition
 from millstream.wire.subscription_messages import SEEK_KEY
 
@@ -54,7 +54,8 @@ class SubscriptionSeek(PrivateApi[Sought]):
         _check(request.to)
         engine = await self._service.engine()
         moved = []
-        for partition in self._partitions(subscription, request):
+        topics = await self._service.share_topics.of(subscription) if request.topic is None else (request.topic,)
+        for partition in self._partitions(topics, request.partition):
             delivery = await engine.delivery(subscription, partition)
             offset = _place(partition, delivery.settings.isolation, request.to)
             delivery.seek(offset)
@@ -62,14 +63,13 @@ class SubscriptionSeek(PrivateApi[Sought]):
             moved.append({"topic": partition.topic.name, "partition": partition.index, "offset": offset})
         return {"queues": moved}
 
-    def _partitions(self, subscription: Subscription, request: Sought) -> list[Partition]:
-        names = subscription.topics if request.topic is None else (request.topic,)
-        found = [topic for name in names if (topic := self._topics.get(name)) is not None]
+    def _partitions(self, topics: tuple[str, ...], index: int | None) -> list[Partition]:
+        found = [topic for name in topics if (topic := self._topics.get(name)) is not None]
         return [
             one
             for topic in found
             for one in self._topics.partitions_of(topic)
-            if one.is_leader and request.partition in (None, one.index)
+            if one.is_leader and index in (None, one.index)
         ]
 
 
