@@ -425,8 +425,9 @@ class Broker:
 
     async def _push(self, core: _Core) -> None:
         """Push what subscriptions want to be pushed, once the APIs answer."""
-        await self._served_or_failed()
-        if self._served is None:
+        if self._serving is not None:
+            await asyncio.wait([self._serving])
+        if self._served is None or self.failed.done():
             return
         service = self._served.subscriptions
         self._pusher = PushChild(

@@ -1,0 +1,128 @@
+"""An endpoint that messages are pushed to: it keeps what it was sent, and answers as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What came."""
+
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+    def is_signed_by(self, key: bytes) -> bool:
+        """Whether one of its signatures is by this key."""
+        signed = f"{self.headers['webhook-id']}.{self.headers['webhook-timestamp']}.".encode() + self.body
+        wanted = "v1," + base64.b64encode(hmac.digest(key, signed, "sha256")).decode()
+        return wanted in self.headers.get("webhook-signature", "").split()
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What goes back; without a status, the connection is closed instead."""
+
+    status: int | None = 204
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    after_s: float = 0.0
+
+
+class Webhook:
+    """A small HTTP server on a free port."""
+
+    def __init__(self, answer: Callable[[Request], Reply] | None = None) -> None:
+        self.answer: Callable[[Request], Reply] = answer or (lambda _request: Reply())
+        self.requests: list[Request] = []
+        self.under_way = 0
+        self.under_way_max = 0
+        self.connections = 0
+        self._came = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        """Where to push to."""
+        return f"http://127.0.0.1:{self._port}/hook"
+
+    @property
+    def bodies(self) -> list[bytes]:
+        """The bodies of all requests so far."""
+        return [request.body for request in self.requests]
+
+    async def start(self) -> None:
+        """Take connections, on the same port as before if there was one."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Be away at once, as if killed."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        serving = list(self._serving)
+        for task in serving:
+            task.cancel()
+        if serving:
+            await asyncio.wait(serving)
+
+    async def until(self, is_enough: Callable[[], bool], *, wait_s: float = 60.0) -> None:
+        """Wait until something holds, looking after each request."""
+        async with asyncio.timeout(wait_s):
+            while not is_enough():
+                self._came.clear()
+                await self._came.wait()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.stop()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+        self.connections += 1
+        try:
+            with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                while await self._serve_one(reader, writer):
+                    pass
+        finally:
+            writer.transport.abort()
+
+    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:-2])}
+        request = Request(head[0].split()[1], headers, await reader.readexactly(int(headers["content-length"])))
+        self.requests.append(request)
+        self.under_way += 1
+        self.under_way_max = max(self.under_way_max, self.under_way)
+        try:
+            reply = self.answer(request)
+            if reply.after_s:
+                await asyncio.sleep(reply.after_s)
+            if reply.status is None:
+                return False
+            lines = [f"HTTP/1.1 {reply.status} so"]
+            lines += [f"{name}: {value}" for name, value in reply.headers.items()]
+            if reply.status != 204:
+                lines.append(f"content-length: {len(reply.body)}")
+            writer.write("\r\n".join([*lines, "", ""]).encode() + reply.body)
+            await writer.drain()
+        finally:
+            self.under_way -= 1
+            self._came.set()
+        return True

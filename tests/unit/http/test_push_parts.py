@@ -1,0 +1,345 @@
+"""The parts of push that decide: signatures, addresses, verdicts, the pace of an endpoint, how messages are laid."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from email.utils import formatdate
+from time import time
+from typing import Any
+from uuid import UUID
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.http.push.address import Addresses, is_public
+from millstream.http.push.endpoint import DOWN_AFTER, REST_S_MAX, Endpoint
+from millstream.http.push.event import Content, content_of
+from millstream.http.push.signature import signature
+from millstream.http.push.verdict import Answer, Verdict, retry_after
+from millstream.model.errors import InvalidSetting, PolicyViolation
+from millstream.model.ids import Offset
+from millstream.model.push import BINARY, RAW, STRUCTURED, check_push, headers_of, keys_of
+from millstream.model.setting import HIDDEN
+from millstream.model.subscription import SubscriptionSettings, shown
+from millstream.records.record import Headers, Record
+from millstream.wire.subscriptions import LeasedMessage
+
+TOPIC_ID = UUID(int=7)
+
+
+def message(value: bytes | None, headers: Headers = (), key: bytes | None = b"c7") -> LeasedMessage:
+    record = Record(Offset(3), 1_700_000_000_123, key, value, headers)
+    return LeasedMessage(None, "orders", TOPIC_ID, 2, 4, 0, record)
+
+
+def lines(content: Content) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in content.headers}
+
+
+# -- signatures --------------------------------------------------------------------------------------------------
+
+
+def test_a_signature_is_that_of_standard_webhooks() -> None:
+    (key,) = keys_of("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
+    made = signature([key], b"msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
+    assert made == b"v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+    assert len(signature([key, key], b"id", 1, b"").split()) == 2
+
+
+# -- settings ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "headers", "secret"),
+    [
+        ("ftp://example.com", "", ""),
+        ("https://", "", ""),
+        ("https://user:pass@example.com", "", ""),
+        ("https://example.com/#part", "", ""),
+        ("https://example.com:0/", "", ""),
+        ("https://example.com:99999/", "", ""),
+        ("https://exämple.com/", "", ""),
+        ("https://example.com/a b", "", ""),
+        ("https://example.com/" + "x" * 2000, "", ""),
+        ("", "no JSON", ""),
+        ("", '["a"]', ""),
+        ("", '{"a": 1}', ""),
+        ("", '{"a b": "x"}', ""),
+        ("", '{"Host": "x"}', ""),
+        ("", '{"webhook-id": "x"}', ""),
+        ("", '{"a": "x\\r\\nb: y"}', ""),
+        ("", "", "tooshort"),
+        ("", "", "whsec_%%%%"),
+        ("", "", "a" * 20 + " short"),
+    ],
+)
+def test_what_cannot_be_pushed_to_is_refused_without_telling_a_secret(url: str, headers: str, secret: str) -> None:
+    with pytest.raises(InvalidSetting) as refused:
+        check_push(url, headers, secret)
+    assert not secret or secret not in str(refused.value)
+
+
+def test_secrets_are_not_shown() -> None:
+    given = {"millstream.push.secret": "s" * 20, "millstream.push.headers": '{"a": "b"}', "millstream.push.url": ""}
+    assert shown(given) == {
+        "millstream.push.secret": HIDDEN,
+        "millstream.push.headers": HIDDEN,
+        "millstream.push.url": "",
+    }
+    told = SubscriptionSettings.from_strings(given).as_strings()
+    assert told["millstream.push.secret"] == HIDDEN
+    assert SubscriptionSettings().as_strings()["millstream.push.secret"] == ""
+    assert headers_of('{"Authorization": "Bearer x"}') == {"Authorization": "Bearer x"}
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "10.0.0.1",
+        "172.16.0.1",
+        "192.168.1.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "255.255.255.255",
+        "::1",
+        "::",
+        "fe80::1%eth0",
+        "fd00:ec2::254",
+        "ff02::1",
+        "::ffff:127.0.0.1",
+        "::ffff:10.0.0.1",
+        "64:ff9b::a00:1",
+        "2002:7f00:1::",
+        "no address",
+    ],
+)
+def test_addresses_that_only_the_node_can_reach(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
+def test_addresses_that_anybody_can_reach(address: str) -> None:
+    assert is_public(address)
+
+
+async def test_a_name_is_looked_up_and_only_what_was_checked_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [["10.0.0.1", "8.8.8.8", "9.9.9.9"], ["127.0.0.1"]]
+
+    async def lookup(host: str, port: object, **_kind: object) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0)) for one in answers.pop(0)]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lookup)
+    addresses = Addresses("example.com", private_allowed=False)
+    assert await addresses.find() == ["8.8.8.8", "9.9.9.9"]
+    addresses.prefer("9.9.9.9")
+    # Kept for a while; what the name says now does not matter.
+    assert await addresses.find() == ["9.9.9.9", "8.8.8.8"]
+    addresses.forget()
+    with pytest.raises(PolicyViolation, match="push-private-addresses"):
+        await addresses.find()
+
+
+async def test_a_node_may_be_allowed_to_push_to_itself() -> None:
+    assert await Addresses("127.0.0.1", private_allowed=True).find() == ["127.0.0.1"]
+    with pytest.raises(PolicyViolation):
+        await Addresses("127.0.0.1", private_allowed=False).find()
+    # Another way to write the same.
+    with pytest.raises(PolicyViolation):
+        await Addresses("2130706433", private_allowed=False).find()
+
+
+# -- verdicts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "verdict"),
+    [
+        (200, Verdict.ACCEPTED),
+        (204, Verdict.ACCEPTED),
+        (301, Verdict.FAILED),
+        (400, Verdict.REFUSED),
+        (401, Verdict.FAILED),
+        (408, Verdict.FAILED),
+        (422, Verdict.REFUSED),
+        (429, Verdict.FAILED),
+        (500, Verdict.FAILED),
+        (503, Verdict.FAILED),
+        (0, Verdict.UNREACHABLE),
+    ],
+)
+def test_what_an_answer_means(status: int, verdict: Verdict) -> None:
+    assert Answer(status).verdict is verdict
+
+
+def test_how_long_a_message_waits() -> None:
+    declared = {"backoff_min_ms": 50, "backoff_max_ms": 1000}
+    undeclared = {"backoff_min_ms": 0, "backoff_max_ms": 600_000}
+    assert Answer(503, retry_after_s=7).delay_ms(1, **declared) == 7000
+    assert Answer(503).delay_ms(1, **declared) is None
+    assert [Answer(503).delay_ms(attempt, **undeclared) for attempt in (1, 2, 3, 40)] == [1000, 2000, 4000, 600_000]
+
+
+def test_when_to_come_back() -> None:
+    assert retry_after("120") == 120
+    assert retry_after(str(10**9)) == 24 * 3600
+    assert 50 < (retry_after(formatdate(time() + 60, usegmt=True)) or 0) <= 61
+    assert retry_after(formatdate(time() - 60, usegmt=True)) == 0
+    assert [retry_after(text) for text in (None, "", "soon", "-1", "٣")] == [None] * 5
+
+
+# -- the pace of an endpoint -------------------------------------------------------------------------------------
+
+
+def test_an_endpoint_begins_slowly_and_grows_while_it_is_used() -> None:
+    endpoint = Endpoint(100)
+    assert (endpoint.limit, endpoint.state) == (1, "unused")
+    for _ in range(10):
+        endpoint.succeeded(endpoint.limit)
+    assert (endpoint.limit, endpoint.state) == (11, "up")
+    for _ in range(1000):
+        endpoint.succeeded(1)
+    assert endpoint.limit == 11
+    for _ in range(1000):
+        endpoint.succeeded(endpoint.limit)
+    assert endpoint.limit == 100
+
+
+def test_failures_of_one_moment_count_once() -> None:
+    endpoint = Endpoint(100)
+    for _ in range(63):
+        endpoint.succeeded(endpoint.limit)
+    endpoint.failed(began=0.0, now=1.0)
+    endpoint.failed(began=0.5, now=1.1)
+    assert endpoint.limit == 32
+    endpoint.failed(began=1.0, now=2.0)
+    assert endpoint.is_down
+    assert endpoint.room(0, 2.5) == 0
+    assert endpoint.room(0, 3.0) == 1
+    assert endpoint.room(1, 3.0) == 0
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.sampled_from(["ok", "bad", "refused"]), st.floats(0.0, 30.0)), max_size=60))
+def test_an_endpoint_is_never_asked_more_than_it_may_and_never_forgotten(steps: list[tuple[str, float]]) -> None:
+    endpoint, now, in_a_row = Endpoint(10), 0.0, 0
+    for what, passed in steps:
+        began, now = now, now + passed
+        if what == "ok":
+            endpoint.succeeded(endpoint.limit)
+            in_a_row = 0
+        elif what == "bad":
+            endpoint.failed(began, now)
+            in_a_row += 1
+        else:
+            endpoint.refused()
+        assert 1 <= endpoint.limit <= 10
+        assert endpoint.rest_left(now) <= REST_S_MAX
+        assert not endpoint.is_down or in_a_row >= DOWN_AFTER
+        assert endpoint.room(0, now + REST_S_MAX) >= 1
+
+
+# -- how messages are laid ---------------------------------------------------------------------------------------
+
+
+def test_a_message_becomes_an_event_in_headers() -> None:
+    content = content_of(message(b'{"a": 1}', (("correlation-id", b"x y"), ("traceparent", b"00-1"))), BINARY)
+    assert content.body == b'{"a": 1}'
+    assert content.message_id == f"{TOPIC_ID}/2/3".encode()
+    assert lines(content) == {
+        "ce-specversion": "1.0",
+        "ce-id": f"{TOPIC_ID}/2/3",
+        "ce-source": "/topics/orders",
+        "ce-type": "millstream.message",
+        "ce-time": "2023-11-14T22:13:20.123Z",
+        "ce-subject": "c7",
+        "ce-correlationid": "x%20y",
+        "ce-traceparent": "00-1",
+        "ce-topic": "orders",
+        "ce-partition": "2",
+        "ce-offset": "3",
+        "ce-attempt": "4",
+        "content-type": "application/json",
+        "traceparent": "00-1",
+    }
+
+
+def test_an_event_keeps_what_it_is() -> None:
+    stored: Headers = (
+        ("ce_specversion", b"1.0"),
+        ("ce_id", b"e1"),
+        ("ce_source", b"/shop"),
+        ("ce_type", b"order.created"),
+        ("ce_region", "größe".encode()),
+        ("ce_Bad-Name", b"x"),
+        ("content-type", b"text/plain"),
+    )
+    told = lines(content_of(message(b"hello", stored), BINARY))
+    assert (told["ce-id"], told["ce-source"], told["ce-type"]) == ("e1", "/shop", "order.created")
+    assert told["ce-region"] == "gr%C3%B6%C3%9Fe"
+    assert "ce-Bad-Name" not in told
+    assert told["content-type"] == "text/plain"
+
+
+@pytest.mark.parametrize(
+    ("value", "content_type", "member"),
+    [
+        (b'{"a": 1}', None, {"data": {"a": 1}}),
+        (b"plain", None, {"data_base64": "cGxhaW4="}),
+        (b"plain", b"text/plain; charset=utf-8", {"data": "plain"}),
+        (b"\xff", b"text/plain", {"data_base64": "/w=="}),
+        (b"{broken", b"application/json", {"data_base64": "e2Jyb2tlbg=="}),
+        (b'"\xff"', b"application/json", {"data_base64": "Iv8i"}),
+        (None, None, {}),
+    ],
+)
+def test_a_message_becomes_an_event_as_one_document(
+    value: bytes | None, content_type: bytes | None, member: dict[str, object]
+) -> None:
+    headers: Headers = () if content_type is None else (("content-type", content_type),)
+    content = content_of(message(value, headers, key=None), STRUCTURED)
+    assert lines(content) == {"content-type": "application/cloudevents+json; charset=utf-8"}
+    document = json.loads(content.body)
+    assert {name: document[name] for name in ("data", "data_base64") if name in document} == member
+    assert (document["specversion"], document["offset"], document["type"]) == ("1.0", "3", "millstream.message")
+    assert "subject" not in document
+
+
+def test_a_message_is_sent_as_it_is() -> None:
+    headers: Headers = (("message-id", b"m 1"), ("region", b"eu"), ("odd name", b"x"), ("region", b"us"))
+    content = content_of(message(b"\x00\x01", headers), RAW)
+    assert content.body == b"\x00\x01"
+    told = lines(content)
+    assert content.message_id == b"m%201"
+    assert told["message-id"] == "m%201"
+    assert told["message-key"] == "c7"
+    assert told["message-header-region"] == "eu"
+    assert told["content-type"] == "application/octet-stream"
+    assert "message-header-odd name" not in told
+
+
+@settings(max_examples=60)
+@given(
+    st.binary(max_size=30),
+    st.lists(st.tuples(st.text(max_size=8), st.none() | st.binary(max_size=20)), max_size=5),
+    st.none() | st.binary(max_size=20),
+    st.sampled_from([BINARY, STRUCTURED, RAW]),
+)
+def test_whatever_a_message_holds_it_can_be_sent(
+    value: bytes, headers: list[tuple[str, bytes | None]], key: bytes | None, layout: str
+) -> None:
+    content = content_of(message(value, tuple(headers), key), layout)
+    for name, text in [*content.headers, (b"webhook-id", content.message_id)]:
+        assert name.isascii()
+        assert not set(name) & set(b" :\r\n")
+        assert all(0x20 <= code < 0x7F for code in text)
+    if layout == STRUCTURED:
+        json.loads(content.body)

@@ -1,0 +1,326 @@
+"""Requests to a real endpoint, and what becomes of messages by its answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from time import time
+from uuid import UUID
+
+import pytest
+
+from millstream.http.push import endpoint as pace
+from millstream.http.push import pusher as pushing
+from millstream.http.push.address import Addresses
+from millstream.http.push.event import Content
+from millstream.http.push.push_subscription import PushSubscription, push_subscription
+from millstream.http.push.pusher import Pusher
+from millstream.http.push.sender import Sender, Target, trusted
+from millstream.http.push.settler import ACCEPT, EXTEND, RELEASE, Settler
+from millstream.http.push.verdict import Answer
+from millstream.model.errors import BrokerUnreachable
+from millstream.model.ids import Offset
+from millstream.model.subscription import Subscription, SubscriptionSettings
+from millstream.records.record import Record
+from millstream.testing.webhook import Reply, Request, Webhook
+from millstream.wire.subscription_messages import Receive
+from millstream.wire.subscriptions import LeasedMessage
+
+KEY = b"0123456789abcdef"
+CONTENT = Content(b"m1", [(b"content-type", b"text/plain")], b"hello")
+WAIT_S = 60.0
+
+
+@pytest.fixture
+async def hook() -> AsyncIterator[Webhook]:
+    async with Webhook() as made:
+        yield made
+
+
+def sender(hook: Webhook, *, timeout_s: float = WAIT_S, private_allowed: bool = True, url: str = "") -> Sender:
+    target = Target(url=url or hook.url, headers={"Authorization": "Bearer x"}, keys=(KEY,), timeout_s=timeout_s)
+    return Sender(target, trusted(), private_allowed=private_allowed)
+
+
+async def post(hook: Webhook, **how: object) -> Answer:
+    sending = sender(hook, **how)  # type: ignore[arg-type]
+    try:
+        return await sending.post(CONTENT)
+    finally:
+        await sending.close()
+
+
+# -- requests ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_message_is_sent_signed_over_a_connection_that_is_kept(hook: Webhook) -> None:
+    sending = sender(hook)
+    for _ in range(3):
+        assert (await sending.post(CONTENT)).status == 204
+    await sending.close()
+    (request, *_) = hook.requests
+    assert request.body == b"hello"
+    assert request.headers["authorization"] == "Bearer x"
+    assert request.headers["host"] == hook.url.split("/")[2]
+    assert request.headers["webhook-id"] == "m1"
+    assert request.is_signed_by(KEY)
+    assert hook.connections == 1
+
+
+async def test_a_connection_that_was_closed_meanwhile_is_no_failure(hook: Webhook) -> None:
+    sending = sender(hook)
+    assert (await sending.post(CONTENT)).status == 204
+    await hook.stop()
+    await hook.start()
+    assert (await sending.post(CONTENT)).status == 204
+    await sending.close()
+
+
+async def test_an_endpoint_that_is_away_is_told_as_such(hook: Webhook) -> None:
+    await hook.stop()
+    answer = await post(hook)
+    assert answer.status == 0
+    assert answer.text
+
+
+async def test_an_endpoint_that_hangs_up_or_hangs(hook: Webhook) -> None:
+    hook.answer = lambda _request: Reply(None)
+    assert (await post(hook)).status == 0
+    hook.answer = lambda _request: Reply(after_s=WAIT_S)
+    answer = await post(hook, timeout_s=0.05)
+    assert (answer.status, answer.text) == (0, "nothing within 0.05 s")
+
+
+async def test_of_a_long_answer_little_is_read(hook: Webhook) -> None:
+    hook.answer = lambda _request: Reply(500, {"retry-after": "9"}, b"no\r\n" + b"x" * 10_000_000)
+    answer = await post(hook)
+    assert answer.status == 500
+    assert answer.retry_after_s == 9
+    assert answer.text.startswith("no xxx")
+    assert len(answer.text) <= 300
+
+
+async def test_redirects_are_followed_within_the_host(hook: Webhook) -> None:
+    def answer(request: Request) -> Reply:
+        return Reply(307, {"location": "/other"}) if request.path == "/hook" else Reply(200)
+
+    hook.answer = answer
+    assert (await post(hook)).status == 200
+    assert [request.body for request in hook.requests] == [b"hello"] * 2
+    hook.answer = lambda _request: Reply(308, {"location": "/hook"})
+    assert "redirects more than" in (await post(hook)).text
+    assert len(hook.requests) == 6
+
+
+@pytest.mark.parametrize("place", ["http://example.com/hook", "//127.0.0.2/hook", "http://127.0.0.1:1/hook", "ftp:/x"])
+async def test_redirects_to_another_host_are_not(hook: Webhook, place: str) -> None:
+    hook.answer = lambda _request: Reply(307, {"location": place})
+    answer = await post(hook)
+    assert answer.status == 307
+    assert "another host" in answer.text
+    assert len(hook.requests) == 1
+
+
+async def test_what_only_the_node_can_reach_is_not_asked(hook: Webhook) -> None:
+    answer = await post(hook, private_allowed=False)
+    assert answer.status == 0
+    assert "push-private-addresses" in answer.text
+    assert not hook.requests
+
+
+async def test_the_address_that_was_checked_is_connected_to(hook: Webhook, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def found(_addresses: Addresses) -> list[str]:
+        return ["127.0.0.1"]
+
+    # A name that nobody can look up: only the address that was checked can lead to the endpoint.
+    monkeypatch.setattr(Addresses, "find", found)
+    port = hook.url.split(":")[2].split("/")[0]
+    answer = await post(hook, url=f"http://rebound.invalid:{port}/hook")
+    assert answer.status == 204
+    assert hook.requests[0].headers["host"] == f"rebound.invalid:{port}"
+
+
+# -- what becomes of messages ------------------------------------------------------------------------------------
+
+
+class Ledger(Settler):
+    """Takes down what is said of messages."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[int, int, int | None]] = []
+        self.reasons: list[str] = []
+        self.changed = asyncio.Event()
+
+    async def settle(self, message: LeasedMessage, verb: int, *, delay_ms: int | None = None, reason: str = "") -> bool:
+        self.said.append((message.record.offset, verb, delay_ms))
+        self.reasons.append(reason)
+        self.changed.set()
+        return True
+
+    async def until(self, is_enough: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not is_enough():
+                self.changed.clear()
+                await self.changed.wait()
+
+    def of(self, verb: int) -> list[int]:
+        return [offset for offset, said, _ in self.said if said == verb]
+
+
+class Shelf:
+    """Messages that are there to be leased."""
+
+    def __init__(self, count: int, lease_ms: int) -> None:
+        self._left = [_message(offset, lease_ms) for offset in range(count)]
+        self.asked: list[int] = []
+
+    async def receive(self, wanted: Receive) -> list[LeasedMessage]:
+        self.asked.append(wanted.max_records)
+        taken, self._left = self._left[: wanted.max_records], self._left[wanted.max_records :]
+        if not taken:
+            await asyncio.Event().wait()
+        return taken
+
+
+def _message(offset: int, lease_ms: int) -> LeasedMessage:
+    record = Record(Offset(offset), 0, None, b"%d" % offset, ())
+    return LeasedMessage(None, "orders", UUID(int=7), 0, 1, int(time() * 1000) + lease_ms, record)
+
+
+def _declared(hook: Webhook, **settings: str) -> PushSubscription:
+    overrides = {"millstream.push.url": hook.url} | {name.replace("_", "."): value for name, value in settings.items()}
+    declared = Subscription(
+        name="billing", subscription_id=UUID(int=1), topics=("orders",), overrides=overrides, created_ms=0
+    )
+    found = push_subscription(declared, SubscriptionSettings.from_strings(overrides))
+    assert found is not None
+    return found
+
+
+class Run:
+    """A pusher at work."""
+
+    def __init__(self, hook: Webhook, count: int, **settings: str) -> None:
+        declared = _declared(hook, **settings)
+        self.ledger, self.shelf = Ledger(), Shelf(count, declared.lease_ms)
+        timeout_s = declared.timeout_ms / 1000
+        self.pusher = Pusher(
+            declared,
+            "push/1",
+            self.shelf.receive,
+            self.ledger,
+            sender(hook, timeout_s=timeout_s),
+            when_changed=lambda: None,
+        )
+        self.running = asyncio.ensure_future(self.pusher.run())
+
+    async def end(self) -> None:
+        self.pusher.stop()
+        await asyncio.wait_for(self.running, WAIT_S)
+
+
+async def test_messages_are_accepted_at_a_growing_pace(hook: Webhook) -> None:
+    run = Run(hook, 50)
+    await run.ledger.until(lambda: len(run.ledger.said) == 50)
+    await run.end()
+    assert sorted(run.ledger.of(ACCEPT)) == list(range(50))
+    assert run.shelf.asked[0] == 1
+    assert max(run.shelf.asked) > 1
+    report = run.pusher.report()
+    assert (report.state, report.accepted, report.in_flight) == ("up", 50, 0)
+    assert report.concurrency > 1
+
+
+async def test_a_message_that_is_refused_comes_back_later_and_others_go_on(hook: Webhook) -> None:
+    hook.answer = lambda request: Reply(400, body=b"no such order") if request.body == b"3" else Reply()
+    run = Run(hook, 20)
+    await run.ledger.until(lambda: len(run.ledger.said) == 20)
+    await run.end()
+    assert run.ledger.of(RELEASE) == [3]
+    assert (3, RELEASE, 1000) in run.ledger.said
+    assert "the endpoint answered 400: no such order" in run.ledger.reasons
+    assert run.pusher.report().state == "up"
+
+
+async def test_an_endpoint_that_is_down_costs_few_attempts(hook: Webhook, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "REST_S_MIN", 0.01)
+    monkeypatch.setattr(pace, "REST_S_MAX", 0.01)
+    monkeypatch.setattr(pushing, "PROBES_MAX", 10_000)
+    await hook.stop()
+    run = Run(hook, 100)
+    await run.ledger.until(lambda: len(run.ledger.said) >= 2)
+    while run.pusher.report().unreachable < 20:
+        await asyncio.sleep(0.01)
+    assert len(run.ledger.said) == 2
+    assert run.pusher.report().state == "down"
+    assert run.pusher.report().in_flight == 1
+    await hook.start()
+    await run.ledger.until(lambda: len(run.ledger.said) == 100)
+    await run.end()
+    assert run.pusher.report().state == "up"
+    assert len(run.ledger.of(RELEASE)) == 2
+    assert len(run.ledger.of(ACCEPT)) == 98
+
+
+async def test_a_message_that_brings_the_endpoint_down_is_not_tried_for_ever(
+    hook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "REST_S_MIN", 0.001)
+    monkeypatch.setattr(pace, "REST_S_MAX", 0.001)
+    hook.answer = lambda request: Reply(None) if request.body in (b"0", b"1", b"2") else Reply()
+    run = Run(hook, 10)
+    await run.ledger.until(lambda: len(run.ledger.said) == 10)
+    await run.end()
+    assert sorted(run.ledger.of(RELEASE)) == [0, 1, 2]
+
+
+async def test_the_lease_of_a_message_that_takes_long_is_extended(hook: Webhook) -> None:
+    hook.answer = lambda _request: Reply(after_s=WAIT_S)
+    run = Run(hook, 1, share_record_lock_duration_ms="100")
+    await run.ledger.until(lambda: len(run.ledger.of(EXTEND)) >= 2)
+    run.pusher.stop()
+    run.pusher.hurry()
+    await asyncio.wait_for(run.running, WAIT_S)
+    assert run.ledger.said[-1] == (0, RELEASE, 0)
+
+
+async def test_what_is_under_way_ends_before_push_does(hook: Webhook) -> None:
+    hook.answer = lambda _request: Reply(after_s=0.2)
+    run = Run(hook, 5)
+    while not hook.requests:
+        await asyncio.sleep(0.01)
+    await run.end()
+    assert run.ledger.of(ACCEPT) == [0]
+    assert len(hook.requests) == 1
+
+
+async def test_an_endpoint_that_asks_for_patience_gets_it(hook: Webhook) -> None:
+    hook.answer = lambda _request: Reply(429, {"retry-after": "3600"})
+    run = Run(hook, 5, millstream_backoff_min_ms="10")
+    await run.ledger.until(lambda: len(run.ledger.said) == 1)
+    assert run.ledger.said == [(0, RELEASE, 3_600_000)]
+    await run.end()
+    assert len(hook.requests) == 1
+
+
+async def test_at_most_once_is_not_tried_again(hook: Webhook) -> None:
+    hook.answer = lambda _request: Reply(400)
+    run = Run(hook, 3, millstream_delivery="at-most-once")
+    await hook.until(lambda: len(hook.requests) == 3)
+    await run.end()
+    assert run.ledger.said == []
+
+
+async def test_a_node_that_does_not_answer_is_asked_again(hook: Webhook) -> None:
+    run = Run(hook, 3)
+    receive, failures = run.shelf.receive, [BrokerUnreachable("away")] * 2
+
+    async def fails(wanted: Receive) -> list[LeasedMessage]:
+        if failures:
+            raise failures.pop()
+        return await receive(wanted)
+
+    run.pusher._receive = fails
+    await run.ledger.until(lambda: len(run.ledger.of(ACCEPT)) == 3)
+    await run.end()
+    assert not failures
