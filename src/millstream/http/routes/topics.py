@@ -23,9 +23,10 @@ from millstream.http.route import Asked, Nothing, Route, TopicName
 from millstream.wire.cluster_metadata import TopicMetadata
 
 BROKER_DECIDES: Final = -1
+PARTITIONS_MAX: Final = 10_000
 ADVICE: Final = "GET /v1/topics lists those that do"
 
-Number = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Number = Annotated[int, Meta(ge=1, le=PARTITIONS_MAX)]
 Copies = Annotated[int, Meta(ge=1, le=2**15 - 1)]
 
 

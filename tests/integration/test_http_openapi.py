@@ -1,0 +1,46 @@
+"""The API does what its OpenAPI page says, whatever is sent to it."""
+
+from __future__ import annotations
+
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import (
+    content_type_conformance,
+    not_a_server_error,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from millstream.http.openapi import openapi_document
+from millstream.http.table import ROUTES
+from millstream.testing.server import Server
+
+EXAMPLES = 4
+PATIENCE_S = 60.0
+
+schema = schemathesis.openapi.from_dict(openapi_document(ROUTES))
+schema.config.phases.update(phases=["fuzzing"])
+# A stream ends when its reader goes, which no request of this test does.
+answered = schema.exclude(path_regex="/events$")
+
+
+@answered.parametrize()
+@settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+def test_every_answer_is_one_that_the_page_tells_of(case: schemathesis.Case, server: Server) -> None:
+    case.call_and_validate(
+        base_url=f"http://{server.http}",
+        timeout=PATIENCE_S,
+        checks=[
+            not_a_server_error,
+            status_code_conformance,
+            content_type_conformance,
+            response_schema_conformance,
+        ],
+    )
+
+
+def test_the_page_names_every_route_once() -> None:
+    document = openapi_document(ROUTES)
+    operations = [one for path in document["paths"].values() for one in path.values()]
+    assert len(operations) == len(ROUTES)
+    assert len({one["operationId"] for one in operations}) == len(ROUTES)
