@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from millstream.config import Config
 from millstream.coordination.runtime import Runtime, StateTopic, StateTopics
@@ -24,6 +25,9 @@ _TOPIC_SETTINGS = {
     "max.message.bytes": str(64 * 1024 * 1024),
 }
 
+PLACES_MAX: Final = 100_000
+"""For so many queues it is remembered which partition keeps them: it is asked with every write."""
+
 
 class StateCoordinator:
     """Keeps the states of queues in the log."""
@@ -41,6 +45,8 @@ class StateCoordinator:
         self._runtime: Runtime[StateShard] = Runtime(
             topics, topic, lambda _timers: StateShard(make_image), clock=clock, retry_first_s=retry_first_s
         )
+        # The number of partitions never changes.
+        self._places: dict[QueueKey, PartitionIndex] = {}
 
     async def start(self) -> None:
         """Begin to load what the log has."""
@@ -60,7 +66,13 @@ class StateCoordinator:
 
     def partition_of(self, key: QueueKey) -> PartitionIndex:
         """The partition of the topic that keeps a queue."""
-        return self._runtime.partition_of(f"{key.subscription_id}/{key.topic_id}/{key.partition}")
+        found = self._places.get(key)
+        if found is None:
+            found = self._runtime.partition_of(f"{key.subscription_id}/{key.topic_id}/{key.partition}")
+            if len(self._places) >= PLACES_MAX:
+                self._places.clear()
+            self._places[key] = found
+        return found
 
     def leader_of(self, index: PartitionIndex) -> NodeId | None:
         """The node that keeps one partition of the topic; None while nobody does."""

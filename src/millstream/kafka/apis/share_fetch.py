@@ -47,6 +47,9 @@ from millstream.subscriptions.lease import Lease
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _RECORD_LIMIT: Final = 1
 _WAIT_MS_MAX: Final = 300_000
+_ACKNOWLEDGED_MS_MAX: Final = 20
+"""An answer that tells of acknowledgements is not held back for longer: a client may wait for them. Where messages come
+often it carries some, which saves a request for each."""
 _BYTES_MAX: Final = 16 * 1024 * 1024
 """An answer is held in memory as a whole; one batch is given however large it is."""
 _PAUSE_MS: Final = 100
@@ -110,6 +113,10 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         client.fetched_bytes += sum(map(len, told.records.values()))
         return self._answer(subscription, told)
 
+    def downgrade(self, version: int, response: ShareFetchResponse) -> ShareFetchResponse:
+        """Both versions of the answer are laid alike."""
+        return response
+
     def failure(self, error: MillstreamError, request: ShareFetchRequest) -> ShareFetchResponse:
         """Say why nothing is given."""
         return _refused(error_code(error), error_message(error))
@@ -134,7 +141,9 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             max(1, min(request.max_bytes, self._bytes_max, _BYTES_MAX)),
             whole_batches=request.share_acquire_mode != _RECORD_LIMIT,
         )
-        wait_ms = 0 if told.failed or told.acknowledged else min(request.max_wait // _MILLISECOND, _WAIT_MS_MAX)
+        failed = told.failed or any(told.acknowledged.values())
+        patience_ms = 0 if failed else _ACKNOWLEDGED_MS_MAX if told.acknowledged else _WAIT_MS_MAX
+        wait_ms = min(request.max_wait // _MILLISECOND, patience_ms)
         if any(_code(error) == ErrorCode.unknown_server_error for error in told.failed.values()):
             # The client asks again at once.
             await asyncio.sleep(_PAUSE_MS / 1000)
