@@ -8,9 +8,11 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartition
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
@@ -298,6 +300,30 @@ def test_a_subscription_is_used_through_any_node_as_soon_as_it_is_declared(clust
     shown = millstream("dlq", "show", name, "--json")
     assert shown.code == 0, shown.err
     assert len(shown.documents) == len(taken)
+
+
+def test_messages_go_over_http_through_any_node(cluster: ServerGroup, topic: str) -> None:
+    create(cluster, topic)
+    name = f"of-{topic}"
+    first, second, third = (httpx.Client(base_url=f"http://{node.http}/v1", timeout=WAIT_S) for node in cluster)
+    with first, second, third:
+        assert first.post("/subscriptions", json={"name": name, "topics": [topic]}).status_code == 201
+        with ThreadPoolExecutor(1) as pool:
+            # Whoever waits at one node gets what comes to any.
+            waiting = pool.submit(second.post, f"/subscriptions/{name}/messages:pull", json={"wait_ms": 50_000})
+            for number, node in enumerate((first, second, third) * 10):
+                partition = {"message-partition": str(number % 3), "message-id": f"m-{number}"}
+                told = node.post(f"/topics/{topic}/messages", content=b"x", headers=partition)
+                assert (told.status_code, told.json()["partition"]) == (201, number % 3)
+            taken = waiting.result().json()["messages"]
+        while len(taken) < 30:
+            taken += first.post(f"/subscriptions/{name}/messages:pull", json={"wait_ms": 50_000}).json()["messages"]
+        assert Counter(message["id"] for message in taken) == Counter(f"m-{number}" for number in range(30))
+        settled = third.post(
+            f"/subscriptions/{name}/messages:settle", json={"accept": [message["lease"] for message in taken]}
+        )
+        assert settled.json()["failed"] == 0
+        assert sum(queue["accepted"] for queue in first.get(f"/subscriptions/{name}").json()["queues"]) == 30
 
 
 def test_health_tells_how_the_cluster_is(cluster: ServerGroup, topic: str) -> None:

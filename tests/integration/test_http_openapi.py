@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import (
@@ -26,7 +28,7 @@ answered = schema.exclude(path_regex="/events$")
 
 @answered.parametrize()
 @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-def test_every_answer_is_one_that_the_page_tells_of(case: schemathesis.Case, server: Server) -> None:
+def test_every_answer_is_one_that_the_page_tells_of(case: schemathesis.Case[Any], server: Server) -> None:
     case.call_and_validate(
         base_url=f"http://{server.http}",
         timeout=PATIENCE_S,
