@@ -23,7 +23,9 @@ from millstream.model.clock import Clock
 from millstream.model.errors import (
     CoordinatorUnavailable,
     DamagedRange,
+    FencedLeaderEpoch,
     MillstreamError,
+    NotCoordinator,
     NotLeader,
     OffsetOutOfRange,
 )
@@ -54,6 +56,9 @@ STARVED_S: Final = 0.5
 ALARM_S_MAX: Final = 3600.0
 """No alarm is set for later: the time of day may be corrected meanwhile."""
 
+_GOES_ON: Final = (
+    "it goes on from what is stored: nothing that was confirmed is lost, and what workers hold may be delivered again"
+)
 _NOBODY: Final = "millstream/nobody"
 _INT64_MAX: Final = 2**63 - 1
 
@@ -489,7 +494,8 @@ class Delivery:
         error = None if written.cancelled() else written.exception()
         if error is not None:
             # What is in memory is not what the store has: the queue is read back when it is next needed.
-            _logger.warning("a queue begins anew", extra={"queue": str(self.key), "error": str(error)})
+            if self._closed is None and not isinstance(error, (FencedLeaderEpoch, NotCoordinator)):
+                self._tell(logging.WARNING, "the last changes of a queue could not be stored", str(error))
             self.close(NotLeader(f"the state of the queue could not be written: {error}"))
         elif self._is_starved:
             self._wake()
@@ -560,8 +566,12 @@ class Delivery:
 
     def _failed(self, error: Exception) -> None:
         """Something went wrong that nobody has thought of: begin anew from what is stored."""
-        _logger.error("a queue begins anew", extra={"queue": str(self.key)}, exc_info=error)
+        self._tell(logging.ERROR, "a defect has stopped a queue", str(error), error)
         self.close(CoordinatorUnavailable(f"the queue failed: {error}"))
+
+    def _tell(self, level: int, what: str, why: str, defect: Exception | None = None) -> None:
+        place = {"queue": f"{self.topic}-{self.index}", "subscription_id": self.key.subscription_id, "error": why}
+        _logger.log(level, "%s; %s", what, _GOES_ON, extra=place, exc_info=defect)
 
     def _set_alarm(self) -> None:
         due_ms = self.queue.next_due_ms
