@@ -330,8 +330,8 @@ class Delivery:
     def _lease(self, wanted: Wanted) -> Received:
         queue = self.queue
         self._prepare(wanted.max_records)
-        # Looking may have taken a while.
-        now_ms = self._clock.now_ms()
+        # Looking may have taken a while. What has become due meanwhile may lie before everything that is read below.
+        queue.tick(now_ms := self._clock.now_ms())
         oldest = queue.next_available
         if oldest is None:
             return NOTHING

@@ -21,7 +21,7 @@ from millstream.model.ids import Offset
 from millstream.model.subscription import AT_MOST_ONCE, EXACTLY_ONCE, READ_UNCOMMITTED, SubscriptionSettings
 from millstream.net.budget import Budget
 from millstream.records.batch import COMPRESSION_ZSTD, Buffer
-from millstream.records.record import NewRecord, encode_batch
+from millstream.records.record import NewRecord, decode_records, encode_batch
 from millstream.subscriptions import delivery as driver
 from millstream.subscriptions import receiving
 from millstream.subscriptions.delivery import Delivery
@@ -184,6 +184,25 @@ async def test_a_lease_that_ends_and_a_time_that_comes_wake_whoever_waits(bench:
     await turns()
     bench.clock.advance_ms(200)
     assert sorted(given_offsets(await first) + given_offsets(await second)) == [0, 1]
+
+
+async def test_what_becomes_due_while_a_worker_is_served_is_given_with_its_message(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delivery = await bench.open()
+    at_ms = bench.clock.now_ms() + 10
+    bench.publish("late", headers=(("deliver-at", str(at_ms).encode()),))
+    bench.publish("now")
+    prepare = Delivery._prepare
+
+    def slow(one: Delivery, count: int) -> None:
+        prepare(one, count)
+        bench.clock.advance_ms(20)
+
+    monkeypatch.setattr(Delivery, "_prepare", slow)
+    received = delivery.try_receive(wanted(5))
+    assert offsets(received) == [0, 1]
+    assert [record.offset for batch in received.batches for record in decode_records(batch)] == [0, 1]
 
 
 async def test_a_message_in_the_far_future_sets_an_alarm_that_can_be_set(bench: Workbench) -> None:
