@@ -66,7 +66,7 @@ def _fitting(value: Any, kind: pa.DataType) -> Any:
         return None
     if pa.types.is_string(kind):
         return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-    if isinstance(value, bool) != pa.types.is_boolean(kind):
+    if isinstance(value, bool) != pa.types.is_boolean(kind) or (isinstance(value, float) and pa.types.is_integer(kind)):
         return None
     try:
         if pa.types.is_timestamp(kind) and isinstance(value, str):

@@ -49,10 +49,7 @@ class TopicReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one task."""
-        assert isinstance(partition, Range)
-        if self._options.ranges:
-            return iter([range_row(partition)])
-        return read_range(partition, self._options, self._shape)
+        return read_task(partition, self._options, self._shape)
 
     def _narrowed(self, one: Range) -> Iterator[Range]:
         bounds = self._bounds
@@ -61,6 +58,13 @@ class TopicReader(DataSourceReader):
         narrowed = replace(one, start=max(one.start, bounds.first_offset), end=min(one.end, bounds.end_offset))
         if narrowed.end > narrowed.start:
             yield narrowed
+
+
+def read_task(partition: InputPartition, options: ReadOptions, shape: Shape) -> Iterator[pa.RecordBatch]:
+    """The rows of one task; where there is nothing to read, Spark asks for one task all the same, without a range."""
+    if not isinstance(partition, Range):
+        return iter(())
+    return iter([range_row(partition)]) if options.ranges else read_range(partition, options, shape)
 
 
 def range_row(one: Range) -> pa.RecordBatch:

@@ -22,9 +22,8 @@ from millstream.model.ids import PartitionIndex
 from millstream.model.topic import TopicPartition
 from millstream.spark.options import ReadOptions
 from millstream.spark.position import LATEST, Named
-from millstream.spark.ranges import Range, admitted, ranges_between, split
-from millstream.spark.reader import check_start, range_row
-from millstream.spark.rows import read_range
+from millstream.spark.ranges import admitted, ranges_between, split
+from millstream.spark.reader import check_start, read_task
 from millstream.spark.shape import Shape
 from millstream.spark.survey import Survey
 
@@ -106,10 +105,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one task."""
-        assert isinstance(partition, Range)
-        if self._options.ranges:
-            return iter([range_row(partition)])
-        return read_range(partition, self._options, self._shape)
+        return read_task(partition, self._options, self._shape)
 
     # -- how --------------------------------------------------------------------------------------------------
 

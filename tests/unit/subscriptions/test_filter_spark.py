@@ -14,6 +14,8 @@ from millstream.subscriptions.filter.batch import RecordBatch
 from millstream.subscriptions.filter.filter import compile_filter
 
 sql = pytest.importorskip("pyspark.sql", reason="PySpark is not installed")
+# Each condition is a query of Spark, and one of these takes a second.
+pytestmark = pytest.mark.trial
 
 SCHEMA = (
     "total BIGINT, f DOUBLE, s STRING, b BOOLEAN, n BIGINT, at STRING, seconds BIGINT, items ARRAY<STRUCT<sku: STRING>>"

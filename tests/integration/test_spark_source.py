@@ -1,0 +1,317 @@
+"""`format("millstream")` in a real Spark: rows in, rows out, restarts, failures, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewPartitions, NewTopic
+
+from millstream.admin.groups import committed_offsets
+from millstream.testing.server import Server
+from millstream.wire.client import Client
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming import StreamingQuery
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("spark-server") / "data") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    from pyspark.sql import SparkSession
+
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    builder = SparkSession.builder.master("local[2]").appName("millstream-tests")
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.host": "127.0.0.1",
+        "spark.sql.shuffle.partitions": "1",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
+    }
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    session = builder.getOrCreate()
+    session.sparkContext.setLogLevel("OFF")
+    yield session
+    session.stop()
+
+
+class Bench:
+    """One topic on the broker, read and written by Spark and by a plain client."""
+
+    def __init__(self, spark: SparkSession, server: Server, topic: str, folder: Path) -> None:
+        self.spark = spark
+        self.server = server
+        self.topic = topic
+        self.folder = folder
+
+    def create(self, name: str | None = None, partitions: int = 1, **config: str) -> str:
+        name = name or self.topic
+        admin = AdminClient({"bootstrap.servers": self.server.kafka, "log_level": 0})
+        settings = {key.replace("_", "."): value for key, value in config.items()}
+        admin.create_topics([NewTopic(name, partitions, 1, config=settings)])[name].result(WAIT_S)
+        return name
+
+    def produce(self, rows: list[dict[str, Any]], name: str | None = None) -> None:
+        producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0})
+        for row in rows:
+            producer.produce(name or self.topic, **row)
+        assert producer.flush(WAIT_S) == 0
+
+    def read(self, name: str | None = None, **options: str) -> DataFrame:
+        reader = self.spark.read.format("millstream").option("kafka.bootstrap.servers", self.server.kafka)
+        return reader.options(**{"subscribe": name or self.topic, **options}).load()
+
+    def write(self, frame: DataFrame, **options: str) -> None:
+        writer = frame.write.format("millstream").option("kafka.bootstrap.servers", self.server.kafka)
+        writer.options(**{"topic": self.topic, **options}).mode("append").save()
+
+    def stream(self, name: str, **options: str) -> DataFrame:
+        reader = self.spark.readStream.format("millstream").option("kafka.bootstrap.servers", self.server.kafka)
+        return reader.options(**{"subscribe": name, "startingOffsets": "earliest", **options}).load()
+
+    def copy(self, frame: DataFrame, checkpoint: str = "checkpoint", **options: str) -> StreamingQuery:
+        """Write what a stream has now to the topic."""
+        writer = frame.writeStream.format("millstream").option("kafka.bootstrap.servers", self.server.kafka)
+        writer = writer.options(topic=self.topic, checkpointLocation=str(self.folder / checkpoint), **options)
+        query = writer.trigger(availableNow=True).start()
+        query.awaitTermination()
+        return query
+
+    def values(self, name: str | None = None) -> list[bytes]:
+        rows = self.read(name).orderBy("partition", "offset").collect()
+        return [bytes(row.value) for row in rows]
+
+
+@pytest.fixture
+def bench(spark: SparkSession, server: Server, topic: str, tmp_path: Path) -> Bench:
+    return Bench(spark, server, topic, tmp_path)
+
+
+def numbered(count: int) -> list[dict[str, Any]]:
+    return [{"value": b"%d" % number, "key": b"k%d" % (number % 5)} for number in range(count)]
+
+
+def test_everything_that_a_record_has_is_in_its_row(bench: Bench) -> None:
+    bench.create(partitions=2)
+    headers: list[tuple[str, bytes | None]] = [("region", b"eu"), ("empty", None)]
+    bench.produce(
+        [
+            {"key": b"k", "value": b"v", "headers": headers, "timestamp": 1_700_000_000_123, "partition": 0},
+            {"key": None, "value": None, "partition": 1, "timestamp": 5},
+        ]
+    )
+    first, second = bench.read(includeHeaders="true").orderBy("partition").collect()
+    assert (bytes(first.key), bytes(first.value), first.topic, first.partition, first.offset) == (
+        b"k",
+        b"v",
+        bench.topic,
+        0,
+        0,
+    )
+    assert first.timestamp.isoformat(timespec="milliseconds") == "2023-11-14T22:13:20.123"
+    assert [(header.key, header.value and bytes(header.value)) for header in first.headers] == headers
+    assert (second.key, second.value, second.partition, second.timestampType, second.headers) == (
+        None,
+        None,
+        1,
+        0,
+        None,
+    )
+
+
+def test_columns_formats_filters_positions_and_tasks(bench: Bench) -> None:
+    bench.create()
+    bench.produce(
+        [
+            {"value": json.dumps({"id": number, "total": number / 2}).encode(), "timestamp": 1000 + number}
+            for number in range(100)
+        ]
+    )
+    assert bench.read(columns="offset,value", valueFormat="string").dtypes == [
+        ("offset", "bigint"),
+        ("value", "string"),
+    ]
+    typed = (
+        bench.spark.read.format("millstream")
+        .options(**{"kafka.bootstrap.servers": bench.server.kafka, "subscribe": bench.topic, "valueFormat": "json"})
+        .schema("id long, total double, offset long")
+        .load()
+    )
+    assert [tuple(row) for row in typed.where("id >= 98").orderBy("offset").collect()] == [
+        (98, 49.0, 98),
+        (99, 49.5, 99),
+    ]
+    assert bench.read(filter="payload.total > 40 AND payload.id < 90").count() == 9
+    assert bench.read(startingTimestamp="1090").count() == 10
+    assert bench.read(startingOffsets=json.dumps({bench.topic: {"0": 95}})).count() == 5
+    ends = json.dumps({bench.topic: {"0": 3}})
+    assert bench.read(endingOffsets=ends, minPartitions="3").rdd.getNumPartitions() == 3
+    assert bench.read(mode="ranges", maxRecordsPerPartition="40").count() == 3
+
+
+def test_an_empty_topic_has_no_rows(bench: Bench) -> None:
+    bench.create(partitions=3)
+    assert bench.read().count() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"subscribe": "nobody-made-this"}, "topic 'nobody-made-this' does not exist"),
+        ({"kafka.bootstrap.servers": "127.0.0.1:1"}, "is it running, and is the option kafka.bootstrap.servers right"),
+        ({"startingOffset": "earliest"}, "did you mean 'startingOffsets'"),
+    ],
+)
+def test_what_cannot_be_read_is_said_at_once(bench: Bench, options: dict[str, str], said: str) -> None:
+    from pyspark.errors import PySparkException
+
+    bench.create()
+    with pytest.raises(PySparkException, match=said):
+        bench.read(**options).count()
+
+
+def test_a_schema_that_does_not_fit_is_said_at_once(bench: Bench) -> None:
+    from pyspark.errors import PySparkException
+
+    reader = bench.spark.read.format("millstream").options(subscribe=bench.topic)
+    with pytest.raises(PySparkException, match="in a record it is bigint"):
+        reader.schema("offset string").load().count()
+    frame = bench.spark.range(1)
+    for columns, said in [("id as vale", "did you mean 'value'"), ("struct(id) as value", "make text of it first")]:
+        with pytest.raises(PySparkException, match=said):
+            bench.write(frame.selectExpr(columns))
+
+
+def test_offsets_that_retention_deleted_are_told_exactly(bench: Bench) -> None:
+    from pyspark.errors import PySparkException
+
+    bench.create()
+    bench.produce(numbered(50))
+    admin = AdminClient({"bootstrap.servers": bench.server.kafka, "log_level": 0})
+    (deleted,) = admin.delete_records([TopicPartition(bench.topic, 0, 20)]).values()
+    deleted.result(WAIT_S)
+    start = json.dumps({bench.topic: {"0": 5}})
+    with pytest.raises(PySparkException, match=f"{bench.topic}-0: offsets 5 to 19"):
+        bench.read(startingOffsets=start).count()
+    assert bench.read(startingOffsets=start, failOnDataLoss="false").count() == 30
+
+
+async def test_a_stream_goes_on_where_it_was_and_sees_new_partitions(bench: Bench) -> None:
+    source = bench.create(f"{bench.topic}-source")
+    bench.create()
+    bench.produce(numbered(30), source)
+    stream = bench.stream(source, maxOffsetsPerTrigger="20", groupId=f"{bench.topic}-group")
+    query = bench.copy(stream.select("key", "value"))
+    assert [progress.numInputRows for progress in query.recentProgress if progress.numInputRows] == [20, 10]
+    admin = AdminClient({"bootstrap.servers": bench.server.kafka, "log_level": 0})
+    admin.create_partitions([NewPartitions(source, 2)])[source].result(WAIT_S)
+    bench.produce([{"value": b"new", "partition": 1}], source)
+    bench.copy(stream.select("key", "value"))
+    assert sorted(bench.values()) == sorted([*(b"%d" % number for number in range(30)), b"new"])
+    async with Client.connect(bench.server.kafka) as client:
+        committed = await committed_offsets(client, f"{bench.topic}-group")
+    assert {(where.partition, offset) for where, offset in committed.items()} == {(0, 30), (1, 1)}
+
+
+def test_keys_go_where_kafkas_clients_send_them_and_headers_arrive(bench: Bench) -> None:
+    bench.create(partitions=5)
+    frame = bench.spark.range(200).selectExpr(
+        "concat('key-', id) as key",
+        "cast(id as string) as value",
+        "array(struct('n' as key, cast('1' as binary) as value)) as headers",
+    )
+    bench.write(frame, compression="zstd")
+    other = bench.create(f"{bench.topic}-other", partitions=5)
+    producer = Producer({"bootstrap.servers": bench.server.kafka, "log_level": 0, "partitioner": "murmur2_random"})
+    for number in range(200):
+        producer.produce(other, b"%d" % number, b"key-%d" % number)
+    assert producer.flush(WAIT_S) == 0
+    ours = {(row.partition, bytes(row.value)) for row in bench.read().collect()}
+    assert ours == {(row.partition, bytes(row.value)) for row in bench.read(other).collect()}
+    consumer = Consumer({"bootstrap.servers": bench.server.kafka, "group.id": "g", "log_level": 0})
+    consumer.assign([TopicPartition(bench.topic, 0, 0)])
+    message = consumer.poll(WAIT_S)
+    assert message is not None
+    assert message.headers() == [("n", b"1")]
+    consumer.close()
+
+
+def test_rows_may_name_topic_and_partition(bench: Bench) -> None:
+    from pyspark.errors import PySparkException
+
+    one, other = bench.create(f"{bench.topic}-1", partitions=2), bench.create(f"{bench.topic}-2", partitions=2)
+    frame = bench.spark.range(0, 10, 1, 1).selectExpr(
+        f"if(id < 4, '{one}', '{other}') as topic", "cast(id % 2 as int) as partition", "cast(id as string) as value"
+    )
+    writer = frame.write.format("millstream").option("kafka.bootstrap.servers", bench.server.kafka)
+    writer.mode("append").save()
+    assert bench.values(one) == [b"0", b"2", b"1", b"3"]
+    assert bench.values(other) == [b"4", b"6", b"8", b"5", b"7", b"9"]
+    with pytest.raises(PySparkException, match="names partition 7"):
+        bench.write(bench.spark.range(1).selectExpr("'x' as value", "7 as partition"))
+
+
+def test_a_batch_that_spark_repeats_is_there_once(bench: Bench) -> None:
+    source = bench.create(f"{bench.topic}-source")
+    bench.create()
+    bench.produce(numbered(30), source)
+    stream = bench.stream(source).select("key", "value")
+    bench.copy(stream)
+    commits = bench.folder / "checkpoint" / "commits"
+    for file in [*commits.glob("0"), *commits.glob(".0.crc")]:
+        file.unlink()
+    query = bench.copy(stream)
+    assert [progress.numInputRows for progress in query.recentProgress if progress.numInputRows] == [30]
+    assert len(bench.values()) == 30
+    frame = bench.spark.range(10).selectExpr("cast(id as string) as value")
+    for version in ("1", "1", "2", "1"):
+        bench.write(frame, txnAppId=f"{bench.topic}/job", txnVersion=version)
+    assert len(bench.values()) == 50
+
+
+def test_nothing_of_a_batch_that_fails_is_visible(bench: Bench) -> None:
+    from pyspark.errors import PySparkException
+
+    bench.create(partitions=2)
+    # The last of its rows cannot be made, when everything before it is written.
+    frame = bench.spark.range(0, 20_000, 1, 2).selectExpr(
+        "if(id = 19999, raise_error('bad'), cast(id as string)) as value"
+    )
+    with pytest.raises(PySparkException):
+        bench.write(frame)
+    assert bench.values() == []
+    bench.write(bench.spark.range(3).selectExpr("cast(id as string) as value"))
+    assert sorted(bench.values()) == [b"0", b"1", b"2"]
+
+
+def test_a_broker_that_is_killed_under_a_running_query_costs_a_retry(bench: Bench) -> None:
+    source = bench.create(f"{bench.topic}-source", partitions=2)
+    bench.create(partitions=2)
+    bench.produce(numbered(2000), source)
+    stream = bench.stream(source, maxOffsetsPerTrigger="500").select("key", "value")
+    writer = stream.writeStream.format("millstream").option("kafka.bootstrap.servers", bench.server.kafka)
+    writer = writer.options(topic=bench.topic, checkpointLocation=str(bench.folder / "checkpoint"))
+    query = writer.trigger(availableNow=True).start()
+    while not query.recentProgress and query.isActive:
+        query.awaitTermination(1)
+    bench.server.restart(clean=False)
+    query.awaitTermination()
+    assert sorted(bench.values()) == sorted(b"%d" % number for number in range(2000))

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from millstream.model.errors import InvalidSetting
+from millstream.spark.options import read_options, write_options
+from millstream.spark.position import EARLIEST, LATEST, ByTime, Named, Timestamps
+from millstream.wire.fetching import READ_COMMITTED, READ_UNCOMMITTED
+
+
+def test_names_are_those_of_sparks_kafka_source_in_any_case() -> None:
+    options = read_options(
+        {
+            "KAFKA.bootstrap.servers": "a:1,b:2",
+            "SUBSCRIBE": "orders, payments,orders",
+            "startingoffsets": '{"orders":{"0":23,"1":-1}}',
+            "endingOffsets": "latest",
+            "MAXOFFSETSPERTRIGGER": "100",
+            "failOnDataLoss": "False",
+            "includeHeaders": "true",
+            "maxTriggerDelay": "90s",
+            "kafka.group.id": "readers",
+        }
+    )
+    assert (options.brokers, options.subscribe) == ("a:1,b:2", ("orders", "payments"))
+    assert options.starting == Named({"orders": {0: 23, 1: -1}})
+    assert options.ending == LATEST
+    assert (options.offsets_max, options.trigger_delay_ms, options.group_id) == (100, 90_000, "readers")
+    assert not options.fail_on_data_loss
+    assert options.include_headers
+
+
+def test_a_time_wins_over_times_and_these_over_offsets() -> None:
+    given = {"subscribe": "t", "startingOffsets": "earliest"}
+    assert read_options(given).starting == EARLIEST
+    given["startingOffsetsByTimestamp"] = '{"t":{"0":5}}'
+    assert read_options(given).starting == Timestamps({"t": {0: 5}}, or_latest=False)
+    given["startingTimestamp"] = "7"
+    assert read_options(given).starting == ByTime(7, or_latest=False)
+    given["startingOffsetsByTimestampStrategy"] = "latest"
+    assert read_options(given).starting == ByTime(7, or_latest=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "level"),
+    [
+        ({}, READ_COMMITTED),
+        ({"isolation": "read_uncommitted"}, READ_UNCOMMITTED),
+        ({"kafka.isolation.level": "read_uncommitted"}, READ_UNCOMMITTED),
+        ({"isolation": "read_committed", "kafka.isolation.level": "read_uncommitted"}, READ_COMMITTED),
+    ],
+)
+def test_what_is_committed_is_read_unless_asked_otherwise(given: dict[str, str], level: int) -> None:
+    assert read_options({"subscribe": "t", **given}).isolation == level
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "none was given"),
+        ({"subscribe": "a", "assign": "{}"}, "subscribe and assign were given"),
+        ({"subscribe": " , "}, "names no topic"),
+        ({"subscribePattern": "("}, "regular expression"),
+        ({"assign": '{"a": [-1]}'}, "option assign"),
+        ({"assign": "[0]"}, "option assign"),
+        ({"subscribe": "a", "startingOffsets": "first"}, "option startingOffsets is earliest, latest or"),
+        ({"subscribe": "a", "startingOffsets": '{"a":{"0":-3}}'}, "-3 is out of place"),
+        ({"subscribe": "a", "endingOffsets": "earliest"}, "cannot be earliest"),
+        ({"subscribe": "a", "startingOffset": "earliest"}, "did you mean 'startingOffsets'"),
+        ({"subscribe": "a", "minPartitions": "0"}, "at least 1"),
+        ({"subscribe": "a", "failOnDataLoss": "maybe"}, "true or false"),
+        ({"subscribe": "a", "columns": "value,ofset"}, "did you mean 'offset'"),
+        ({"subscribe": "a", "maxTriggerDelay": "soon"}, "option maxTriggerDelay"),
+        ({"subscribe": "a", "valueFormat": "avro"}, "one of bytes, string, json"),
+    ],
+)
+def test_what_cannot_be_is_said(given: dict[str, str], said: str) -> None:
+    with pytest.raises(InvalidSetting, match=said):
+        read_options(given)
+
+
+@pytest.mark.parametrize("name", ["kafkaConsumer.pollTimeoutMs", "fetchOffset.numRetries", "kafka.sasl.mechanism"])
+def test_what_means_nothing_here_is_warned_about_by_name(name: str) -> None:
+    with pytest.warns(UserWarning, match=name):
+        read_options({"subscribe": "a", name: "1"})
+
+
+def test_what_spark_hands_on_is_left_to_it() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_options({"path": "orders", "checkpointLocation": "/somewhere"})
+        write_options({"topic": "orders", "checkpointLocation": "/somewhere", "queryName": "q"})
+
+
+def test_the_topic_may_be_the_path() -> None:
+    assert read_options({"path": "orders"}).subscribe == ("orders",)
+
+
+def test_how_rows_are_written() -> None:
+    options = write_options({"topic": "out", "kafka.compression.type": "zstd", "txnAppId": "job", "txnVersion": "0"})
+    assert (options.topic, options.compression, options.application, options.version) == ("out", "zstd", "job", 0)
+    with pytest.raises(InvalidSetting, match="go together"):
+        write_options({"txnAppId": "job"})
+    with pytest.raises(InvalidSetting, match="did you mean 'topic'"):
+        write_options({"topics": "out"})
+    with pytest.warns(UserWarning, match="acks"):
+        write_options({"topic": "out", "kafka.acks": "1"})
