@@ -55,7 +55,7 @@ def with_password(url: object, password: str) -> str:
 
 def test_a_catalog_that_refuses_the_login_ends_the_start(tmp_path: Path, settings: dict[str, object]) -> None:
     wrong = serve(tmp_path / "data", settings | {"catalog": with_password(settings["catalog"], "wrong")})
-    assert (wrong.code, "password authentication failed" in wrong.err) == (2, True)
+    assert (wrong.code, "password authentication failed" in wrong.err, "away" in wrong.err) == (2, True, False)
     missing = serve(tmp_path / "data", settings | {"catalog": str(settings["catalog"]) + "_not_there"})
     assert (missing.code, "does not exist" in missing.err, "--catalog" in missing.err) == (2, True, True)
 

@@ -13,7 +13,7 @@ from millstream.cluster import keys
 from millstream.cluster.backoff import Backoff
 from millstream.cluster.store import CoordinationStore, Put
 from millstream.model.clock import Clock, SystemClock
-from millstream.model.errors import CatalogUnavailable, StoreUnavailable
+from millstream.model.errors import CatalogDenied, CatalogUnavailable, StoreUnavailable
 from millstream.model.quota import QuotaEntity
 from millstream.model.subscription import Subscription
 from millstream.model.topic import Topic
@@ -91,6 +91,7 @@ class CatalogDeclarations:
         self._catalog = catalog
         self._clock = clock or SystemClock()
         self._is_prepared = is_prepared
+        self._answered_once = False
         self._preparing = asyncio.Lock()
 
     async def cluster_id(self) -> str:
@@ -169,10 +170,16 @@ class CatalogDeclarations:
         except CatalogUnavailable as error:
             if self.away_since_ms is None:
                 self.away_since_ms = self._clock.now_ms()
-                _logger.warning(
-                    "the catalog is away; data flows, changes of topics and quotas wait", extra={"reason": str(error)}
-                )
+                if self._answered_once:
+                    # Before that, whoever waits for the first answer tells.
+                    how = "refuses this node" if isinstance(error, CatalogDenied) else "is away"
+                    _logger.warning(
+                        "the catalog %s; data flows, changes of topics and quotas wait",
+                        how,
+                        extra={"reason": str(error)},
+                    )
             raise
+        self._answered_once = True
         if self.away_since_ms is not None:
             _logger.info("the catalog is back", extra={"away_ms": self._clock.now_ms() - self.away_since_ms})
             self.away_since_ms = None

@@ -14,6 +14,7 @@ import grpc
 from aetcd import rpc
 
 from millstream.cluster.etcd_address import EtcdAddress
+from millstream.cluster.etcd_probe import what_answers
 from millstream.cluster.store_health import StoreHealth
 from millstream.model.errors import StoreDenied, StoreRefused, StoreUnavailable, WatchLost
 
@@ -140,7 +141,7 @@ class EtcdMembers:
 
     async def ask(self, call: Call, request: Any, *, repeatable: bool) -> Any:
         """The answer to a request; one that is repeatable is asked of every member, any other until it has left."""
-        reason = ""
+        reason = unreached = ""
         maybe_done = False
         for attempt in range(ROUNDS * len(self.address.endpoints)):
             endpoint = self.endpoint
@@ -149,12 +150,12 @@ class EtcdMembers:
             try:
                 answer = await self._ask(call, request, repeatable=repeatable)
             except NotConnected as error:
-                reason, lost = str(error), False
+                reason, lost, unreached = str(error), False, endpoint
             except grpc.aio.AioRpcError as error:
                 if is_final(error):
                     self.health.answered()
                     raise _refused(error) from error
-                reason, lost = f"{error.code().name}, {error.details()}", not _is_cut_off(error)
+                reason, lost, unreached = f"{error.code().name}, {error.details()}", not _is_cut_off(error), ""
             else:
                 self.health.answered()
                 return answer
@@ -162,6 +163,8 @@ class EtcdMembers:
             maybe_done = maybe_done or lost
             if lost and not repeatable:
                 break
+        if unreached:
+            reason = await what_answers(unreached, with_tls=self._credentials is not None)
         self.health.silent(reason)
         raise (StoreUnavailable if maybe_done else StoreRefused)(f"etcd gives no answer: {reason}")
 

@@ -82,6 +82,33 @@ async def test_what_never_left_was_surely_not_done(connect: Connect) -> None:
     assert store.away_since_ms is not None
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (
+            b"HTTP/1.1 404 Not Found\r\n\r\n",
+            "something else than etcd answers at 127.0.0.1:.*: 'HTTP/1.1 404 Not Found'",
+        ),
+        (b"", "takes connections and says nothing"),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"etcdserver":"3.5"}', "takes no requests"),
+    ],
+)
+async def test_what_answers_in_the_place_of_etcd_is_told(connect: Connect, answer: bytes, said: str) -> None:
+    async def other(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(other, "127.0.0.1", 0) as server:
+        store = connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        with pytest.raises(StoreRefused, match=said):
+            await store.read("a")
+
+
+async def test_who_is_not_there_is_told(connect: Connect) -> None:
+    with pytest.raises(StoreRefused, match=r"cannot be reached \(.*refused"):
+        await connect(f"127.0.0.1:{free_port()}").read("a")
+
+
 async def test_a_lost_answer_leaves_it_open_whether_the_change_was_made(connect: Connect, relay: Relay) -> None:
     store, witness = connect(relay.address, request_s_max=0.3), connect()
     await store.read("")
