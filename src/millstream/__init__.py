@@ -1,3 +1,50 @@
 """One log. Kafka clients stream it, workers acknowledge it message by message, Spark reads it as a table."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from millstream.client.connection import Connection as Connection
+    from millstream.client.connection import connect as connect
+    from millstream.client.idempotent_handler import IdempotentHandler as IdempotentHandler
+    from millstream.client.message import Message as Message
+    from millstream.client.message_stream import MessageStream as MessageStream
+    from millstream.client.outcome import Reject as Reject
+    from millstream.client.outcome import RetryLater as RetryLater
+    from millstream.client.payload import NewMessage as NewMessage
+    from millstream.client.receipt import Receipt as Receipt
+    from millstream.client.subscriber import Subscriber as Subscriber
+    from millstream.client.tracing import correlated as correlated
+    from millstream.model.errors import MillstreamError as MillstreamError
+    from millstream.model.errors import PublishFailed as PublishFailed
+
 __version__ = "0.1.0"
+
+_PLACES = {
+    "Connection": "client.connection",
+    "IdempotentHandler": "client.idempotent_handler",
+    "Message": "client.message",
+    "MessageStream": "client.message_stream",
+    "MillstreamError": "model.errors",
+    "NewMessage": "client.payload",
+    "PublishFailed": "model.errors",
+    "Receipt": "client.receipt",
+    "Reject": "client.outcome",
+    "RetryLater": "client.outcome",
+    "Subscriber": "client.subscriber",
+    "connect": "client.connection",
+    "correlated": "client.tracing",
+}
+"""Where each public name is; its module is imported when the name is first used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'millstream' has no attribute {name!r}")
+    return getattr(import_module(f"millstream.{_PLACES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})

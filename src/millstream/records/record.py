@@ -167,6 +167,15 @@ def decode_batch(
         raise CorruptBatch(f"{len(section) - reader.position} bytes lie behind the last record of a batch")
 
 
+def decode_headers(section: Buffer) -> Headers:
+    """Read the headers of a record, from their count on, which nothing follows."""
+    reader = _Reader(memoryview(section))
+    headers = reader.headers(len(section))
+    if reader.position != len(section):
+        raise CorruptBatch(f"{len(section) - reader.position} bytes lie behind the headers of a record")
+    return headers
+
+
 def _timestamp(value: int) -> int:
     if not _INT64_MIN <= value <= _INT64_MAX:
         raise CorruptBatch("the timestamp of a record overflows 64 bits")

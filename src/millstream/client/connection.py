@@ -1,0 +1,327 @@
+"""`millstream.connect`: publish, subscribe and listen, over one connection to a cluster.
+
+    async with millstream.connect("localhost:9092") as ms:
+        await ms.publish("orders", {"order_id": 1}, key="customer-7")
+        subscriber = await ms.subscribe("orders", bill, name="billing")
+
+What it does by itself is little: payloads become bytes here, and the parts that publish and receive do the rest.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Self
+
+from millstream.client import tracing
+from millstream.client.declaration import Declared, Start, declare, wanted_settings
+from millstream.client.live_receiver import LiveReceiver
+from millstream.client.message_stream import MessageStream
+from millstream.client.payload import Delay, GivenHeaders, NewMessage, encoded, headers_of, key_bytes
+from millstream.client.publisher import ACKS_ALL, BATCH_BYTES, BUFFER_BYTES, Publisher
+from millstream.client.receipt import Receipt
+from millstream.client.receiver import Receiver
+from millstream.client.source import Source
+from millstream.client.subscriber import DRAIN_S, Handler, Subscriber
+from millstream.model.errors import InvalidRequest, InvalidSubscription, UnknownTopic
+from millstream.records.record import Headers, NewRecord
+from millstream.wire.client import Client
+from millstream.wire.delivery_state import MessageDelivery
+from millstream.wire.subscriptions import SubscriptionClient
+
+_WAITING_MAX: Final = 1000
+"""How many subscriptions and listeners of one connection may wait at a node."""
+
+
+def connect(
+    *addresses: str,
+    client_id: str = "millstream-python",
+    timeout: float = 30.0,
+    publish_timeout: float = 120.0,
+    linger: float = 0.0,
+    compression: str = "none",
+    acks: int = ACKS_ALL,
+    batch_bytes: int = BATCH_BYTES,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> Connection:
+    """A connection to the cluster of which one node at least listens at the addresses; enter it to connect.
+
+    `timeout` holds for questions, in seconds, and `publish_timeout` for a publish, which is repeated through failures
+    until then. `linger` has messages wait for others that long; without, they go at once and batches grow under load.
+    """
+    client = Client.connect(",".join(addresses), client_id=client_id, timeout_s=timeout, waiting_max=_WAITING_MAX)
+
+    def publisher() -> Publisher:
+        return Publisher(
+            client,
+            linger_s=linger,
+            batch_bytes=batch_bytes,
+            buffer_bytes=buffer_bytes,
+            compression=compression,
+            acks=acks,
+            timeout_s=publish_timeout,
+        )
+
+    return Connection(client, publisher, client_id=client_id)
+
+
+class Connection:
+    """Everything that a program does with Millstream. Use it as a context manager, on one event loop."""
+
+    def __init__(self, client: Client, publisher: Callable[[], Publisher], *, client_id: str) -> None:
+        self.client = client
+        """The client of the wire protocol below, for what this class does not do."""
+        self._client_id = client_id
+        self._make_publisher = publisher
+        self._publisher: Publisher | None = None
+        self._subscriptions = SubscriptionClient(client)
+        self._subscribers: list[Subscriber] = []
+        self._streams: list[MessageStream] = []
+
+    async def __aenter__(self) -> Self:
+        await self.client.__aenter__()
+        self._publisher = self._make_publisher()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self, timeout: float = DRAIN_S) -> None:
+        """Finish what handlers are at, send what was published, and close."""
+        try:
+            for subscriber in list(self._subscribers):
+                await subscriber.drain(timeout)
+            for stream in list(self._streams):
+                await stream.close()
+            if self._publisher is not None:
+                await self._publisher.close()
+        finally:
+            await self.client.close()
+
+    # -- publishing -----------------------------------------------------------------------------------------
+
+    @property
+    def publisher(self) -> Publisher:
+        """What publishes, for records that are bytes already."""
+        if self._publisher is None:
+            raise InvalidRequest("not connected: use `async with millstream.connect(…) as ms`")
+        return self._publisher
+
+    async def publish(
+        self,
+        topic: str,
+        value: Any = None,
+        *,
+        key: str | bytes | None = None,
+        headers: GivenHeaders = (),
+        id: str | None = None,
+        delay: Delay | None = None,
+        deduplicate: bool = False,
+        correlation_id: str | None = None,
+        partition: int | None = None,
+    ) -> Receipt:
+        """Publish a message and return when it is stored as safely as the topic's settings say.
+
+        Values are bytes, text, or whatever JSON can say. Messages with the same key keep their order. `delay`, in
+        seconds or a time, is heeded by subscriptions. With `deduplicate`, a message whose `id` was published a while
+        ago (`deduplication.window.ms` of the topic) is not stored again, and the receipt is that of the first one.
+        """
+        content, kind = encoded(value)
+        written = headers_of(headers, kind, id, delay)
+        if tracing.is_on():
+            with tracing.publish_span(topic, client_id=self._client_id, correlation=correlation_id) as span:
+                written = tracing.outgoing(written, correlation_id)
+                receipt = await self._send(topic, key_bytes(key), content, written, partition, deduplicate)
+                span.placed([receipt])
+                return receipt
+        written = tracing.outgoing(written, correlation_id)
+        if deduplicate:
+            return await self._send(topic, key_bytes(key), content, written, partition, deduplicate)
+        return await self.publisher.send(topic, key_bytes(key), content, written, -1, partition)
+
+    async def publish_many(self, topic: str, values: Iterable[Any], *, partition: int | None = None) -> list[Receipt]:
+        """Publish values, or `NewMessage`s, with one wait for all of them; receipts come in the order given.
+
+        Raises `PublishFailed` if some could not be stored: it tells which, and has the receipts of the others.
+        """
+        if tracing.is_on():
+            messages = list(values)
+            with tracing.publish_span(topic, count=len(messages), client_id=self._client_id) as span:
+                receipts = await self.publisher.publish_many(topic, [*map(_record, messages)], partition=partition)
+                span.placed(receipts)
+                return receipts
+        return await self.publisher.publish_many(topic, [*map(_record, values)], partition=partition)
+
+    async def flush(self) -> None:
+        """Wait until everything that was published has its answer."""
+        await self.publisher.flush()
+
+    async def delivery(self, receipt: Receipt, *, subscription: str, wait: float = 0.0) -> MessageDelivery:
+        """What has become of a message in a subscription; waits up to so many seconds for its end."""
+        from millstream.client.publishing_once import delivery
+
+        return await delivery(self.client, receipt, subscription, wait)
+
+    async def _send(
+        self,
+        topic: str,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Headers,
+        partition: int | None,
+        deduplicate: bool,
+    ) -> Receipt:
+        if not deduplicate:
+            return await self.publisher.send(topic, key, value, headers, -1, partition)
+        from millstream.client.publishing_once import publish_deduplicated
+
+        return await publish_deduplicated(self.client, topic, NewRecord(key, value, headers), partition)
+
+    # -- subscribing ----------------------------------------------------------------------------------------
+
+    async def subscribe(
+        self,
+        topics: str | Sequence[str],
+        handler: Handler,
+        *,
+        name: str | None = None,
+        live: bool = False,
+        concurrency: int = 10,
+        in_flight: int = 1000,
+        filter: str | None = None,
+        delivery: str | None = None,
+        ordered: bool | None = None,
+        lease: float | None = None,
+        attempts: int | None = None,
+        backoff: tuple[float, float] | None = None,
+        dead_letter: str | None = None,
+        start: Start | None = None,
+        expires: float | None = None,
+        update: bool = False,
+    ) -> Subscriber:
+        """Have a handler work on the messages of a subscription, which is declared if it is not there.
+
+        A handler that returns accepts its message. One that raises gives it back, to be delivered again after the
+        backoff; `Reject` sends it to the dead letter topic now and `RetryLater` names a delay. Plain functions run in
+        threads. At most `concurrency` messages are handled at once and `in_flight` are held. While a message is here
+        its lease is renewed. What is None of `filter` to `expires` is as declared; what is not must be as declared, or
+        is changed with `update`. With `live`, nothing is declared: the handler gets what is published from now on.
+        """
+        if concurrency < 1 or in_flight < 1:
+            raise InvalidSubscription("concurrency and in_flight are at least 1")
+        source: Source
+        if live:
+            source = LiveReceiver(self.client, _listed(topics))
+        else:
+            settings = wanted_settings(
+                filter=filter,
+                delivery=delivery,
+                ordered=ordered,
+                lease=lease,
+                attempts=attempts,
+                backoff=backoff,
+                dead_letter=dead_letter,
+                start=start,
+                expires=expires,
+            )
+            declared = await self._declare(topics, name, settings, update=update)
+            source = self._receiver(declared, credit=in_flight, ahead=concurrency)
+
+        async def forget(delete: bool) -> None:
+            self._subscribers.remove(subscriber)
+            if delete and not live:
+                await self._subscriptions.delete(source.subscription)
+
+        subscriber = Subscriber(source, handler, concurrency=min(concurrency, in_flight), forget=forget)
+        await subscriber.start()
+        self._subscribers.append(subscriber)
+        return subscriber
+
+    def subscription(
+        self,
+        topics: str | Sequence[str],
+        *,
+        name: str,
+        in_flight: int = 1000,
+        filter: str | None = None,
+        delivery: str | None = None,
+        ordered: bool | None = None,
+        lease: float | None = None,
+        attempts: int | None = None,
+        backoff: tuple[float, float] | None = None,
+        dead_letter: str | None = None,
+        start: Start | None = None,
+        expires: float | None = None,
+        update: bool = False,
+    ) -> MessageStream:
+        """The messages of a subscription to iterate over; each is settled by `ack`, `nack` or `reject`."""
+        settings = wanted_settings(
+            filter=filter,
+            delivery=delivery,
+            ordered=ordered,
+            lease=lease,
+            attempts=attempts,
+            backoff=backoff,
+            dead_letter=dead_letter,
+            start=start,
+            expires=expires,
+        )
+
+        async def begin() -> Source:
+            declared = await self._declare(topics, name, settings, update=update)
+            receiver = self._receiver(declared, credit=in_flight, ahead=1)
+            await receiver.start()
+            return receiver
+
+        return self._stream(begin)
+
+    def listen(self, topics: str | Sequence[str]) -> MessageStream:
+        """What is published from now on, for whoever listens: nothing is declared, kept or settled."""
+
+        async def begin() -> Source:
+            receiver = LiveReceiver(self.client, _listed(topics))
+            await receiver.start()
+            return receiver
+
+        return self._stream(begin)
+
+    async def _declare(
+        self, topics: str | Sequence[str], name: str | None, settings: dict[str, str], *, update: bool
+    ) -> Declared:
+        if not name:
+            raise InvalidSubscription("a subscription needs a name; live=True listens without one")
+        return await declare(self._subscriptions, name, _listed(topics), settings, update=update)
+
+    def _receiver(self, declared: Declared, *, credit: int, ahead: int) -> Receiver:
+        worker = f"{self._client_id}/{uuid.uuid4().hex}"
+        return Receiver(
+            self.client,
+            declared.name,
+            worker,
+            credit=credit,
+            ahead=ahead,
+            lease_s=declared.lease_s,
+            delivery=declared.delivery,
+        )
+
+    def _stream(self, begin: Callable[[], Any]) -> MessageStream:
+        stream = MessageStream(begin)
+        self._streams = [one for one in self._streams if not one.is_closed]
+        self._streams.append(stream)
+        return stream
+
+
+def _listed(topics: str | Sequence[str]) -> list[str]:
+    listed = [topics] if isinstance(topics, str) else list(topics)
+    if not listed:
+        raise UnknownTopic("name a topic at least")
+    return listed
+
+
+def _record(value: Any) -> NewRecord:
+    if not isinstance(value, NewMessage):
+        content, kind = encoded(value)
+        return NewRecord(None, content, tracing.outgoing(kind))
+    content, kind = encoded(value.value)
+    headers = headers_of(value.headers, kind, value.id, value.delay)
+    return NewRecord(key_bytes(value.key), content, tracing.outgoing(headers, value.correlation_id))

@@ -1,0 +1,84 @@
+"""Messages that came together and are held until each of them is settled.
+
+What they have in common is kept once. Leases are renewed for all of them that are still open when half of their time
+is over, so a long handler, or a message that waits behind one, keeps its lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+from uuid import UUID
+
+from millstream.model.ids import NodeId
+
+if TYPE_CHECKING:
+    from millstream.client.message import Message
+
+
+class Settler(Protocol):
+    """Whoever tells the broker what became of messages."""
+
+    def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
+        """Tell it; the future ends when it is durable."""
+
+
+class Held:
+    """Messages of one partition from one answer."""
+
+    __slots__ = (
+        "_topic_id",
+        "deadline_ms",
+        "is_leased",
+        "left",
+        "messages",
+        "node",
+        "partition",
+        "received",
+        "settler",
+        "subscription",
+        "timer",
+        "topic",
+        "valid_until",
+    )
+
+    def __init__(
+        self,
+        topic: str,
+        topic_id: bytes,
+        partition: int,
+        *,
+        settler: Settler,
+        subscription: str | None = None,
+        node: NodeId | None = None,
+        received: float = 0.0,
+        lease_s: float | None = None,
+        deadline_ms: int | None = None,
+    ) -> None:
+        self.topic = topic
+        self._topic_id = topic_id
+        self.partition = partition
+        self.settler = settler
+        self.subscription = subscription
+        self.node = node
+        """The node that gave them; None when it has to be found out who leads the partition now."""
+        self.received = received
+        self.is_leased = lease_s is not None
+        self.valid_until = float("inf") if lease_s is None else received + lease_s
+        """By the clock of the loop."""
+        self.deadline_ms = deadline_ms
+        """By the clock of the broker."""
+        self.messages: list[Message] = []
+        self.left = 0
+        """How many are not settled."""
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def topic_id(self) -> str:
+        """The id of the topic as text."""
+        return str(UUID(bytes=self._topic_id))
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Topic and partition."""
+        return self.topic, self.partition

@@ -1,0 +1,206 @@
+"""Messages of topics as they come, for whoever listens now: nothing is kept, leased or settled.
+
+Each node that leads partitions is asked by a long poll of its own, so that none waits for another. A listener that is
+slow holds nothing up; one that falls behind further than the topic keeps its messages goes on with the newest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from millstream.client.held import Held
+from millstream.client.leased_records import read_leased
+from millstream.client.message import Message
+from millstream.client.settling import REPEATED
+from millstream.model.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation, UnknownTopic
+from millstream.model.ids import NodeId, Offset, PartitionIndex
+from millstream.model.topic import TopicPartition
+from millstream.records.batch import iterate_whole_headers
+from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
+from millstream.wire.fetching import READ_COMMITTED, FetchAnswer, FetchLimits
+from millstream.wire.subscription_messages import LeasedRange
+
+_logger = logging.getLogger(__name__)
+
+_LATEST: Final = -1
+_LIMITS: Final = FetchLimits(1024 * 1024, 5000, isolation=READ_COMMITTED)
+_OFFSET_MAX: Final = 2**63 - 1
+
+
+class _Nothing:
+    """Settles nothing, since nothing is leased."""
+
+    def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        answer.set_result(None)
+        return answer
+
+    async def flush(self) -> None:
+        """Everything was told."""
+
+
+class LiveReceiver:
+    """Follows topics from now on."""
+
+    def __init__(self, client: Client, topics: Sequence[str]) -> None:
+        self._client = client
+        self._topics = tuple(topics)
+        self.subscription = f"live {', '.join(topics)}"
+        self.settling = _Nothing()
+        self._loop = asyncio.get_running_loop()
+        self._positions: dict[TopicPartition, Offset] = {}
+        self._topic_ids: dict[str, bytes] = {}
+        self._buffer: deque[Message] = deque()
+        self._idle: deque[asyncio.Future[None]] = deque()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._moved = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = False
+        self.error: MillstreamError | None = None
+
+    async def start(self) -> None:
+        """Note where the topics end now, and follow them."""
+        await self._find(Offset(_LATEST))
+        self._task = self._loop.create_task(self._run())
+        self._task.add_done_callback(self._ended)
+
+    # -- messages -------------------------------------------------------------------------------------------
+
+    def take(self) -> Message | None:
+        """The next message, if one is here."""
+        if not self._buffer:
+            return None
+        message = self._buffer.popleft()
+        if not self._buffer:
+            self._room.set()
+        return message
+
+    async def arrival(self) -> None:
+        """Wait until there may be a message, or the end."""
+        self._idle.append(self._loop.create_future())
+        await self._idle[-1]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no message will come any more."""
+        return (self._stopping or self.error is not None) and not self._buffer
+
+    def tell(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
+        """There is nobody to tell."""
+
+    def leave_alone(self, message: Message) -> None:
+        """There is nothing to renew."""
+
+    async def give_back(self) -> None:
+        """There is nothing to give back."""
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Follow no longer; what is here may still be taken."""
+        self._stopping = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._wake(len(self._idle))
+
+    async def close(self) -> None:
+        """Follow no longer."""
+        await self.stop()
+        self._buffer.clear()
+
+    # -- following ------------------------------------------------------------------------------------------
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            if isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            told = error if isinstance(error, MillstreamError) else ProtocolViolation(f"receiving failed: {error!r}")
+            _logger.error("%s: nothing is received any more: %s", self.subscription, told)
+            self.error = told
+            self._wake(len(self._idle))
+
+    async def _find(self, begin: Offset) -> None:
+        """Learn of partitions that are new; a listener begins at the end of those that are there when it starts."""
+        found = await self._client.metadata(self._topics)
+        for name in self._topics:
+            topic = found.topics.get(name)
+            if topic is None:
+                if begin == _LATEST and not self._positions:
+                    raise UnknownTopic(f"topic {name!r} does not exist; create it with: millstream topic create {name}")
+                continue
+            self._topic_ids[name] = topic.topic_id.bytes
+            new = [one for one in topic.partitions if TopicPartition(name, one) not in self._positions]
+            ends = await self._client.list_offsets(name, dict.fromkeys(new, _LATEST)) if begin == _LATEST else {}
+            for index in new:
+                at = ends[index].offset if index in ends else begin
+                self._positions[TopicPartition(name, PartitionIndex(index))] = Offset(at)
+
+    async def _run(self) -> None:
+        pause_s = BACKOFF_S_MIN
+        while True:
+            try:
+                by_leader: dict[NodeId, list[TopicPartition]] = {}
+                for place in self._positions:
+                    leader = await self._client.leader_of(place.topic, place.partition)
+                    by_leader.setdefault(leader, []).append(place)
+                self._moved.clear()
+                async with asyncio.TaskGroup() as group:
+                    follows = [group.create_task(self._follow(places)) for places in by_leader.values()]
+                    await self._moved.wait()
+                    for task in follows:
+                        task.cancel()
+                pause_s = BACKOFF_S_MIN
+            except* REPEATED as error:
+                _logger.debug("%s: nothing for now: %s", self.subscription, error.exceptions[0])
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, BACKOFF_S_MAX)
+
+    async def _follow(self, places: Sequence[TopicPartition]) -> None:
+        """Read partitions of one node until one of them has moved."""
+        while True:
+            await self._room.wait()
+            wanted = {place: self._positions[place] for place in places}
+            try:
+                answers = await self._client.fetch_many(wanted, _LIMITS)
+            except OffsetOutOfRange:
+                await self._skip(places)
+                continue
+            self._take_in(answers)
+            known = len(self._positions)
+            if not any(len(answer.records) for answer in answers.values()):
+                await self._find(Offset(0))
+            if len(answers) < len(wanted) or len(self._positions) > known:
+                self._moved.set()
+
+    async def _skip(self, places: Sequence[TopicPartition]) -> None:
+        for topic in {place.topic for place in places}:
+            of_topic = [place for place in places if place.topic == topic]
+            ends = await self._client.list_offsets(topic, {place.partition: _LATEST for place in of_topic})
+            for place in of_topic:
+                if self._positions[place] != ends[place.partition].offset:
+                    _logger.warning("%s: offset %s of %s is gone", self.subscription, self._positions[place], place)
+                self._positions[place] = ends[place.partition].offset
+
+    def _take_in(self, answers: Mapping[TopicPartition, FetchAnswer]) -> None:
+        before = len(self._buffer)
+        for place, answer in answers.items():
+            held = Held(place.topic, self._topic_ids[place.topic], place.partition, settler=self.settling)
+            everything = [LeasedRange(self._positions[place], _OFFSET_MAX, 0, 0)]
+            self._buffer += read_leased(bytes(answer.records), everything, held, aborted=answer.aborted)
+            for header in iterate_whole_headers(answer.records):
+                self._positions[place] = max(self._positions[place], header.next_offset)
+        if self._buffer:
+            self._room.clear()
+        self._wake(len(self._buffer) - before)
+
+    def _wake(self, count: int) -> None:
+        while self._idle and count > 0:
+            waiting = self._idle.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                count -= 1

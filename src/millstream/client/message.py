@@ -1,0 +1,173 @@
+"""A message as a program receives it, and how it says what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from millstream.client.publisher import MESSAGE_ID
+from millstream.client.tracing import CORRELATION_ID, TRACEPARENT
+from millstream.model.errors import InvalidRecordState
+from millstream.records.record import Headers, decode_headers
+
+if TYPE_CHECKING:
+    from millstream.client.held import Held
+
+ACCEPT: Final = 1
+RELEASE: Final = 2
+REJECT: Final = 3
+EXTEND: Final = 4
+
+NO_HEADERS: Final = b"\x00"
+
+
+class Message:
+    """One message. Keys, values and headers are bytes; `json()` and `header_text` read them."""
+
+    __slots__ = (
+        "_header_bytes",
+        "_headers",
+        "_held",
+        "attempt",
+        "is_settled",
+        "key",
+        "offset",
+        "timestamp_ms",
+        "value",
+    )
+
+    def __init__(
+        self,
+        held: Held,
+        offset: int,
+        timestamp_ms: int,
+        key: bytes | None,
+        value: bytes | None,
+        header_bytes: bytes,
+        attempt: int,
+    ) -> None:
+        self._held = held
+        self.offset = offset
+        self.timestamp_ms = timestamp_ms
+        self.key = key
+        self.value = value
+        self._header_bytes = header_bytes
+        self.attempt = attempt
+        """How often it was delivered, this time included; 0 for a message of a live stream."""
+        self.is_settled = False
+        self._headers: Headers | None = None
+
+    def __repr__(self) -> str:
+        return f"<Message {self.topic}/{self.partition}@{self.offset} attempt {self.attempt}>"
+
+    # -- where it is from -----------------------------------------------------------------------------------
+
+    @property
+    def topic(self) -> str:
+        """The topic it was published to."""
+        return self._held.topic
+
+    @property
+    def partition(self) -> int:
+        """The partition it lies in."""
+        return self._held.partition
+
+    @property
+    def subscription(self) -> str | None:
+        """The subscription that delivered it; None for a live stream."""
+        return self._held.subscription
+
+    @property
+    def id(self) -> str:
+        """The `message-id` header if its publisher set one, else `topic-id/partition/offset`."""
+        given = self.header_text(MESSAGE_ID)
+        return given if given else f"{self._held.topic_id}/{self.partition}/{self.offset}"
+
+    @property
+    def timestamp(self) -> datetime:
+        """When it was published, by its publisher's clock unless the topic stamps messages itself."""
+        return datetime.fromtimestamp(self.timestamp_ms / 1000, UTC)
+
+    @property
+    def deadline(self) -> datetime | None:
+        """Until when nobody else gets it; None for a live stream."""
+        deadline_ms = self._held.deadline_ms
+        return None if deadline_ms is None else datetime.fromtimestamp(deadline_ms / 1000, UTC)
+
+    # -- what is in it --------------------------------------------------------------------------------------
+
+    @property
+    def key_text(self) -> str | None:
+        """The key as text."""
+        return None if self.key is None else self.key.decode()
+
+    @property
+    def text(self) -> str:
+        """The value as text."""
+        return (self.value or b"").decode()
+
+    def json(self, type: Any = Any) -> Any:
+        """The value read as JSON; with a type (a dataclass, a `msgspec.Struct`, `list[int]` …) checked against it."""
+        return msgspec.json.decode(self.value or b"null", type=type)
+
+    @property
+    def all_headers(self) -> Headers:
+        """Every header in its order; a name may come more than once."""
+        if self._headers is None:
+            self._headers = () if self._header_bytes == NO_HEADERS else decode_headers(self._header_bytes)
+        return self._headers
+
+    @property
+    def headers(self) -> Mapping[str, bytes | None]:
+        """The headers by name; the last counts where a name comes more than once."""
+        return dict(self.all_headers)
+
+    def header_text(self, name: str) -> str | None:
+        """The value of a header as text."""
+        if self._header_bytes == NO_HEADERS:
+            return None
+        for known, value in reversed(self.all_headers):
+            if known == name:
+                return None if value is None else value.decode(errors="replace")
+        return None
+
+    @property
+    def correlation_id(self) -> str | None:
+        """What this message belongs to; what a handler publishes carries it on."""
+        return self.header_text(CORRELATION_ID)
+
+    @property
+    def traceparent(self) -> str | None:
+        """The trace it was published in."""
+        return self.header_text(TRACEPARENT)
+
+    # -- what became of it ----------------------------------------------------------------------------------
+
+    async def ack(self) -> None:
+        """Done: it is not delivered again. Returns when that is durable."""
+        await self._settle(ACCEPT)
+
+    async def nack(self, *, delay: float | None = None, reason: str = "") -> None:
+        """Not now: it is delivered again after `delay` seconds, else after the declared backoff."""
+        await self._settle(RELEASE, delay, reason)
+
+    async def reject(self, reason: str = "") -> None:
+        """Never: it goes to the dead letter topic now."""
+        await self._settle(REJECT, None, reason)
+
+    async def extend(self, seconds: float | None = None) -> None:
+        """Keep it for so much longer from now on, else for the declared lease."""
+        await self._held.settler.settle(self, EXTEND, _ms(seconds), "")
+
+    async def _settle(self, verb: int, delay: float | None = None, reason: str = "") -> None:
+        if self.is_settled and self._held.is_leased:
+            raise InvalidRecordState(f"message {self.id} is settled already, or its lease is over")
+        answer = self._held.settler.settle(self, verb, _ms(delay), reason)
+        await answer
+
+
+def _ms(seconds: float | None) -> int | None:
+    return None if seconds is None else max(0, int(seconds * 1000))

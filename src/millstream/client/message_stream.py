@@ -1,0 +1,62 @@
+"""Messages of a subscription as an asynchronous iterator; whoever iterates settles them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Self
+
+from millstream.client.message import Message
+from millstream.client.source import Source
+
+
+class MessageStream:
+    """`async for message in stream`: each message is kept while the body works on it, until it is settled.
+
+    A message that the body left unsettled comes back when its lease is over. Used as a context manager, or at the end
+    of the connection, the stream gives back what it holds.
+    """
+
+    def __init__(self, start: Callable[[], Awaitable[Source]]) -> None:
+        self._start = start
+        self._receiver: Source | None = None
+        self._current: Message | None = None
+        self.is_closed = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Message:
+        if self._receiver is None and self.is_closed:
+            raise StopAsyncIteration
+        receiver = await self._started()
+        if self._current is not None:
+            receiver.leave_alone(self._current)
+        while True:
+            message = receiver.take()
+            if message is not None:
+                self._current = message
+                return message
+            if receiver.error is not None:
+                raise receiver.error
+            if receiver.is_over:
+                raise StopAsyncIteration
+            await receiver.arrival()
+
+    async def _started(self) -> Source:
+        if self._receiver is None:
+            self._receiver = await self._start()
+        return self._receiver
+
+    async def __aenter__(self) -> Self:
+        await self._started()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Take no more messages, and give back those that nobody has seen."""
+        self.is_closed = True
+        if self._receiver is not None:
+            await self._receiver.give_back()
+            await self._receiver.close()

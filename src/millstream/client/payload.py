@@ -1,0 +1,103 @@
+"""What programs publish, as bytes: JSON, text or bytes as they are, with headers that say which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+import msgspec
+
+from millstream.client.publisher import MESSAGE_ID
+from millstream.model.errors import InvalidRequest
+from millstream.records.record import Headers
+
+CONTENT_TYPE: Final = "content-type"
+DELIVER_AT: Final = "deliver-at"
+_JSON: Final[Headers] = ((CONTENT_TYPE, b"application/json"),)
+_TEXT: Final[Headers] = ((CONTENT_TYPE, b"text/plain; charset=utf-8"),)
+
+Delay = float | timedelta | datetime
+HeaderValue = str | bytes | int | float | None
+GivenHeaders = Mapping[str, HeaderValue] | Sequence[tuple[str, HeaderValue]]
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewMessage:
+    """A message to publish, with all that `publish` takes; for `publish_many`."""
+
+    value: Any = None
+    key: str | bytes | None = None
+    headers: GivenHeaders = ()
+    id: str | None = None
+    delay: Delay | None = None
+    correlation_id: str | None = None
+
+
+def encoded(value: Any) -> tuple[bytes | None, Headers]:
+    """A value as it is stored, and the header that tells what it is.
+
+    Bytes go as they are; None stores no value, which deletes the key in a compacted topic; a text goes as UTF-8;
+    everything else as JSON, also dataclasses, times and `msgspec.Struct`.
+    """
+    if isinstance(value, bytes) or value is None:
+        return value, ()
+    if isinstance(value, str):
+        return value.encode(), _TEXT
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value), ()
+    try:
+        return _encode(value), _JSON
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"this {type(value).__name__} cannot be published as JSON: {error}") from error
+
+
+def key_bytes(key: str | bytes | None) -> bytes | None:
+    """A key as it is stored."""
+    if key is None or isinstance(key, bytes):
+        return key
+    if isinstance(key, str):
+        return key.encode()
+    raise InvalidRequest(f"a key is a text or bytes, not {type(key).__name__}")
+
+
+def headers_of(
+    given: GivenHeaders, content: Headers, message_id: str | None = None, delay: Delay | None = None
+) -> Headers:
+    """The headers of a message: the given ones, and those that say what it is, what it is called and when it is due."""
+    if not given and message_id is None and delay is None:
+        return content
+    pairs = given.items() if isinstance(given, Mapping) else given
+    headers: list[tuple[str, bytes | None]] = [(name, _header(name, value)) for name, value in pairs]
+    names = {name for name, _ in headers}
+    if CONTENT_TYPE not in names:
+        headers += content
+    if message_id is not None:
+        if not message_id:
+            raise InvalidRequest("the id of a message cannot be empty")
+        headers.append((MESSAGE_ID, message_id.encode()))
+    if delay is not None:
+        headers.append((DELIVER_AT, str(due_ms(delay)).encode()))
+    return tuple(headers)
+
+
+def due_ms(delay: Delay, now: datetime | None = None) -> int:
+    """When a delayed message is due, in milliseconds since 1970."""
+    if isinstance(delay, datetime):
+        if delay.tzinfo is None:
+            raise InvalidRequest("the time at which a message is due needs a time zone")
+        moment = delay
+    else:
+        moment = (now or datetime.now(UTC)) + (delay if isinstance(delay, timedelta) else timedelta(seconds=delay))
+    return max(0, int(moment.timestamp() * 1000))
+
+
+def _header(name: str, value: HeaderValue) -> bytes | None:
+    if value is None or isinstance(value, bytes):
+        return value
+    if isinstance(value, str | int | float):
+        return str(value).encode()
+    raise InvalidRequest(f"header {name!r} is a text, bytes or a number, not {type(value).__name__}")

@@ -1,0 +1,340 @@
+"""Receives the messages of a subscription from all nodes of a cluster, as many as there is credit for.
+
+Each node is asked by a long poll of its own, on a connection of its own, so nothing waits behind it. All polls together
+never ask for more than the credit that is left. How much is held ahead follows the handlers: quick ones get many
+messages at a time, slow ones few, so that other workers have something to do as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Collection
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from millstream.client.held import Held
+from millstream.client.leased_records import read_leased
+from millstream.client.message import EXTEND, RELEASE, Message
+from millstream.client.settling import REPEATED, Order, Settling
+from millstream.model.errors import MillstreamError, ProtocolViolation
+from millstream.model.ids import NodeId
+from millstream.model.subscription import AT_MOST_ONCE
+from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
+from millstream.wire.codec import response_body_at
+from millstream.wire.refusal import refusal
+from millstream.wire.subscription_messages import RECEIVE_KEY, PartitionMessages, Receive, ReceiveAnswer
+
+_logger = logging.getLogger(__name__)
+
+WAIT_MS: Final = 30_000
+_ANSWER_S_MAX: Final = 30.0
+_BYTES_MAX: Final = 4 * 1024 * 1024
+_QUICK_S: Final = 0.25
+_SLOW_S: Final = 2.0
+_NODES_S: Final = 5.0
+"""How often the nodes of the cluster are asked for at most."""
+
+_LAST_ANSWER_S: Final = 0.1
+"""How long the end waits for an answer that may be on its way with messages."""
+
+
+class Receiver:
+    """Takes messages of one subscription for one worker."""
+
+    def __init__(
+        self,
+        client: Client,
+        subscription: str,
+        worker: str,
+        *,
+        credit: int,
+        lease_s: float,
+        ahead: int = 1,
+        delivery: str = "at-least-once",
+    ) -> None:
+        self._client = client
+        self.subscription = subscription
+        self.worker = worker
+        self._credit = max(1, credit)
+        """How many messages are held at most."""
+        self._ahead_min = min(self._credit, max(1, ahead))
+        self._ahead = self._ahead_min
+        """How many of them wait here at most; it follows how quickly they are settled."""
+        self._lease_s = lease_s
+        self._is_settled_at_once = delivery == AT_MOST_ONCE
+        self._loop = asyncio.get_running_loop()
+        self.settling = Settling(client, subscription, worker, lost=self._lost)
+        self._buffer: deque[Message] = deque()
+        self._held = 0
+        self._asked = 0
+        self._polls: dict[NodeId, asyncio.Task[None]] = {}
+        self._hungry: list[asyncio.Future[None]] = []
+        """Polls that wait for credit."""
+        self._idle: deque[asyncio.Future[None]] = deque()
+        """Workers that wait for a message."""
+        self._left_alone: set[Message] = set()
+        self._stopping = False
+        self._asked_nodes = 0.0
+        self.error: MillstreamError | None = None
+        """Why nothing comes any more."""
+
+    async def start(self) -> None:
+        """Begin to receive from every node."""
+        await self._follow_nodes()
+
+    def leave_alone(self, message: Message) -> None:
+        """Do not renew the lease of a message any more; whoever took it went on to the next one."""
+        if not message.is_settled:
+            self._left_alone.add(message)
+
+    # -- messages -------------------------------------------------------------------------------------------
+
+    def take(self) -> Message | None:
+        """The next message, if one is here."""
+        buffer = self._buffer
+        while buffer:
+            message = buffer.popleft()
+            if self._hungry:
+                self._feed()
+            if message.is_settled or self._loop.time() >= message._held.valid_until:
+                # Its lease is over, so somebody else may have it by now.
+                self.done(message)
+                continue
+            if self._is_settled_at_once:
+                self.done(message)
+            return message
+        return None
+
+    async def arrival(self) -> None:
+        """Wait until there may be a message, or the end."""
+        waiting: asyncio.Future[None] = self._loop.create_future()
+        self._idle.append(waiting)
+        if self._hungry:
+            self._feed()
+        await waiting
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no message will come any more."""
+        return (self._stopping or self.error is not None) and not self._buffer
+
+    def done(self, message: Message) -> None:
+        """A message is settled or given up: its place is free for another."""
+        if message.is_settled:
+            return
+        message.is_settled = True
+        self._left_alone.discard(message)
+        self._held -= 1
+        held = message._held
+        held.left -= 1
+        if held.left == 0:
+            self._finished(held)
+        if self._hungry:
+            self._feed()
+
+    def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
+        """Tell the broker; the future ends when it is durable."""
+        if verb != EXTEND:
+            self.done(message)
+        elif delay_ms is not None:
+            message._held.valid_until = max(message._held.valid_until, self._loop.time() + delay_ms / 1000)
+        if self._is_settled_at_once:
+            answer: asyncio.Future[None] = self._loop.create_future()
+            answer.set_result(None)
+            return answer
+        return self.settling.settle(message, verb, delay_ms, reason)
+
+    def tell(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
+        """As `settle`, for whoever does not wait for the answer."""
+        if not message.is_settled:
+            self.done(message)
+            if not self._is_settled_at_once:
+                self.settling.tell(Order(message, verb, delay_ms, reason, None))
+
+    def _finished(self, held: Held) -> None:
+        """All messages of one answer are settled: by how long that took, hold more or fewer ahead."""
+        if held.timer is not None:
+            held.timer.cancel()
+        held.messages.clear()
+        took_s = self._loop.time() - held.received
+        if took_s < _QUICK_S:
+            self._ahead = min(self._credit, self._ahead * 2)
+        elif took_s > _SLOW_S:
+            self._ahead = max(self._ahead_min, self._ahead // 2)
+
+    def _lost(self, message: Message) -> None:
+        """A message that is still here has no lease any more."""
+        if not message.is_settled:
+            self.done(message)
+
+    # -- the end --------------------------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """Ask for no more; what is here may still be taken."""
+        self._stopping = True
+        polls = list(self._polls.values())
+        for waiting in self._hungry:
+            if not waiting.done():
+                waiting.set_result(None)
+        try:
+            if polls:
+                await asyncio.wait(polls, timeout=_LAST_ANSWER_S)
+        finally:
+            for poll in polls:
+                poll.cancel()
+        await asyncio.gather(*polls, return_exceptions=True)
+        self._wake(len(self._idle))
+
+    async def give_back(self) -> None:
+        """Stop, and release what nobody has taken, so that others get it at once."""
+        await self.stop()
+        while self._buffer:
+            self.tell(self._buffer.popleft(), RELEASE, 0, "the worker was stopped")
+        await self.settling.flush()
+
+    async def close(self) -> None:
+        """Stop, and give up what is not settled."""
+        await self.stop()
+        for message in self._buffer:
+            self.done(message)
+        self._buffer.clear()
+        await self.settling.close()
+
+    # -- asking ---------------------------------------------------------------------------------------------
+
+    async def _follow_nodes(self) -> Collection[NodeId]:
+        """Have one poll for each node that the cluster has now."""
+        self._asked_nodes = self._loop.time()
+        nodes = (await self._client.metadata(())).nodes
+        for node in nodes:
+            if node not in self._polls and not self._stopping:
+                task = self._polls[node] = self._loop.create_task(self._poll(node))
+                task.add_done_callback(partial(self._ended, node))
+        return nodes
+
+    def _ended(self, node: NodeId, task: asyncio.Task[None]) -> None:
+        self._polls.pop(node, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            told = error if isinstance(error, MillstreamError) else ProtocolViolation(f"receiving failed: {error!r}")
+            _logger.error("subscription %r delivers nothing any more: %s", self.subscription, told)
+            self.error = told
+            self._wake(len(self._idle))
+
+    async def _poll(self, node: NodeId) -> None:
+        pause_s = BACKOFF_S_MIN
+        while not self._stopping and self.error is None:
+            wanted = await self._reserve()
+            if not wanted:
+                continue
+            try:
+                partitions = await self._ask(node, wanted)
+                pause_s = BACKOFF_S_MIN
+            except REPEATED as error:
+                _logger.debug("node %s gives nothing of %r for now: %s", node, self.subscription, error)
+                partitions = []
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, BACKOFF_S_MAX)
+            finally:
+                self._asked -= wanted
+            self._take_in(node, partitions)
+            if not partitions and not await self._is_there(node):
+                return
+
+    async def _is_there(self, node: NodeId) -> bool:
+        """Whether the cluster still has a node; others that it has got are asked from now on."""
+        if self._loop.time() - self._asked_nodes < _NODES_S:
+            return True
+        try:
+            return node in await self._follow_nodes()
+        except REPEATED:
+            return True
+
+    async def _reserve(self) -> int:
+        """How many messages to ask for; waits until there is room, and 0 means to look again."""
+        free = self._free()
+        if free == 0:
+            waiting: asyncio.Future[None] = self._loop.create_future()
+            self._hungry.append(waiting)
+            await waiting
+            return 0
+        others = len(self._polls) - 1
+        share = free if not others else max(1, free // (others + 1))
+        self._asked += share
+        return share
+
+    def _free(self) -> int:
+        """How many more may be asked for; 0 as well while it is too few to be worth a request."""
+        waiting = len(self._buffer)
+        room = self._ahead - waiting - self._asked
+        credit = self._credit - self._held - self._asked
+        free = min(room, credit)
+        return free if free > 0 and (waiting == 0 or free * 4 >= self._ahead) else 0
+
+    def _feed(self) -> None:
+        if self._free():
+            hungry, self._hungry = self._hungry, []
+            for waiting in hungry:
+                if not waiting.done():
+                    waiting.set_result(None)
+
+    async def _ask(self, node: NodeId, wanted: int) -> list[PartitionMessages]:
+        request = Receive(self.subscription, self.worker, wanted, _BYTES_MAX, WAIT_MS)
+        pool = await self._client.pool_of(node)
+        async with pool.borrowed() as channel:
+            frame = await channel.exchange(
+                RECEIVE_KEY, 0, [msgspec.msgpack.encode(request)], timeout_s=WAIT_MS / 1000 + _ANSWER_S_MAX
+            )
+        try:
+            answer = msgspec.msgpack.decode(frame[response_body_at(RECEIVE_KEY, 0, frame) :], type=ReceiveAnswer)
+        except msgspec.MsgspecError as error:
+            raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
+        if answer.error:
+            raise refusal(answer.error, answer.message, about=f"subscription {self.subscription!r}")
+        return answer.partitions
+
+    def _take_in(self, node: NodeId, partitions: list[PartitionMessages]) -> None:
+        now = self._loop.time()
+        before = len(self._buffer)
+        for part in partitions:
+            held = Held(
+                part.topic,
+                part.topic_id,
+                part.partition,
+                settler=self,
+                subscription=self.subscription,
+                node=node,
+                received=now,
+                lease_s=None if self._is_settled_at_once else self._lease_s,
+                deadline_ms=min((lease.deadline_ms for lease in part.leases), default=None),
+            )
+            messages = read_leased(part.batches, part.leases, held)
+            self._held += len(messages)
+            self._buffer += messages
+            if messages and not self._is_settled_at_once:
+                held.timer = self._loop.call_later(self._lease_s / 2, self._renew, held)
+        self._wake(len(self._buffer) - before)
+
+    def _renew(self, held: Held) -> None:
+        """Half of the time is over: extend the leases of what is not settled."""
+        left_alone = self._left_alone
+        open_messages = [one for one in held.messages if not one.is_settled and one not in left_alone]
+        if not open_messages:
+            return
+        for message in open_messages:
+            self.settling.tell(Order(message, EXTEND, None, "", None))
+        held.valid_until = self._loop.time() + self._lease_s
+        if held.deadline_ms is not None:
+            held.deadline_ms += int(self._lease_s * 500)
+        held.timer = self._loop.call_later(self._lease_s / 2, self._renew, held)
+
+    def _wake(self, count: int) -> None:
+        idle = self._idle
+        while idle and count > 0:
+            waiting = idle.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                count -= 1

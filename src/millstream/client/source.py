@@ -1,0 +1,54 @@
+"""Where messages come from: a subscription's queue, or topics as they are published."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from millstream.client.message import Message
+from millstream.model.errors import MillstreamError
+
+
+class Settled(Protocol):
+    """Whoever tells the broker what became of messages."""
+
+    async def flush(self) -> None:
+        """Wait until everything has been told."""
+
+
+class Source(Protocol):
+    """Gives messages, one after the other."""
+
+    subscription: str
+    error: MillstreamError | None
+
+    @property
+    def settling(self) -> Settled:
+        """What is told of the messages."""
+
+    async def start(self) -> None:
+        """Begin to receive."""
+
+    def take(self) -> Message | None:
+        """The next message, if one is here."""
+
+    async def arrival(self) -> None:
+        """Wait until there may be a message, or the end."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no message will come any more."""
+
+    def tell(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
+        """Settle a message without waiting for the answer."""
+
+    def leave_alone(self, message: Message) -> None:
+        """Do not renew the lease of a message any more."""
+
+    async def stop(self) -> None:
+        """Receive no more; what is here may still be taken."""
+
+    async def give_back(self) -> None:
+        """Stop, and release what nobody has taken."""
+
+    async def close(self) -> None:
+        """Stop, and give up what is not settled."""

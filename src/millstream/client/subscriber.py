@@ -1,0 +1,168 @@
+"""A handler at work: messages of a subscription go to it, and what it returns or raises settles them."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from millstream.client import tracing
+from millstream.client.message import ACCEPT, REJECT, RELEASE, Message
+from millstream.client.outcome import Reject, RetryLater
+from millstream.client.source import Source
+
+_logger = logging.getLogger(__name__)
+
+Handler = Callable[[Message], Awaitable[Any]] | Callable[[Message], Any]
+
+DRAIN_S: Final = 30.0
+_TURN: Final = 32
+"""So many messages a worker handles before it lets others run, if its handler never waits for anything."""
+
+_GIVE_BACK_S: Final = 5.0
+"""How long the end waits at most for the broker to hear what is given back."""
+
+_REASON_LENGTH_MAX: Final = 1000
+
+
+class Subscriber:
+    """One running handler. `drain` ends it in order; so does the end of the connection."""
+
+    def __init__(
+        self, source: Source, handler: Handler, *, concurrency: int, forget: Callable[[bool], Awaitable[None]]
+    ) -> None:
+        self._source = source
+        self._handler = handler
+        self._is_async = _is_async(handler)
+        self._concurrency = concurrency
+        self._forget = forget
+        """Called at the end; with True the subscription itself is deleted."""
+        self._workers: list[asyncio.Task[None]] = []
+        self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._draining = False
+
+    @property
+    def name(self) -> str:
+        """The name of the subscription."""
+        return self._source.subscription
+
+    async def start(self) -> None:
+        """Begin to handle messages."""
+        await self._source.start()
+        loop = asyncio.get_running_loop()
+        for _ in range(self._concurrency):
+            self._workers.append(loop.create_task(self._work()))
+            self._workers[-1].add_done_callback(self._ended)
+
+    async def drain(self, timeout: float = DRAIN_S) -> None:
+        """Take no more messages, finish those that are here, and stop.
+
+        What is not finished in time is cancelled and delivered again, here or elsewhere.
+        """
+        if self._draining:
+            await asyncio.shield(self._stopped)
+            return
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                await self._source.stop()
+                await asyncio.gather(*self._workers, return_exceptions=True)
+                await self._source.settling.flush()
+        except TimeoutError:
+            _logger.warning("subscription %r was not drained within %g s", self.name, timeout)
+        finally:
+            await self._end()
+
+    async def unsubscribe(self, *, delete: bool = False, timeout: float = DRAIN_S) -> None:
+        """Stop handling; the subscription stays and gathers messages for whoever comes next, unless deleted."""
+        await self.drain(timeout)
+        await self._forget(delete)
+
+    async def run_until_stopped(self) -> None:
+        """Handle messages until SIGINT or SIGTERM comes, somebody drains this, or nothing can be received any more."""
+        loop = asyncio.get_running_loop()
+        told = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with suppress(NotImplementedError, RuntimeError, ValueError):
+                loop.add_signal_handler(number, told.set)
+        waiting = loop.create_task(told.wait())
+        try:
+            ends: list[asyncio.Future[Any]] = [waiting, self._stopped, *self._workers]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await self.drain()
+        finally:
+            waiting.cancel()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                with suppress(NotImplementedError, RuntimeError, ValueError):
+                    loop.remove_signal_handler(number)
+        if self._source.error is not None:
+            raise self._source.error
+
+    async def _end(self) -> None:
+        for worker in self._workers:
+            worker.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_GIVE_BACK_S):
+                await self._source.give_back()
+        await self._source.close()
+        if not self._stopped.done():
+            self._stopped.set_result(None)
+
+    def _ended(self, worker: asyncio.Task[None]) -> None:
+        if not worker.cancelled() and (error := worker.exception()) is not None:
+            _logger.error("a worker of subscription %r failed", self.name, exc_info=error)
+
+    # -- handling -------------------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        source = self._source
+        handled = 0
+        while True:
+            message = source.take()
+            if message is None:
+                if source.is_over:
+                    return
+                await source.arrival()
+                handled = 0
+                continue
+            await self._handle(message)
+            handled += 1
+            if handled == _TURN:
+                handled = 0
+                await asyncio.sleep(0)
+
+    async def _handle(self, message: Message) -> None:
+        tell = self._source.tell
+        try:
+            with tracing.handling(message):
+                if self._is_async:
+                    await self._handler(message)
+                else:
+                    await asyncio.to_thread(self._handler, message)
+        except asyncio.CancelledError:
+            tell(message, RELEASE, 0, "the worker was stopped")
+            raise
+        except Reject as error:
+            tell(message, REJECT, None, _reason(error))
+        except RetryLater as error:
+            tell(message, RELEASE, max(0, int(error.seconds * 1000)), _reason(error))
+        except Exception as error:
+            _logger.warning("the handler of %r failed at message %s", self.name, message.id, exc_info=error)
+            tell(message, RELEASE, None, _reason(error))
+        else:
+            tell(message, ACCEPT)
+
+
+def _is_async(handler: Handler) -> bool:
+    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(getattr(handler, "__call__", None))  # noqa: B004
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error) or type(error).__name__
+    named = text if isinstance(error, Reject | RetryLater) else f"{type(error).__name__}: {text}"
+    return named[:_REASON_LENGTH_MAX]

@@ -1,0 +1,307 @@
+"""The Python SDK on a real server: publish, subscribe, iterate, listen, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+import millstream
+from millstream.model.errors import (
+    InvalidRecordState,
+    InvalidRequest,
+    InvalidSubscription,
+    SubscriptionExists,
+    UnknownGroup,
+    UnknownTopic,
+)
+from millstream.testing.server import Server
+
+HANG_S = 60
+
+
+@pytest.fixture
+async def ms(server: Server) -> AsyncIterator[millstream.Connection]:
+    async with millstream.connect(server.kafka) as connection:
+        yield connection
+
+
+class Gathering:
+    """A handler that keeps what it gets and tells when it has enough."""
+
+    def __init__(self, count: int) -> None:
+        self.messages: list[millstream.Message] = []
+        self._count = count
+        self._enough = asyncio.Event()
+
+    async def __call__(self, message: millstream.Message) -> None:
+        self.messages.append(message)
+        if len(self.messages) >= self._count:
+            self._enough.set()
+
+    async def enough(self) -> list[millstream.Message]:
+        await self._enough.wait()
+        return self.messages
+
+
+async def test_five_lines(ms: millstream.Connection, topic: str) -> None:
+    receipt = await ms.publish(topic, {"order_id": 1}, key="customer-7", headers={"region": "eu"})
+    bill = Gathering(1)
+    await ms.subscribe(topic, bill, name=f"{topic}-billing", start="earliest")
+    (message,) = await bill.enough()
+    assert message.json() == {"order_id": 1}
+    assert (message.key_text, message.header_text("region")) == ("customer-7", "eu")
+    assert message.headers["content-type"] == b"application/json"
+    assert (message.id, message.attempt, message.subscription) == (receipt.id, 1, f"{topic}-billing")
+    assert abs(message.timestamp - datetime.now(UTC)) < timedelta(minutes=5)
+    assert message.deadline is not None
+
+
+async def test_values_are_stored_as_what_they_are(ms: millstream.Connection, topic: str) -> None:
+    values: list[Any] = [b"raw", "text", {"a": [1, None]}, 5, None, bytearray(b"x")]
+    many = [*values, millstream.NewMessage(value="named", key="k", id="m-1", correlation_id="c-1")]
+    await ms.publish(topic, "first")
+    receipts = await ms.publish_many(topic, many)
+    got = Gathering(len(many) + 1)
+    await ms.subscribe(topic, got, name=topic, start="earliest", concurrency=1)
+    messages = (await got.enough())[1:]
+    assert [one.value for one in messages] == [b"raw", b"text", b'{"a":[1,null]}', b"5", None, b"x", b"named"]
+    assert [one.id for one in messages] == [one.id for one in receipts]
+    assert (messages[-1].id, messages[-1].correlation_id) == ("m-1", "c-1")
+    with pytest.raises(InvalidRequest, match="JSON"):
+        await ms.publish(topic, object())
+
+
+async def test_what_a_handler_does_settles_its_message(ms: millstream.Connection, topic: str) -> None:
+    seen: dict[str, list[int]] = {}
+    done = asyncio.Event()
+
+    async def handle(message: millstream.Message) -> None:
+        attempts = seen.setdefault(message.text, [])
+        attempts.append(message.attempt)
+        if message.text == "fails twice" and len(attempts) < 3:
+            raise ValueError("not yet")
+        if message.text == "never":
+            raise millstream.Reject("nonsense")
+        if message.text == "later" and len(attempts) < 2:
+            raise millstream.RetryLater(0.01)
+        if message.text == "by hand":
+            await message.ack()
+
+    await ms.publish_many(topic, ["fine", "fails twice", "never", "later", "by hand"])
+    subscriber = await ms.subscribe(topic, handle, name=topic, start="earliest", dead_letter=f"{topic}-dead")
+
+    letter = Gathering(1)
+    await ms.subscribe(f"{topic}-dead", letter, name=f"{topic}-dead", start="earliest")
+    (dead,) = await letter.enough()
+    assert (dead.text, dead.header_text("dlq-reason")) == ("never", "nonsense")
+    while len(seen.get("fails twice", ())) < 3 or len(seen.get("later", ())) < 2 or "by hand" not in seen:
+        await asyncio.sleep(0.01)
+    await subscriber.drain()
+    assert seen == {"fine": [1], "fails twice": [1, 2, 3], "never": [1], "later": [1, 2], "by hand": [1]}
+    done.set()
+
+
+async def test_plain_functions_run_in_threads_and_what_they_publish_belongs_together(
+    ms: millstream.Connection, topic: str
+) -> None:
+    loop = asyncio.get_running_loop()
+
+    def handle(message: millstream.Message) -> None:
+        asyncio.run_coroutine_threadsafe(ms.publish(f"{topic}-out", message.text), loop).result(HANG_S)
+
+    async def forward(message: millstream.Message) -> None:
+        await ms.publish(f"{topic}-out", message.text)
+
+    await ms.publish(f"{topic}-out", "made")
+    await ms.publish(topic, "one", correlation_id="request-1")
+    out = Gathering(2)
+    await ms.subscribe(topic, handle, name=f"{topic}-a", start="earliest")
+    await ms.subscribe(topic, forward, name=f"{topic}-b", start="earliest")
+    await ms.subscribe(f"{topic}-out", out, name=f"{topic}-c", start="earliest")
+    await out.enough()
+    while len(out.messages) < 3:
+        await asyncio.sleep(0.01)
+    assert "request-1" in {one.correlation_id for one in out.messages}
+
+
+async def test_iterating_and_settling_by_hand(ms: millstream.Connection, topic: str) -> None:
+    await ms.publish_many(topic, ["a", "b", "c"])
+    async with ms.subscription(topic, name=topic, start="earliest", in_flight=1, dead_letter=f"{topic}-dead") as stream:
+        first = await anext(stream)
+        await first.extend(60)
+        await first.ack()
+        with pytest.raises(InvalidRecordState):
+            await first.ack()
+        second = await anext(stream)
+        await second.nack(delay=0)
+        again = await anext(stream)
+        while again.offset != second.offset:
+            await again.reject("no use")
+            again = await anext(stream)
+        assert (again.text, again.attempt) == ("b", 2)
+        await again.ack()
+
+
+async def test_a_stream_that_ends_gives_back_what_nobody_saw(ms: millstream.Connection, topic: str) -> None:
+    await ms.publish_many(topic, [str(at) for at in range(20)])
+    async with ms.subscription(topic, name=topic, start="earliest", lease=600) as stream:
+        for _ in range(4):
+            await (await anext(stream)).ack()
+    async with ms.subscription(topic, name=topic) as stream:
+        rest = [await anext(stream) for _ in range(16)]
+        for message in rest:
+            await message.ack()
+    assert sorted(int(one.text) for one in rest) == list(range(4, 20))
+
+
+async def test_listening_gets_what_comes_and_keeps_nothing(ms: millstream.Connection, topic: str) -> None:
+    await ms.publish(topic, "before")
+    got = Gathering(1)
+    subscriber = await ms.subscribe(topic, got, live=True)
+    async with ms.listen([topic]) as stream:
+        await ms.publish(topic, "now", headers={"a": 1})
+        message = await anext(stream)
+        assert (message.text, message.attempt, message.subscription, message.deadline) == ("now", 0, None, None)
+        await message.ack()
+    assert [one.text for one in await got.enough()] == ["now"]
+    await subscriber.unsubscribe(delete=True)
+    with pytest.raises(UnknownTopic):
+        async with ms.listen(f"{topic}-nowhere"):
+            pass
+
+
+async def test_draining_finishes_what_is_here(ms: millstream.Connection, topic: str) -> None:
+    started, gate = asyncio.Event(), asyncio.Event()
+    handled: list[str] = []
+
+    async def handle(message: millstream.Message) -> None:
+        started.set()
+        await gate.wait()
+        handled.append(message.text)
+
+    await ms.publish_many(topic, ["a", "b", "c"])
+    subscriber = await ms.subscribe(topic, handle, name=topic, start="earliest", concurrency=1)
+    await started.wait()
+    draining = asyncio.create_task(subscriber.drain())
+    gate.set()
+    await draining
+    receipt = await ms.publish(topic, "later")
+    assert "a" in handled
+    rest = Gathering(4 - len(handled))
+    other = await ms.subscribe(topic, rest, name=topic)
+    assert sorted([*handled, *(one.text for one in await rest.enough())]) == ["a", "b", "c", "later"]
+    assert (await ms.delivery(receipt, subscription=topic, wait=HANG_S)).state == "accepted"
+    await other.unsubscribe(delete=True)
+    with pytest.raises(UnknownGroup):
+        await ms.delivery(receipt, subscription=topic)
+
+
+async def test_what_is_not_drained_in_time_is_delivered_again(ms: millstream.Connection, topic: str) -> None:
+    started = asyncio.Event()
+
+    async def stuck(message: millstream.Message) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    await ms.publish(topic, "a")
+    subscriber = await ms.subscribe(topic, stuck, name=topic, start="earliest")
+    await started.wait()
+    await subscriber.drain(timeout=0.05)
+    got = Gathering(1)
+    await ms.subscribe(topic, got, name=topic)
+    assert (await got.enough())[0].attempt == 2
+
+
+async def test_leases_are_renewed_while_a_handler_works(ms: millstream.Connection, topic: str) -> None:
+    attempts: list[int] = []
+    done = asyncio.Event()
+
+    async def slow(message: millstream.Message) -> None:
+        attempts.append(message.attempt)
+        # Many times the lease; what waits behind it has to keep its lease, too.
+        await asyncio.sleep(0.7 if message.text == "slow" else 0)
+        if len(attempts) == 3:
+            done.set()
+
+    await ms.publish_many(topic, ["slow", "b", "c"])
+    subscriber = await ms.subscribe(topic, slow, name=topic, start="earliest", lease=0.3, concurrency=1, in_flight=3)
+    await done.wait()
+    await subscriber.drain()
+    # A machine that is too busy to renew in time is no failure of the lease: it is delivered again then.
+    assert len(attempts) >= 3
+
+
+async def test_a_subscription_that_is_declared_otherwise_is_told(ms: millstream.Connection, topic: str) -> None:
+    async def handle(message: millstream.Message) -> None: ...
+
+    await ms.publish(topic, "a")
+    first = await ms.subscribe(topic, handle, name=topic, attempts=3, ordered=True, backoff=(1, 60))
+    await first.drain()
+    await (await ms.subscribe(topic, handle, name=topic)).drain()
+    with pytest.raises(SubscriptionExists, match=r"share.delivery.count.limit is '3', not '4'.*update=True"):
+        await ms.subscribe(topic, handle, name=topic, attempts=4)
+    with pytest.raises(SubscriptionExists, match="its topics are"):
+        await ms.subscribe(f"{topic}-other", handle, name=topic)
+    await (await ms.subscribe(topic, handle, name=topic, attempts=4, update=True)).drain()
+    await (await ms.subscribe(topic, handle, name=topic, attempts=4)).unsubscribe(delete=True)
+    with pytest.raises(InvalidSubscription, match="name"):
+        await ms.subscribe(topic, handle)
+    with pytest.raises(InvalidSubscription):
+        await ms.subscribe(topic, handle, name=topic, concurrency=0)
+
+
+@pytest.mark.parametrize("delivery", ["at-most-once", "exactly-once"])
+async def test_the_guarantee_is_one_argument(ms: millstream.Connection, topic: str, delivery: str) -> None:
+    async def fail(message: millstream.Message) -> None:
+        attempts.append(message.attempt)
+        if len(attempts) == 2:
+            await message.ack()
+        raise ValueError("no")
+
+    attempts: list[int] = []
+    await ms.publish_many(topic, ["a", "b"])
+    subscriber = await ms.subscribe(topic, fail, name=topic, start="earliest", delivery=delivery, attempts=1)
+    while len(attempts) < 2:
+        await asyncio.sleep(0.01)
+    await subscriber.drain()
+    assert attempts == [1, 1]
+
+
+async def test_a_delayed_message_comes_when_it_is_due(ms: millstream.Connection, topic: str) -> None:
+    await ms.publish(topic, "later", delay=0.2)
+    await ms.publish(topic, "at", delay=datetime.now(UTC) + timedelta(seconds=0.1))
+    await ms.publish(topic, "now")
+    came: list[tuple[str, float]] = []
+    got = Gathering(3)
+    await ms.subscribe(topic, got, name=topic, start="earliest")
+    for message in await got.enough():
+        came.append((message.text, time.time()))
+        due = message.header_text("deliver-at")
+        assert due is None or time.time() * 1000 >= int(due)
+    assert {text for text, _ in came} == {"later", "at", "now"}
+
+
+async def test_a_message_is_published_once_by_its_id(ms: millstream.Connection, topic: str) -> None:
+    first = await ms.publish(topic, "a", id="order-1", deduplicate=True)
+    again = await ms.publish(topic, "a", id="order-1", deduplicate=True)
+    assert (again.id, again.offset) == (first.id, first.offset) == ("order-1", 0)
+    with pytest.raises(InvalidRequest, match="id"):
+        await ms.publish(topic, "a", deduplicate=True)
+
+
+async def test_a_subscription_that_is_deleted_ends_its_handlers(ms: millstream.Connection, topic: str) -> None:
+    async def handle(message: millstream.Message) -> None: ...
+
+    await ms.publish(topic, "a")
+    subscriber = await ms.subscribe(topic, handle, name=topic)
+    waiting = asyncio.create_task(subscriber.run_until_stopped())
+    async with millstream.connect(ms.client._bootstrap[0][0] + f":{ms.client._bootstrap[0][1]}") as other:
+        await (await other.subscribe(topic, handle, name=topic)).unsubscribe(delete=True)
+        await ms.publish(topic, "b")
+        with pytest.raises(UnknownGroup):
+            await waiting
