@@ -1,0 +1,107 @@
+"""A worker that asks one or several queues: what it is given first, and what it waits for."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from millstream.model.errors import NotLeader
+from millstream.model.subscription import EXACTLY_ONCE
+from millstream.net.budget import Budget
+from millstream.subscriptions import receiving
+from millstream.subscriptions.receiving import Given, receive
+from millstream.testing.queue_bench import Workbench, offsets, turns, wanted
+
+WAIT_S = 60.0
+PLENTY = Budget(1 << 30)
+
+
+@pytest.fixture
+async def bench() -> Workbench:
+    return Workbench()
+
+
+def given_offsets(given: list[Given]) -> list[int]:
+    return [offset for one in given for offset in offsets(one.received)]
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_given_counts_as_memory_of_clients_until_it_is_sent(bench: Workbench) -> None:
+    delivery = await bench.open(delivery=EXACTLY_ONCE)
+    budget = Budget(1000)
+    bench.publish("a")
+    bench.publish("b" * 1000)
+    bench.store.holds = True
+    # One batch is given although it is larger than a fair share of what is left, and no second one.
+    asking = asyncio.ensure_future(receive([delivery], wanted(5)._replace(max_bytes=9999), budget, wait_s=0))
+    await turns()
+    held_bytes = budget.used_bytes
+    bench.store.holds = False
+    bench.store.let_go()
+    ((_, received),) = await asking
+    assert (offsets(received), held_bytes, budget.used_bytes) == ([0], sum(map(len, received.batches)), 0)
+
+
+async def test_a_worker_waits_for_the_memory_of_all_clients(bench: Workbench) -> None:
+    delivery = await bench.open()
+    budget = Budget(1000)
+    budget.take(1000)
+    bench.publish("a")
+    assert await receive([delivery], wanted(5), budget, wait_s=0) == []
+    asking = asyncio.ensure_future(receive([delivery], wanted(5), budget, wait_s=WAIT_S))
+    await turns()
+    assert (asking.done(), budget.waiting) == (False, 1)
+    budget.give_back(1000)
+    assert given_offsets(await asking) == [0]
+    bench.publish("b")
+    budget.take(1000)
+    asking = asyncio.ensure_future(receive([delivery], wanted(5), budget, wait_s=WAIT_S))
+    await turns()
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert (budget.waiting, delivery.waiting) == (0, 0)
+    await turns()
+    assert budget.used_bytes == 1000
+
+
+# -- several queues ----------------------------------------------------------------------------------------------
+
+
+async def test_a_queue_that_is_closed_does_not_keep_others_from_giving(bench: Workbench) -> None:
+    here = await bench.open()
+    other = await bench.open(partition=bench.make_partition(1))
+    other.close(NotLeader("moved"))
+    waiting = asyncio.ensure_future(receive([other, here], wanted(5), PLENTY, wait_s=WAIT_S))
+    await turns()
+    bench.publish("a")
+    assert given_offsets(await waiting) == [0]
+    bench.publish("b")
+    assert given_offsets(await receive([other, here], wanted(5), PLENTY, wait_s=0)) == [1]
+
+
+async def test_leases_of_one_queue_are_told_although_another_was_lost(bench: Workbench) -> None:
+    here = await bench.open(delivery=EXACTLY_ONCE)
+    bench.publish("a")
+    bench.partition = bench.make_partition(1)
+    other = await bench.open(delivery=EXACTLY_ONCE)
+    bench.publish("b")
+    bench.store.holds = True
+    asking = asyncio.ensure_future(receive([other, here], wanted(5), PLENTY, wait_s=WAIT_S))
+    await turns()
+    other.close(NotLeader("moved"))
+    bench.store.holds = False
+    bench.store.let_go()
+    assert [one.delivery for one in await asking] == [other, here]
+    bench.store.holds = True
+    bench.publish("c")
+    asking = asyncio.ensure_future(receive([here], wanted(5), PLENTY, wait_s=0))
+    await asking
+    assert asking.result() == []
+
+
+async def test_without_any_queue_the_answer_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "NOWHERE_S", 0.01)
+    assert await receive([], wanted(), PLENTY, wait_s=WAIT_S) == []
