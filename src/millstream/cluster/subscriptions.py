@@ -12,7 +12,13 @@ from uuid import UUID
 from millstream.cluster.declarations import Declarations
 from millstream.model.clock import Clock
 from millstream.model.errors import CatalogUnavailable, InvalidSubscription, SubscriptionExists, UnknownSubscription
-from millstream.model.subscription import Subscription, SubscriptionSettings, check_subscription, topic_of_start
+from millstream.model.subscription import (
+    Subscription,
+    SubscriptionSettings,
+    check_subscription,
+    shown,
+    topic_of_start,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -168,7 +174,8 @@ class Subscriptions:
         async with self._changing:
             stored = await self._declarations.alter_subscription(found.subscription_id, changed)
             self._show(stored)
-        _logger.info("subscription changed", extra={"subscription": name, "changes": str(dict(changes))})
+        given = shown({setting: value for setting, value in changes.items() if value is not None})
+        _logger.info("subscription changed", extra={"subscription": name, "changes": str({**changes, **given})})
         self._tell()
         return stored
 

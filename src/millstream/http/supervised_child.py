@@ -34,6 +34,8 @@ class SupervisedChild(ABC):
         self._process: Process | None = None
         self._spawned = asyncio.Event()
         self._stopping = asyncio.Event()
+        # Whether the child that runs was told to end.
+        self._is_dismissed = False
         self.restarts = 0
 
     @property
@@ -46,11 +48,6 @@ class SupervisedChild(ABC):
         """How long it may take to stop."""
         return STOP_S
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether a child that ends is started again."""
-        return not self._stopping.is_set()
-
     async def run(self) -> None:
         """Start the child and start it again whenever it ends, until `stop`; a background task of the broker."""
         backoff_s = self._backoff_min_s
@@ -58,7 +55,7 @@ class SupervisedChild(ABC):
             await self._wanted()
             started = asyncio.get_running_loop().time()
             code = await self._run_once()
-            if not self.is_wanted:
+            if self._is_dismissed or self._stopping.is_set():
                 continue
             if asyncio.get_running_loop().time() - started > SETTLED_S:
                 backoff_s = self._backoff_min_s
@@ -112,6 +109,7 @@ class SupervisedChild(ABC):
             _logger.warning("%s could not be started", self.name, extra={"reason": str(error)})
             return -1
         self._process = process
+        self._is_dismissed = False
         self._spawned.set()
         if self._stopping.is_set():
             self._hang_up()

@@ -73,11 +73,6 @@ class PushChild(SupervisedChild):
         """How long it may take to stop."""
         return STOP_S
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether there is something to push."""
-        return bool(self._pushed) and not self._stopping.is_set()
-
     async def stop(self) -> None:
         """Let what is under way end, then end it."""
         stopped = super().stop()
@@ -120,12 +115,13 @@ class PushChild(SupervisedChild):
         if process.stdin is None:
             return
         with suppress(ConnectionError):
-            while self.is_wanted:
+            while self._pushed and not self._stopping.is_set():
                 self._news.clear()
                 line = msgspec.json.encode({"subscriptions": self._pushed})
                 process.stdin.write(line + b"\n")
                 await process.stdin.drain()
                 await self._news.wait()
+            self._is_dismissed = True
             process.stdin.close()
 
     async def _hear(self, process: Process) -> None:

@@ -131,19 +131,21 @@ class PushProcess:
         self._client = Client.connect(options.kafka, client_id="push", timeout_s=ANSWER_S)
         self._trust = trusted()
         self._pushers: dict[str, Pusher] = {}
-        # Also those that end because their settings were changed.
+        # Also those that end because they are not wanted any more.
         self._running: dict[asyncio.Task[None], Pusher] = {}
         self._news = asyncio.Event()
 
-    def declare(self, subscriptions: list[PushSubscription]) -> None:
+    async def declare(self, subscriptions: list[PushSubscription]) -> None:
         """Push these from now on, and nothing else."""
         wanted = {one.subscription_id: one for one in subscriptions}
-        for known, pusher in list(self._pushers.items()):
-            if wanted.get(known) != pusher.declared:
-                self._pushers.pop(known).stop()
+        for known in [one for one in self._pushers if one not in wanted]:
+            self._pushers.pop(known).stop()
         for known, declared in wanted.items():
-            if known not in self._pushers:
+            pusher = self._pushers.get(known)
+            if pusher is None:
                 self._begin(known, declared)
+            elif pusher.declared != declared:
+                await pusher.change(declared, self._sender(declared))
         self._news.set()
 
     async def end(self) -> None:
@@ -167,25 +169,28 @@ class PushProcess:
 
     def _begin(self, known: str, declared: PushSubscription) -> None:
         worker = self._options.worker
-        target = Target(
-            url=declared.url,
-            headers=headers_of(declared.headers) if declared.headers else {},
-            keys=tuple(keys_of(declared.secret)) if declared.secret else (),
-            timeout_s=declared.timeout_ms / 1000,
-        )
         inbox = Inbox(self._line)
         pusher = Pusher(
             declared,
             worker,
             inbox.receive,
             Settler(declared.name, worker, self._line.ask, self._client),
-            Sender(target, self._trust, private_allowed=self._options.private_addresses),
+            self._sender(declared),
             when_changed=self._news.set,
         )
         self._pushers[known] = pusher
         task = asyncio.get_running_loop().create_task(_closing(pusher.run(), inbox), name=f"push {declared.name}")
         self._running[task] = pusher
         task.add_done_callback(self._ended)
+
+    def _sender(self, declared: PushSubscription) -> Sender:
+        target = Target(
+            url=declared.url,
+            headers=headers_of(declared.headers) if declared.headers else {},
+            keys=tuple(keys_of(declared.secret)) if declared.secret else (),
+            timeout_s=declared.timeout_ms / 1000,
+        )
+        return Sender(target, self._trust, private_allowed=self._options.private_addresses)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         pusher = self._running.pop(task)
@@ -214,7 +219,7 @@ async def push(options: Options) -> None:
     reporting = loop.create_task(_tell(process, said), name="reports")
     try:
         while line := await heard.readline():
-            process.declare(msgspec.json.decode(line, type=Told).subscriptions)
+            await process.declare(msgspec.json.decode(line, type=Told).subscriptions)
         await process.end()
     finally:
         reporting.cancel()

@@ -71,6 +71,17 @@ class Pusher:
         self._busy = asyncio.Event()
         self._stopping = asyncio.Event()
 
+    async def change(self, declared: PushSubscription, sender: Sender) -> None:
+        """Go on with other settings, and what is known of the endpoint forgotten; what is under way ends as it began.
+
+        Messages that were asked for already come to the new endpoint.
+        """
+        before, self._sender = self._sender, sender
+        self.declared = declared
+        self._endpoint = Endpoint(declared.in_flight_max)
+        self._changed.set()
+        await before.close()
+
     def report(self) -> PushReport:
         """How it goes."""
         now = asyncio.get_running_loop().time()
@@ -168,21 +179,22 @@ class Pusher:
 
     async def _deliver(self, message: LeasedMessage) -> None:
         """Send a message until it is settled, or given back since there is no more time."""
+        endpoint, sender = self._endpoint, self._sender
         try:
             content = content_of(message, self.declared.layout)
             for _ in range(PROBES_MAX):
                 began = self._now
-                answer = await self._sender.post(content)
-                self._note(answer, began)
-                if not self._is_kept(answer):
+                answer = await sender.post(content)
+                self._note(endpoint, answer, began)
+                if not self._is_kept(endpoint, answer):
                     break
-                await self._rest()
+                await self._rest(endpoint)
             await self._settle(message, answer)
         except asyncio.CancelledError:
             await self._settler.settle(message, RELEASE, delay_ms=0, reason="the node stops")
 
-    def _note(self, answer: Answer, began: float) -> None:
-        endpoint, now = self._endpoint, self._now
+    def _note(self, endpoint: Endpoint, answer: Answer, began: float) -> None:
+        now = self._now
         self._statistics.note(answer, now - began, int(time() * 1000))
         was = endpoint.state
         if answer.verdict is Verdict.ACCEPTED:
@@ -198,17 +210,19 @@ class Pusher:
             _logger.warning("an endpoint is %s", "down" if endpoint.is_down else "up again", extra=told)
         self._when_changed()
 
-    def _is_kept(self, answer: Answer) -> bool:
+    def _is_kept(self, endpoint: Endpoint, answer: Answer) -> bool:
         """Whether the message of this task waits here for the endpoint to come back: one of them does."""
-        if answer.verdict is not Verdict.UNREACHABLE or not self._endpoint.is_down or self._stopping.is_set():
+        if answer.verdict is not Verdict.UNREACHABLE or not endpoint.is_down:
+            return False
+        if endpoint is not self._endpoint or self._stopping.is_set():
             return False
         if self._probe is None:
             self._probe = asyncio.current_task()
         return self._probe is asyncio.current_task()
 
-    async def _rest(self) -> None:
+    async def _rest(self, endpoint: Endpoint) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._endpoint.rest_left(self._now)):
+            async with asyncio.timeout(endpoint.rest_left(self._now)):
                 await self._stopping.wait()
 
     async def _settle(self, message: LeasedMessage, answer: Answer) -> None:

@@ -1,0 +1,249 @@
+"""Push on a real server and to a real endpoint: slow, failing, away, and after the broker was killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from millstream.model.subscription import ATTEMPTS, BACKOFF_MIN, DEAD_LETTER_TOPIC, LEASE
+from millstream.records.record import Headers, NewRecord, decode_records, encode_batch
+from millstream.testing.command import CommandLine
+from millstream.testing.server import Server
+from millstream.testing.webhook import Reply, Request, Webhook
+from millstream.wire.client import Client
+from millstream.wire.delivery_state import delivery_state
+from millstream.wire.publish_once import publish_once
+from millstream.wire.subscriptions import SubscriptionClient
+
+SECRET = "a secret of the test, long enough".replace(" ", "-")
+URL, SECRET_NAME, HEADERS = "millstream.push.url", "millstream.push.secret", "millstream.push.headers"
+UNFINISHED = ("waiting", "leased", "delayed", "rejected")
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("push") / "data", settings={"push-private-addresses": "true"}) as running:
+        yield running
+
+
+class Desk:
+    """A topic whose messages are pushed to an endpoint of the test's own."""
+
+    def __init__(self, client: Client, hook: Webhook, name: str) -> None:
+        self.client = client
+        self.hook = hook
+        self.name = name
+        self.subscriptions = SubscriptionClient(client)
+
+    async def publish(self, *values: str, headers: Headers = ()) -> None:
+        now_ms = int(time.time() * 1000)
+        records = [NewRecord(b"c7", value.encode(), headers, now_ms) for value in values]
+        await self.client.produce(self.name, 0, encode_batch(records))
+
+    async def state(self, offset: int, *, wait_ms: int = 0) -> str:
+        return (await delivery_state(self.client, self.name, self.name, 0, offset, wait_ms=wait_ms)).state
+
+    async def ended(self, count: int) -> list[str]:
+        """How the first messages have ended, once they have."""
+        found = []
+        async with asyncio.timeout(WAIT_S):
+            for offset in range(count):
+                while (state := await self.state(offset, wait_ms=10_000)) in (
+                    "waiting",
+                    "leased",
+                    "delayed",
+                    "rejected",
+                ):
+                    pass
+                found.append(state)
+        return found
+
+    async def told(self) -> dict[str, Any]:
+        (described,) = await self.subscriptions.describe([self.name])
+        return described
+
+    async def pushed(self, **wanted: object) -> dict[str, Any]:
+        """How push goes, once it is told so."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                told = (await self.told())["push"]
+                if told and all(told[0][name] == value for name, value in wanted.items()):
+                    return dict(told[0])
+                await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def desk(server: Server, name: str, settings: Mapping[str, str] | None = None) -> AsyncIterator[Desk]:
+    async with Webhook() as hook, Client.connect(server.kafka) as client:
+        await client.metadata([name], create=True)
+        made = Desk(client, hook, name)
+        await made.subscriptions.create(name, [name], {URL: hook.url, **(settings or {})})
+        yield made
+        await made.subscriptions.delete(name)
+
+
+async def test_a_message_is_pushed_signed_and_accepted(server: Server) -> None:
+    async with desk(server, "signed", {SECRET_NAME: SECRET, HEADERS: '{"Authorization": "Bearer t0p"}'}) as work:
+        await work.publish('{"total": 7}', headers=(("message-id", b"o-1"),))
+        await work.hook.until(lambda: bool(work.hook.requests), wait_s=WAIT_S)
+        (request,) = work.hook.requests
+        assert request.body == b'{"total": 7}'
+        assert request.is_signed_by(SECRET.encode())
+        assert request.headers["authorization"] == "Bearer t0p"
+        assert (request.headers["ce-id"], request.headers["webhook-id"]) == ("o-1", "o-1")
+        assert (request.headers["ce-subject"], request.headers["ce-source"]) == ("c7", "/topics/signed")
+        assert await work.ended(1) == ["accepted"]
+
+
+async def test_secrets_are_told_to_nobody(server: Server, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+    command = CommandLine(server.kafka)
+    async with Webhook() as hook:
+        create = ("subscription", "create", "hidden", "--topic", "hidden", "--push", hook.url)
+        options = ("--push-secret", f"@{secret}", "--push-header", "Authorization=Bearer t0psecret")
+        said = [
+            await asyncio.to_thread(command, *create, *options),
+            await asyncio.to_thread(
+                command, "subscription", "update", "hidden", "--push-secret", f"{SECRET} {SECRET}2", "--json"
+            ),
+            await asyncio.to_thread(command, "subscription", "describe", "hidden"),
+            await asyncio.to_thread(command, "subscription", "describe", "hidden", "--json"),
+        ]
+        told = said[-1].document
+        assert told["overrides"][SECRET_NAME] == "(hidden)"
+        assert told["settings"][URL] == hook.url
+        seen = "".join(str(one) for one in said) + server.log.read_text()
+        assert SECRET not in seen
+        assert "t0psecret" not in seen
+        await asyncio.to_thread(command, "subscription", "delete", "hidden", "--yes")
+
+
+async def test_failures_are_tried_again_and_then_dead_lettered(server: Server) -> None:
+    settings = {ATTEMPTS: "3", BACKOFF_MIN: "10", DEAD_LETTER_TOPIC: "failing-dead"}
+    async with desk(server, "failing", settings) as work:
+        tries: dict[bytes, int] = {}
+
+        def answer(request: Request) -> Reply:
+            tries[request.body] = tries.get(request.body, 0) + 1
+            if request.body == b"poison":
+                return Reply(422, body=b"no such order")
+            return Reply(500) if request.body == b"twice" and tries[b"twice"] < 2 else Reply(200)
+
+        work.hook.answer = answer
+        await work.publish("well", "poison", "twice")
+        assert await work.ended(3) == ["accepted", "dead-lettered", "accepted"]
+        assert tries == {b"well": 1, b"poison": 3, b"twice": 2}
+        answer_ = await work.client.fetch("failing-dead", 0, 0)
+        (letter,) = decode_records(answer_.records)
+        assert "422: no such order" in dict(letter.headers)["dlq-reason"].decode()  # type: ignore[union-attr]
+        told = await work.pushed(refused=3, failed=1)
+        assert told["state"] == "up"
+
+
+async def test_an_endpoint_that_is_away_is_waited_for_and_told(server: Server) -> None:
+    async with desk(server, "away", {ATTEMPTS: "3"}) as work:
+        await work.hook.stop()
+        await work.publish(*map(str, range(20)))
+        down = await work.pushed(state="down")
+        assert down["concurrency"] == 1
+        assert down["last_error"].startswith("the endpoint did not answer")
+        async with httpx.AsyncClient(timeout=WAIT_S) as http:
+            metrics = (await http.get(f"http://{server.http}/metrics")).text
+        assert 'millstream_push_endpoint_up{subscription="away"} 0.0' in metrics
+        await work.hook.start()
+        # None has used up its attempts, and there is no dead letter topic that would take one.
+        assert await work.ended(20) == ["accepted"] * 20
+        assert (await work.pushed(state="up"))["concurrency"] > 1
+
+
+async def test_a_slow_endpoint_keeps_its_leases(server: Server) -> None:
+    async with desk(server, "slow", {LEASE: "400"}) as work:
+        work.hook.answer = lambda _request: Reply(after_s=1.5)
+        await work.publish("once")
+        assert await work.ended(1) == ["accepted"]
+        assert len(work.hook.requests) == 1
+
+
+async def test_settings_change_while_messages_come(server: Server) -> None:
+    async with desk(server, "changing") as work, Webhook() as other:
+        await work.publish("before")
+        await work.ended(1)
+        await work.subscriptions.alter(work.name, {URL: other.url, "millstream.push.format": "cloudevents-structured"})
+        await work.publish('{"a": 1}')
+        await other.until(lambda: bool(other.requests), wait_s=WAIT_S)
+        assert json.loads(other.requests[0].body)["data"] == {"a": 1}
+        assert work.hook.bodies == [b"before"]
+
+
+async def test_the_same_message_published_again_is_pushed_once(server: Server) -> None:
+    async with desk(server, "once") as work:
+        record = NewRecord(None, b"x", (("message-id", b"m-1"),), int(time.time() * 1000))
+        first = await publish_once(work.client, work.name, 0, [record])
+        again = await publish_once(work.client, work.name, 0, [record])
+        assert (first[0].is_new, again[0].is_new) == (True, False)
+        assert first[0].offset == again[0].offset
+        assert await work.ended(1) == ["accepted"]
+        assert work.hook.bodies == [b"x"]
+
+
+async def test_the_process_is_there_only_while_something_is_pushed(server: Server) -> None:
+    async with desk(server, "process") as work:
+        await work.publish("x")
+        await work.ended(1)
+        assert len(_push_processes(server)) == 1
+    async with asyncio.timeout(WAIT_S):
+        while _push_processes(server):
+            await asyncio.sleep(0.05)
+
+
+async def test_every_message_arrives_when_the_broker_is_killed(tmp_path: Path) -> None:
+    with Server(tmp_path / "data", settings={"push-private-addresses": "true"}) as killed:
+        async with desk(killed, "killed", {LEASE: "2000"}) as work:
+            await work.publish(*map(str, range(60)))
+            await work.hook.until(lambda: len(work.hook.requests) >= 10, wait_s=WAIT_S)
+            orphans = _push_processes(killed)
+            assert len(orphans) == 1
+            killed.kill_main()
+            killed.restart(clean=False)
+            assert await work.ended(60) == ["accepted"] * 60
+            assert set(work.hook.bodies) == {str(number).encode() for number in range(60)}
+            (counted,) = (await work.told())["queues"]
+            assert (counted["accepted"], counted["dropped"]) == (60, 0)
+            async with asyncio.timeout(WAIT_S):
+                while any(_is_alive(pid) for pid in orphans):
+                    await asyncio.sleep(0.05)
+        assert killed.stop() == 0
+
+
+def _push_processes(server: Server) -> list[int]:
+    """Children of the server that push."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            command = Path(f"/proc/{entry}/cmdline").read_bytes()
+            parent = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()[1]
+        except OSError:
+            continue
+        if b"millstream.http.push.process" in command and int(parent) == server.pid:
+            found.append(int(entry))
+    return found
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return b"millstream.http.push.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
