@@ -165,11 +165,11 @@ async def test_a_handler_that_is_cancelled_gives_its_claim_back(tmp_path: Path) 
 
 
 PLANS = st.lists(
-    st.tuples(st.sampled_from("123"), st.sampled_from(("ok", "fail", "die before", "die after", "forget"))), max_size=15
+    st.tuples(st.sampled_from("123"), st.sampled_from(("ok", "fail", "die before", "die after", "forget"))), max_size=10
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(plans=PLANS)
 async def test_effects_happen_as_often_as_promised_whatever_dies(plans: list[tuple[str, str]]) -> None:
     clock, effects, expected, handled = ManualClock(), Counter[str](), Counter[str](), set[str]()
@@ -205,7 +205,7 @@ def handler_of(plan: str, effects: Counter[str]) -> Callable[[Taken], Any]:
     return handle
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(plans=PLANS)
 async def test_in_a_transaction_every_effect_happens_once(plans: list[tuple[str, str]]) -> None:
     handled: set[str] = set()
