@@ -18,8 +18,8 @@ from millstream.testing.subscription_worker import BATCH_MAX, POISON, Task
 POLL_S: Final = 0.5
 COMMIT_S: Final = 8.0
 PAUSE_S: Final = 0.2
-UNDERWAY_MS: Final = 2_000
-"""An answer that a poll did not find was leased at most so long before that poll was over."""
+UNDERWAY_MS: Final = 5_000
+"""An answer that a poll did not find was leased at most so long before that poll was over, if all nodes are well."""
 
 HABITS: Final = {"accept": 60, "release": 8, "reject": 4, "forget": 2, "leave": 3}
 SOBER: Final = {"accept": 1}
@@ -44,8 +44,9 @@ class ShareWorker:
         self._is_explicit = task.door == "explicit"
         self._lives = 0
         self._diary = Diary(notebook, subscription, "")
-        # What was acknowledged and not answered yet, by partition and offset: the number of the settlement.
-        self._open: dict[tuple[int, int], int] = {}
+        # What was acknowledged and not answered yet, by partition and offset: the number of the settlement. None when a
+        # message was acknowledged twice meanwhile: the client does not tell to which of them an answer belongs.
+        self._open: dict[tuple[int, int], int | None] = {}
         self._empty_ms = 0
 
     def run(self) -> None:
@@ -134,7 +135,8 @@ class ShareWorker:
     def _saying(self, verb: Verb, messages: list[Message]) -> None:
         places = [_place(message) for message in messages]
         number = self._diary.saying(verb, places)
-        self._open |= {(partition, offset): number for partition, offset, _ in places}
+        for partition, offset, _ in places:
+            self._open[partition, offset] = None if (partition, offset) in self._open else number
 
     def _told(self, acknowledged: dict[TopicPartition, set[int]], error: KafkaException | None) -> None:
         """What the client says became of acknowledgements."""

@@ -6,12 +6,13 @@ What is allowed, and why (docs/subscriptions.md, "What is promised"):
   lease may be forgotten: the message comes again with the same attempt, and, in an ordered queue, messages before it
   come again, too, since acceptances that made way for it may be forgotten with it. Not so when the same leader has
   answered any settlement of that partition meanwhile: a settlement is answered when it is durable, and everything is
-  written in order. With the other promises nothing is ever forgotten.
+  written in order. For the same reason a node that was paused or cut off, and does not know yet that another one leads
+  in its place, may give out what was accepted there. With the other promises none of this happens.
 - At most once, what was under way when a node was struck, a worker went or its request failed is lost: but no more than
   was asked for, and no message that was handed out at another time.
 - Leases and delays go by the clock of the node. When it is wrong they may end early.
-- When Kafka's client was given a message is known only roughly, and what it holds goes to others as soon as its
-  connection ends: so its leases are judged where their times leave no doubt.
+- When Kafka's client was given a message is known only roughly, and not at all when a node was struck meanwhile; what
+  it holds goes to others as soon as its connection ends: so its leases are judged where their times leave no doubt.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class _Case:
 
     def _timed(self, delivery: Delivery) -> Delivery:
         """With the very moment of the lease, where it is known."""
+        if not delivery.deadline_ms and self.truth.disturbed.touch(delivery.from_ms, delivery.to_ms):
+            return delivery._replace(from_ms=0)
         if not delivery.deadline_ms or self.is_stepped(delivery.from_ms, delivery.to_ms):
             return delivery
         leased_ms = delivery.deadline_ms - self.promise.lease_ms
@@ -295,8 +298,12 @@ def _came_back(case: _Case) -> Iterator[str]:
         accepted_ms = min(one.answered_ms or 0 for one in accepts)
         attempt = min(one.attempt for one in accepts)
         for one in ones:
-            is_next = case.promise.delivery == EXACTLY_ONCE and one.attempt > attempt
-            if one.from_ms > accepted_ms or is_next:
+            is_later = one.from_ms > accepted_ms
+            if case.promise.delivery == EXACTLY_ONCE:
+                is_later |= one.attempt > attempt
+            elif not case.truth.is_alone:
+                is_later &= not case.truth.disturbed.touch(one.from_ms, one.to_ms)
+            if is_later:
                 yield f"{place} was accepted at {accepted_ms}, given to {one.worker} at {one.from_ms} to {one.to_ms}"
 
 

@@ -152,6 +152,8 @@ class Truth(NamedTuple):
     """When nodes were struck and had not recovered, or the leader of a partition has changed."""
     stepped: Spans
     """When the clock of a node was wrong."""
+    is_alone: bool = False
+    """Whether there is only one node, so that no other can lead in its place."""
 
 
 def histories(events: Iterable[Event]) -> dict[str, History]:

@@ -364,7 +364,7 @@ class SubscriptionTrial:
         missing = self._sent.acknowledged - set(records)
         if missing:
             findings.append(f"acknowledged, but not in the topic: {sorted(missing)[:5]}")
-        disturbed = Spans([*self._struck, *self._watch.moves])
+        disturbed, stepped = Spans([*self._struck, *self._watch.moves]), Spans(self._stepped)
         told = histories(decode(line) for worker in self._workers for line in worker.lines())
         truths: dict[str, Truth] = {}
         for name, promise in self._promises.items():
@@ -374,7 +374,8 @@ class SubscriptionTrial:
                 for place, record in records.items()
                 if not only_even or json.loads(record.value or b"")["even"]
             }
-            truths[name] = Truth(expected, letters[name], disturbed, Spans(self._stepped))
+            is_alone = len(self._cluster.nodes) == 1
+            truths[name] = Truth(expected, letters[name], disturbed, stepped, is_alone)
             broken = check(promise, told.setdefault(name, History()), truths[name])
             findings += [f"{name}: {one}" for one in broken]
         return Outcome(findings + self._broken, self._account(records, truths, told), self._faults)

@@ -61,10 +61,11 @@ def judge(
     stepped: tuple[Span, ...] = (),
     calls: tuple[Call, ...] = (),
     last_ms: dict[str, int] | None = None,
+    is_alone: bool = False,
 ) -> list[str]:
     promise = Promise(delivery=delivery, ordered=ordered, attempts=3, lease_ms=LEASE_MS)
     published = {A: Published(b"k", 0, 7), B: Published(b"k", 0, 7)} if expected is None else expected
-    truth = Truth(published, letters or Counter(), Spans(struck), Spans(stepped))
+    truth = Truth(published, letters or Counter(), Spans(struck), Spans(stepped), is_alone)
     history = History(deliveries, settlements, list(calls), last_ms or {})
     assert account([history], [truth])
     return [finding.split(":")[0] for finding in check(promise, history, truth)]
@@ -203,6 +204,13 @@ def test_what_was_accepted_does_not_come_back_and_a_live_lease_is_honoured() -> 
     late = [given(A, "one", 1, 1000), shared(A, "two", 2, 900, 1200)]
     assert judge(late, [accepted(A, "one", 1010)], expected=one) == ["came back after it was accepted"]
     assert judge(late, [accepted(A, "one", 1010)], expected=one, delivery=AT_LEAST_ONCE) == []
+    # Who does not know yet that it leads no more may give a message once more, but not when what it gives is durable.
+    struck = (Span(1190, 1300),)
+    done = [accepted(A, "one", 1010)]
+    came_back = ["came back after it was accepted"]
+    assert judge(again, done, expected=one, struck=struck, delivery=AT_LEAST_ONCE) == []
+    assert judge(again, done, expected=one, struck=struck, delivery=AT_LEAST_ONCE, is_alone=True) == came_back
+    assert judge(again, done, expected=one, struck=struck) == came_back
     refused = [said(A, "one", Verb.ACCEPT, 1010, taken=False), accepted(A, "two", 1210, 2)]
     assert judge(again, refused, expected=one) == ["refused although the lease lasts"]
 
