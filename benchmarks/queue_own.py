@@ -1,6 +1,7 @@
-"""The queue benchmark's client with Millstream's own requests: all workers in one event loop, each with a connection.
+"""The queue benchmark's client with Millstream's own requests: all workers in one event loop, each with connections of
+its own.
 
-A worker has the acceptance of what it has got under way while it asks for more.
+A worker has the acceptance of what it has got under way while it asks for more. It accepts ranges as they were leased.
 
     python -m benchmarks.queue_own --address HOST:PORT --queue TOPIC ...
 """
@@ -8,58 +9,113 @@ A worker has the acceptance of what it has got under way while it asks for more.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Final
 
+import msgspec
 import uvloop
 from benchmarks.queue_load import Publishers, Run, arguments
 
+from millstream.records.batch import check_crc, iterate_whole_headers
+from millstream.records.raw_record import records_section
 from millstream.subscriptions.lease import Verb
 from millstream.wire.client import Client
-from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
+from millstream.wire.subscription_messages import (
+    RECEIVE_KEY,
+    SETTLE_KEY,
+    PartitionMessages,
+    PartitionSettles,
+    Receive,
+    ReceiveAnswer,
+    SettleAnswer,
+    SettledRange,
+    SettleRequest,
+)
+from millstream.wire.subscriptions import SubscriptionClient
 
 _WAIT_MS: Final = 1000
 _BYTES_MAX: Final = 4 * 1024 * 1024
+_ENCODE: Final = msgspec.msgpack.Encoder().encode
+_RECEIVED: Final = msgspec.msgpack.Decoder(ReceiveAnswer)
+_SETTLED: Final = msgspec.msgpack.Decoder(SettleAnswer)
 
 
 class Worker:
-    """One worker with its connection."""
+    """One worker with its connections."""
 
     def __init__(self, run: Run, client: Client, number: int) -> None:
         self._run = run
+        self._client = client
         self._name = f"worker-{number}"
-        self._subscriptions = SubscriptionClient(client)
 
     async def work(self) -> None:
         """Take and accept, until all is accepted."""
         run = self._run
         accepting: asyncio.Task[None] | None = None
         while not run.is_received:
-            messages = await self._receive()
+            parts = await self._receive()
+            values = [value for part in parts for value in _values(part)]
+            if values:
+                numbers = [int.from_bytes(value[:8], "little") for value in values] if run.is_timed else ()
+                run.got(len(values), numbers)
             if accepting is not None:
                 await accepting
-            if not messages:
-                continue
-            if run.is_timed:
-                run.got(len(messages), [int.from_bytes((one.record.value or b"")[:8], "little") for one in messages])
-            else:
-                run.got(len(messages))
-            accepting = asyncio.get_running_loop().create_task(self._accept(messages))
-            # A connection is answered in order: what is accepted goes first.
-            await asyncio.sleep(0)
+            accepting = asyncio.get_running_loop().create_task(self._accept(parts, len(values))) if values else None
         if accepting is not None:
             await accepting
 
-    async def _receive(self) -> list[LeasedMessage]:
+    async def _receive(self) -> list[PartitionMessages]:
         given = self._run.given
-        return await self._subscriptions.receive(
-            given.queue, self._name, max_records=given.batch, max_bytes=_BYTES_MAX, wait_ms=_WAIT_MS
-        )
+        request = Receive(given.queue, self._name, given.batch, _BYTES_MAX, _WAIT_MS)
+        answer = _RECEIVED.decode(await self._client.private(None, RECEIVE_KEY, _ENCODE(request), waits=True))
+        if answer.error:
+            raise RuntimeError(answer.message)
+        return answer.partitions
 
-    async def _accept(self, messages: list[LeasedMessage]) -> None:
-        results = await self._subscriptions.settle(self._run.given.queue, self._name, messages, Verb.ACCEPT)
-        self._run.accept(results.count(None))
+    async def _accept(self, parts: Sequence[PartitionMessages], count: int) -> None:
+        settles = [
+            PartitionSettles(
+                part.topic, part.partition, [SettledRange(one.first, one.last, Verb.ACCEPT) for one in part.leases]
+            )
+            for part in parts
+        ]
+        request = SettleRequest(self._run.given.queue, self._name, settles)
+        answer = _SETTLED.decode(await self._client.private(None, SETTLE_KEY, _ENCODE(request)))
+        if answer.error or any(code for told in answer.results for code, _ in told):
+            raise RuntimeError(f"messages could not be accepted: {answer}")
+        self._run.accept(count)
+
+
+def _values(part: PartitionMessages) -> Iterator[bytes]:
+    """The values of the leased messages, which have no keys here."""
+    leased = {offset for lease in part.leases for offset in range(lease.first, lease.last + 1)}
+    for header in iterate_whole_headers(part.batches):
+        check_crc(part.batches, header)
+        section, at = records_section(part.batches, header), 0
+        for _ in range(header.record_count):
+            length, at = _number(section, at)
+            end = at + length
+            _, place = _number(section, at + 1)
+            delta, place = _number(section, place)
+            _, place = _number(section, place)
+            size, place = _number(section, place)
+            at = end
+            if header.base_offset + delta in leased:
+                yield section[place : place + size]
+
+
+def _number(section: bytes, at: int) -> tuple[int, int]:
+    """A zigzag number of at most three bytes, and the place behind it."""
+    byte = section[at]
+    if byte < 0x80:
+        return (byte >> 1) ^ -(byte & 1), at + 1
+    value, byte = byte & 0x7F, section[at + 1]
+    if byte < 0x80:
+        value |= byte << 7
+        return (value >> 1) ^ -(value & 1), at + 2
+    value |= (byte & 0x7F) << 7 | section[at + 2] << 14
+    return (value >> 1) ^ -(value & 1), at + 3
 
 
 async def main() -> None:

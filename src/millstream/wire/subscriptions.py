@@ -225,7 +225,9 @@ class SubscriptionClient:
 
     async def _receive_from(self, node: NodeId | None, request: Receive) -> list[LeasedMessage]:
         try:
-            body = await self._client.private(node, RECEIVE_KEY, msgspec.msgpack.encode(request))
+            body = await self._client.private(
+                node, RECEIVE_KEY, msgspec.msgpack.encode(request), waits=request.wait_ms > 0
+            )
             answer = _read(body, ReceiveAnswer)
             if answer.error:
                 raise refusal(answer.error, answer.message)
