@@ -9,6 +9,7 @@ from typing import Any
 
 from millstream.catalog.catalog import Catalog
 from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.cli.output import counted
 from millstream.cluster.etcd_address import EtcdAddress
 from millstream.cluster.etcd_store import EtcdStore
 from millstream.cluster.inventory import Inventory, take_inventory
@@ -17,7 +18,7 @@ from millstream.cluster.rebuild import Rebuilt, check_unknown, work_out, write
 from millstream.config import Config
 from millstream.log.files import DiskFiles
 from millstream.model.clock import SystemClock
-from millstream.model.errors import ClusterMismatch, InvalidSetting
+from millstream.model.errors import ClusterMismatch, CorruptState, InvalidSetting
 
 _NAMED_MAX = 10
 
@@ -53,7 +54,7 @@ async def rebuild(
     """Work out what the nodes had agreed on, and put it into an etcd that knows nothing of it."""
     if not config.etcd or not config.catalog:
         raise InvalidSetting("say which etcd and catalog the cluster uses, with --etcd and --catalog, or --config FILE")
-    inventories = [Inventory.from_json(_content(file)) for file in files]
+    inventories = [_inventory(file) for file in files]
     store = _store_of(config)
     catalog = Catalog(config.catalog, cluster=config.cluster)
     try:
@@ -82,11 +83,13 @@ def _store_of(config: Config) -> EtcdStore:
         raise InvalidSetting(f"etcd cannot be asked: {error}") from error
 
 
-def _content(file: Path) -> bytes:
+def _inventory(file: Path) -> Inventory:
     try:
-        return file.read_bytes()
+        return Inventory.from_json(file.read_bytes())
     except OSError as error:
         raise CommandFailed(f"cannot read {file}: {error.strerror}", ExitCode.NOT_FOUND) from error
+    except CorruptState as error:
+        raise CorruptState(f"{file}: {error}; `millstream cluster inventory` makes one") from error
 
 
 def _check_cluster(inventories: Sequence[Inventory], config: Config) -> None:
@@ -105,6 +108,7 @@ def _check_safe(rebuilt: Rebuilt, *, accept_loss: bool) -> None:
     lacking = [*rebuilt.missing, *rebuilt.short]
     named = ", ".join(lacking[:_NAMED_MAX]) + (", …" if len(lacking) > _NAMED_MAX else "")
     raise CommandFailed(
-        f"{len(lacking)} partitions lack logs of some of their replicas, which may be the only ones with everything "
-        f"that was acknowledged: {named}; give the folders of all nodes, or --accept-loss if these are gone for good"
+        f"logs of some replicas of {counted(len(lacking), 'partition')} are missing, which may be the only ones with "
+        f"everything that was acknowledged: {named}; give the folders of all nodes, or "
+        "--accept-loss if these are gone for good"
     )

@@ -212,7 +212,7 @@ def _verdict(label: str, scanned: ScannedSegment, limit: int, *, stopped_clean: 
     if limit != _NO_LIMIT and scanned.next_offset < limit:
         yield _lost(label, "missing", scanned.next_offset, limit, f"at the end of {scanned.path}")
     elif scanned.torn_bytes:
-        detail = f"{label}: the last {counted(scanned.torn_bytes, 'byte')} of {scanned.path} are no whole batch"
+        detail = f"{label}: no whole batch in the last {counted(scanned.torn_bytes, 'byte')} of {scanned.path}"
         if stopped_clean:
             # A clean stop leaves no write unfinished, so these bytes were whole once.
             advice = "the disk damaged messages that were stored; restore them from a copy, if you have one"

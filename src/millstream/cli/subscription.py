@@ -381,7 +381,7 @@ def pull(
     if not messages and not as_json:
         print_note("No messages now.")
     elif messages and not (accept or release or reject is not None) and not as_json:
-        print_note(f"{counted(len(messages), 'message')} held; they come back when the lease has run out (--accept).")
+        print_note(f"{counted(len(messages), 'message')} held until the lease has run out (--accept ends it).")
 
 
 def _show(messages: Iterable[LeasedMessage], *, as_json: bool) -> None:

@@ -108,7 +108,7 @@ def test_a_torn_tail_after_a_crash_is_a_warning(folder: Folder) -> None:
     (found, _) = folder.check()["segments"]
     assert (found.severity, found.detail) == (
         Severity.WARNING,
-        f"orders-0: the last 4 bytes of {path} are no whole batch",
+        f"orders-0: no whole batch in the last 4 bytes of {path}",
     )
 
 

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -141,3 +142,11 @@ def test_completion_knows_the_commands() -> None:
     program = [sys.executable, "-m", "millstream.cli.main"]
     told = subprocess.run(program, env={**os.environ, **asked}, capture_output=True, text=True, check=True)
     assert told.stdout.split() == ["create"]
+
+
+def test_a_file_that_is_no_inventory_is_named(tmp_path: Path) -> None:
+    garbage = tmp_path / "garbage.json"
+    garbage.write_text("[1, 2]")
+    stores = ["--etcd", "http://127.0.0.1:1", "--catalog", "postgresql://nobody@127.0.0.1:1/none"]
+    told = call_command(["cluster", "rebuild", *stores, "--from", str(garbage)])
+    assert (told.code != 0, str(garbage) in told.err, "cluster inventory" in told.err) == (True, True, True)
