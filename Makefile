@@ -13,7 +13,7 @@ SOAK_ARGS ?=
 CHAOS_ARGS ?=
 SIMULATE_ARGS ?=
 
-.PHONY: help demo test check bench bench-cluster bench-filters bench-queues bench-transactions serve kill-trial chaos chaos-cluster chaos-transactions conformance compare fuzz simulate docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-filters bench-http bench-queues bench-transactions serve kill-trial chaos chaos-cluster chaos-transactions conformance compare fuzz simulate docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -65,6 +65,9 @@ bench-transactions: $(DEV_STAMP) ## Measure producing in transactions and readin
 
 bench-queues: $(DEV_STAMP) ## Measure subscriptions as queues against RabbitMQ, NATS JetStream and Redis (10 minutes; BENCH_ARGS=--quick: 4)
 	@$(BIN)/python -m benchmarks.queues $(BENCH_ARGS)
+
+bench-http: $(DEV_STAMP) ## Measure publishing over HTTP against the same server's plain echo (a minute)
+	@$(BIN)/python -m benchmarks.http $(BENCH_ARGS)
 
 bench-filters: $(DEV_STAMP) ## Measure what the filters of subscriptions cost per message (seconds)
 	@$(BIN)/python -m benchmarks.filters $(BENCH_ARGS)

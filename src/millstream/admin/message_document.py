@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 from millstream.model.message_id import message_id
@@ -44,6 +45,8 @@ def _as_json(value: bytes | None) -> Any:
         return {"base64": base64.b64encode(value).decode()}
 
 
+# Messages that are published together have few times between them.
+@lru_cache(maxsize=1024)
 def utc(timestamp_ms: int) -> str | None:
     """A message's time as RFC 3339 has it."""
     moment = moment_of(timestamp_ms)

@@ -39,10 +39,11 @@ class Api:
     """Serves routes."""
 
     def __init__(self, routes: Iterable[Route[Any, Any]], parts: Parts) -> None:
-        self._tree = PathTree(routes)
+        self._tree: PathTree[_Reader] = PathTree()
+        for route in routes:
+            self._tree.add(route, _Reader(route))
         self._parts = parts
         self._pressure = parts.pressure
-        self._readers: dict[int, _Reader] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; whatever goes wrong is a problem document."""
@@ -60,7 +61,8 @@ class Api:
             await _send_problem(scope, send, Refused(HTTPStatus.INTERNAL_SERVER_ERROR, said))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route, path = self._tree.find(scope["method"], scope["raw_path"][len(PREFIX) :])
+        reader, path = self._tree.find(scope["method"], scope["raw_path"][len(PREFIX) :])
+        route = reader.route
         self._parts.check_started()
         headers = dict(scope["headers"])
         if headers.get(b"sec-fetch-site") in _FOREIGN:
@@ -69,7 +71,6 @@ class Api:
         self._pressure.enter(lane)
         body = Body(self._pressure)
         try:
-            reader = self._reader(route)
             asked = Asked(reader.path(path), reader.query(scope["query_string"]), None, headers)
             if route.body is not Nothing:
                 asked.body = reader.body(headers, await body.read(headers, receive))
@@ -96,17 +97,12 @@ class Api:
             with suppress(asyncio.CancelledError):
                 await gone
 
-    def _reader(self, route: Route[Any, Any]) -> _Reader:
-        reader = self._readers.get(id(route))
-        if reader is None:
-            reader = self._readers[id(route)] = _Reader(route)
-        return reader
-
 
 class _Reader:
     """Checks the query and the body of a route's requests."""
 
     def __init__(self, route: Route[Any, Any]) -> None:
+        self.route = route
         self._query_type = route.query
         self._numbers = {name: kind for name, kind in route.names.items() if get_args(kind)[0] is int}
         self._lists = frozenset(

@@ -20,7 +20,8 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millstream import __version__
 from millstream.http.api import Api
@@ -46,7 +47,7 @@ class BrokerStarts(MillstreamError):
     """The broker is not there to be asked yet."""
 
 
-def build_app(ask: Ask, starting: Starting = lambda: None, parts: Parts | None = None) -> Starlette:
+def build_app(ask: Ask, starting: Starting = lambda: None, parts: Parts | None = None) -> ASGIApp:
     """Build the gateway's application over one way to ask the broker, and the parts that the API works with."""
 
     async def ask_started() -> dict[str, Any]:
@@ -56,18 +57,26 @@ def build_app(ask: Ask, starting: Starting = lambda: None, parts: Parts | None =
         return await ask()
 
     doors = _Doors(ask_started)
-    # First, since most requests are for it.
-    api = [] if parts is None else [Mount(PREFIX, app=Api(ROUTES, parts)), Route("/openapi.json", doors.openapi)]
-    return Starlette(
+    pages = Starlette(
         routes=[
-            *api,
             Route("/", doors.index),
             Route("/healthz", doors.healthz),
             Route("/readyz", doors.readyz),
             Route("/metrics", doors.metrics),
+            Route("/openapi.json", doors.openapi),
         ],
         exception_handlers={HTTPException: refused, MillstreamError: _unanswered, Exception: failed},
     )
+    if parts is None:
+        return pages
+    api = Api(ROUTES, parts)
+    beginning = PREFIX + "/"
+
+    def front(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        # Before any other routing, since most requests are for the API, and it answers for all that is below.
+        return (api if scope["path"].startswith(beginning) else pages)(scope, receive, send)
+
+    return front
 
 
 class _Doors:

@@ -12,10 +12,10 @@ import socket
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
 import uvloop
-from starlette.applications import Starlette
 
 from millstream.http.app import build_app
 from millstream.http.broker_status import BrokerStatus
@@ -30,16 +30,18 @@ DRAIN_S = 3
 class Server(uvicorn.Server):
     """uvicorn, but waiting to be told to stop instead of looking ten times a second."""
 
-    def __init__(self, app: Starlette) -> None:
+    def __init__(self, app: Any) -> None:
         config = uvicorn.Config(
             app,
             http=Protocol,
+            interface="asgi3",
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             date_header=False,
+            proxy_headers=False,
             timeout_graceful_shutdown=DRAIN_S,
         )
         super().__init__(config)

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from millstream.http.problem import Refused, invalid
 from millstream.http.route import PREFIX, Route
 
-Found = tuple[Any, dict[str, str]]
+S = TypeVar("S")
 
 
-class PathTree:
-    """Routes by their paths: literal segments first, then names."""
+class PathTree(Generic[S]):
+    """What serves each route, by the routes' paths: literal segments first, then names."""
 
-    def __init__(self, routes: Iterable[Route[Any, Any]]) -> None:
-        self._root = _Node()
-        for route in routes:
-            node = self._root
-            for segment in route.path.removeprefix("/").split("/"):
-                node = node.below(segment)
-            node.routes[route.method] = route
+    def __init__(self) -> None:
+        self._root: _Node[S] = _Node()
 
-    def find(self, method: str, raw_path: bytes) -> Found:
-        """The route of a method and a path, and the names in the path; raises `Refused` if there is none."""
+    def add(self, route: Route[Any, Any], served: S) -> None:
+        """Have something found at the path and method of a route."""
+        node = self._root
+        for segment in route.path.removeprefix("/").split("/"):
+            node = node.below(segment)
+        node.routes[route.method] = served
+
+    def find(self, method: str, raw_path: bytes) -> tuple[S, dict[str, str]]:
+        """What serves a method and a path, and the names in the path; raises `Refused` if nothing does."""
         node = self._root
         names: dict[str, str] = {}
         for segment in raw_path.split(b"/")[1:]:
@@ -48,16 +49,16 @@ class PathTree:
         return route, names
 
 
-class _Node:
+class _Node(Generic[S]):
     __slots__ = ("literal", "name", "named", "routes")
 
     def __init__(self) -> None:
-        self.literal: dict[bytes, _Node] = {}
-        self.named: _Node | None = None
+        self.literal: dict[bytes, _Node[S]] = {}
+        self.named: _Node[S] | None = None
         self.name = ""
-        self.routes: dict[str, Route[Any, Any]] = {}
+        self.routes: dict[str, S] = {}
 
-    def below(self, segment: str) -> _Node:
+    def below(self, segment: str) -> _Node[S]:
         if not segment.startswith("{"):
             return self.literal.setdefault(segment.encode(), _Node())
         if self.named is None:

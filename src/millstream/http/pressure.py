@@ -8,7 +8,9 @@ from typing import Final
 from millstream.http.problem import Refused
 from millstream.http.route import Lane
 
-REQUESTS_MAX: Final = {Lane.PUBLISH: 2000, Lane.WAIT: 512, Lane.ADMIN: 64}
+REQUESTS_MAX: Final = (2000, 512, 64)
+"""By lane."""
+
 BODY_BYTES_MAX: Final = 64 * 1024 * 1024
 """Bodies of all requests together, from when their length is known until they are answered."""
 
@@ -20,10 +22,10 @@ PAUSE_S_MAX: Final = 0.5
 class Pressure:
     """Counts requests and the bytes of their bodies."""
 
-    def __init__(self, requests_max: dict[Lane, int] | None = None, body_bytes_max: int = BODY_BYTES_MAX) -> None:
-        self._requests_max = requests_max or dict(REQUESTS_MAX)
+    def __init__(self, requests_max: tuple[int, ...] = REQUESTS_MAX, body_bytes_max: int = BODY_BYTES_MAX) -> None:
+        self._requests_max = requests_max
         self._body_bytes_max = body_bytes_max
-        self.requests = dict.fromkeys(Lane, 0)
+        self.requests = [0] * len(Lane)
         self.body_bytes = 0
         self.turned_away = 0
 

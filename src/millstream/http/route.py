@@ -6,7 +6,7 @@ import re
 from asyncio import Future
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, Final, Generic, TypeVar
 
@@ -37,13 +37,13 @@ class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """No parameters, or no body."""
 
 
-class Lane(Enum):
+class Lane(IntEnum):
     """Requests that are counted together, so that those of one kind leave room for the others."""
 
-    PUBLISH = "publish"
-    WAIT = "wait"
+    PUBLISH = 0
+    WAIT = 1
     """Those that wait for messages, with a connection to the broker each."""
-    ADMIN = "admin"
+    ADMIN = 2
 
 
 @dataclass(slots=True)

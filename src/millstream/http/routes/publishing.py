@@ -78,7 +78,9 @@ async def publish(parts: Parts, asked: Asked[PublishQuery, bytes]) -> Any:
         if SPEC_HEADER in headers:
             placed = from_headers(headers, placed)
         if not asked.query.deduplicate:
-            return _published(await _publish_one(parts, topic, placed))
+            check_topic_name(topic)
+            key, value, stored, _ = placed.record
+            return _published(await parts.publisher.send(topic, key, value, stored, partition=placed.partition))
         placeds = [placed]
     else:
         placeds = reader(asked.body)
@@ -90,11 +92,6 @@ async def publish(parts: Parts, asked: Asked[PublishQuery, bytes]) -> Any:
     is_old = all(one.duplicate for one in told)
     content: Any = told[0] if reader is None or reader is _read_event else PublishedBatch(told)
     return Answered(HTTPStatus.OK, content) if is_old else content
-
-
-async def _publish_one(parts: Parts, topic: str, placed: Placed) -> Receipt:
-    check_topic_name(topic)
-    return await parts.publisher.publish(topic, placed.record, partition=placed.partition)
 
 
 async def _publish_many(parts: Parts, topic: str, placeds: Sequence[Placed]) -> list[Published]:
