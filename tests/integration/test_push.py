@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
+import re
+import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -184,6 +188,30 @@ async def test_settings_change_while_messages_come(server: Server) -> None:
         await other.until(lambda: bool(other.requests), wait_s=WAIT_S)
         assert json.loads(other.requests[0].body)["data"] == {"a": 1}
         assert work.hook.bodies == [b"before"]
+
+
+async def test_the_endpoint_of_the_documentation(server: Server, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "push.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "hook.py").write_text(program)
+    secret = "whsec_" + base64.b64encode(b"0123456789abcdef").decode()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(tmp_path / "hook.py"), env={"WEBHOOK_SECRET": secret, "PORT": "0"}, stdout=PIPE, stderr=PIPE
+    )
+    try:
+        async with desk(server, "documented", {SECRET_NAME: secret}) as work, asyncio.timeout(WAIT_S):
+            assert process.stdout is not None
+            url = f"http://127.0.0.1:{(await process.stdout.readline()).split()[-1].decode()}/"
+            await work.subscriptions.alter(work.name, {URL: url})
+            await work.publish("a trusted one", headers=(("message-id", b"m-1"),))
+            assert await process.stdout.readline() == b"got m-1 a trusted one\n"
+            async with httpx.AsyncClient() as http:
+                forged = {"webhook-id": "x", "webhook-timestamp": str(int(time.time())), "webhook-signature": "v1,AAAA"}
+                assert (await http.post(url, content=b"x", headers=forged)).status_code == 401
+            assert await work.ended(1) == ["accepted"]
+    finally:
+        process.kill()
+        await process.communicate()
 
 
 async def test_the_same_message_published_again_is_pushed_once(server: Server) -> None:

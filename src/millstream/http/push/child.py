@@ -75,10 +75,9 @@ class PushChild(SupervisedChild):
 
     async def stop(self) -> None:
         """Let what is under way end, then end it."""
-        stopped = super().stop()
+        self._stopping.set()
         self._news.set()
-        await stopped
-        self._news.set()
+        await super().stop()
 
     async def _wanted(self) -> None:
         while not self._pushed and not self._stopping.is_set():
