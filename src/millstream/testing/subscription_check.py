@@ -296,12 +296,12 @@ def _came_back(case: _Case) -> Iterator[str]:
         if not accepts:
             continue
         accepted_ms = min(one.answered_ms or 0 for one in accepts)
-        attempt = min(one.attempt for one in accepts)
+        attempt, nodes = min(one.attempt for one in accepts), {one.node for one in accepts}
         for one in ones:
             is_later = one.from_ms > accepted_ms
             if case.promise.delivery == EXACTLY_ONCE:
                 is_later |= one.attempt > attempt
-            elif not case.truth.is_alone:
+            elif not case.truth.is_alone and (one.node < 0 or one.node not in nodes):
                 is_later &= not case.truth.disturbed.touch(one.from_ms, one.to_ms)
             if is_later:
                 yield f"{place} was accepted at {accepted_ms}, given to {one.worker} at {one.from_ms} to {one.to_ms}"

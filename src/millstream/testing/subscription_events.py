@@ -23,6 +23,8 @@ class Leased(msgspec.Struct, frozen=True, array_like=True):
     """When the lease ends, by the clock of its node; 0 where the client does not tell."""
     checksum: int
     """Of its value."""
+    node: int = -1
+    """Who gave it, where the client tells."""
 
 
 class _Note(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower):
@@ -62,6 +64,8 @@ class Saying(_Note, frozen=True, kw_only=True):
     places: list[tuple[int, int, int]]
     """Partition, offset and attempt of each."""
     delay_ms: int | None = None
+    node: int = -1
+    """Who is told, where the client tells."""
 
 
 class Said(_Note, frozen=True, kw_only=True):
@@ -128,10 +132,12 @@ class Diary:
         """It was not."""
         self._note(Failed, call=self._call)
 
-    def saying(self, verb: int, places: Sequence[tuple[int, int, int]], delay_ms: int | None = None) -> int:
+    def saying(
+        self, verb: int, places: Sequence[tuple[int, int, int]], *, delay_ms: int | None = None, node: int = -1
+    ) -> int:
         """It is about to settle messages; the number of this."""
         self._number += 1
-        self._note(Saying, number=self._number, verb=verb, places=list(places), delay_ms=delay_ms)
+        self._note(Saying, number=self._number, verb=verb, places=list(places), delay_ms=delay_ms, node=node)
         return self._number
 
     def said(self, number: int, places: Sequence[tuple[int, int]], *, taken: bool) -> None:

@@ -49,6 +49,8 @@ class Delivery(NamedTuple):
     deadline_ms: int
     """When the lease ends; 0 if that was not told, as to Kafka's clients."""
     checksum: int
+    node: int = -1
+    """Who gave it; -1 if that was not told."""
 
 
 class Settlement(NamedTuple):
@@ -63,6 +65,8 @@ class Settlement(NamedTuple):
     """None when no answer came: it may have been taken, or not."""
     taken: bool
     delay_ms: int | None = None
+    node: int = -1
+    """Who was told."""
 
     @property
     def is_sure(self) -> bool:
@@ -199,6 +203,7 @@ def _deliveries(event: Given) -> list[Delivery]:
             event.at_ms,
             one.deadline_ms,
             one.checksum,
+            one.node,
         )
         for one in event.messages
     ]
@@ -212,9 +217,8 @@ def _settlements(saying: Saying, said: Mapping[tuple[str, str, int, Place], tupl
     for partition, offset, attempt in saying.places:
         place = Place(partition, offset)
         answered_ms, taken = said.get((saying.subscription, saying.worker, saying.number, place), (None, False))
-        yield Settlement(
-            place, saying.worker, attempt, Verb(saying.verb), saying.at_ms, answered_ms, taken, saying.delay_ms
-        )
+        times = saying.at_ms, answered_ms
+        yield Settlement(place, saying.worker, attempt, Verb(saying.verb), *times, taken, saying.delay_ms, saying.node)
 
 
 def account(told: Collection[History], truths: Collection[Truth]) -> str:

@@ -139,7 +139,8 @@ class Worker:
         """Settle a message, again at the new leader when it has moved."""
         place = message.partition, message.record.offset
         for _ in range(3):
-            number = self._diary.saying(verb, [(*place, message.attempt)], delay_ms)
+            node = -1 if message.node is None else int(message.node)
+            number = self._diary.saying(verb, [(*place, message.attempt)], delay_ms=delay_ms, node=node)
             error: MillstreamError | None
             try:
                 (error,) = await SubscriptionClient(client).settle(
@@ -167,5 +168,6 @@ class Worker:
 
 
 def _leased(message: LeasedMessage) -> Leased:
-    record = message.record
-    return Leased(message.partition, record.offset, message.attempt, message.deadline_ms, crc32(record.value or b""))
+    record, node = message.record, -1 if message.node is None else int(message.node)
+    checksum = crc32(record.value or b"")
+    return Leased(message.partition, record.offset, message.attempt, message.deadline_ms, checksum, node)

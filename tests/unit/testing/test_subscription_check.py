@@ -211,6 +211,10 @@ def test_what_was_accepted_does_not_come_back_and_a_live_lease_is_honoured() -> 
     assert judge(again, done, expected=one, struck=struck, delivery=AT_LEAST_ONCE) == []
     assert judge(again, done, expected=one, struck=struck, delivery=AT_LEAST_ONCE, is_alone=True) == came_back
     assert judge(again, done, expected=one, struck=struck) == came_back
+    same = [one._replace(node=3) for one in again]
+    told = [one._replace(node=3) for one in done]
+    assert judge(same, told, expected=one, struck=struck, delivery=AT_LEAST_ONCE) == came_back
+    assert judge(same, [done[0]._replace(node=2)], expected=one, struck=struck, delivery=AT_LEAST_ONCE) == []
     refused = [said(A, "one", Verb.ACCEPT, 1010, taken=False), accepted(A, "two", 1210, 2)]
     assert judge(again, refused, expected=one) == ["refused although the lease lasts"]
 
