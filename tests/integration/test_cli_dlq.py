@@ -109,3 +109,13 @@ async def test_an_interrupted_command_gives_back_what_it_held(
             await task
     purged = (await asyncio.to_thread(millstream, "dlq", "purge", name, "--json")).document
     assert purged == {"purged": LETTERS, "skipped": 0, "held": 0, "doubtful": 0}
+
+
+def test_a_subscription_on_a_topic_that_is_not_there_yet_is_told_so(millstream: CommandLine) -> None:
+    name = "before-its-topic"
+    told = "does not exist yet; its messages are delivered once it is there."
+    created = millstream("subscription", "create", name, "--topic", name)
+    assert (created.code, created.err) == (0, f"Topic {name} {told}\n")
+    assert millstream("topic", "create", name).code == 0
+    again = millstream("subscription", "create", name, "--topic", name, "--if-not-exists")
+    assert (again.code, again.err) == (0, "")

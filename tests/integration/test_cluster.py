@@ -302,6 +302,44 @@ def test_a_subscription_is_used_through_any_node_as_soon_as_it_is_declared(clust
     assert len(shown.documents) == len(taken)
 
 
+@pytest.mark.trial
+def test_no_letter_is_lost_or_doubled_when_a_node_is_killed_during_a_redrive(cluster: ServerGroup, topic: str) -> None:
+    create(cluster, topic, partitions=1)
+    create(cluster, f"{topic}-d", partitions=1)
+    millstream, number = CommandLine(cluster.kafka), 100
+    dead = ("--dead-letter", f"{topic}-d")
+    assert millstream("subscription", "create", topic, "--topic", topic, "--start", "start", *dead).code == 0
+    values = [b"%d" % one for one in range(number)]
+    assert millstream.process("publish", topic, stdin=b"\n".join(values)).code == 0
+    rejected = 0
+    while rejected < number:
+        taken = millstream("subscription", "pull", topic, "-n", number, "--wait", 10, "--reject", "no", "--json")
+        rejected += len(taken.documents)
+    until(lambda: len(read_all(cluster, f"{topic}-d", 1)) == number)
+    with ThreadPoolExecutor(1) as pool:
+        redriving = pool.submit(millstream.process, "dlq", "redrive", topic, "--json", "--timeout", WAIT_S)
+        until(lambda: redriving.done() or len(read_all(cluster, topic, 1)) > number)
+        cluster[leader_of(cluster, f"{topic}-d")].kill()
+        redriven = redriving.result()
+    assert redriven.code == 0, redriven.err
+    assert redriven.document["redriven"] == number
+    assert Counter(read_all(cluster, topic, 1)) == Counter(values * 2)
+    # What the failover may have left open is told; nothing else is.
+    assert len(millstream("dlq", "show", topic, "-n", number, "--json").documents) <= redriven.document["doubtful"]
+
+
+def test_a_topic_that_gets_fewer_copies_than_usual_is_told_so(cluster: ServerGroup, topic: str) -> None:
+    millstream = CommandLine(cluster.kafka)
+    assert millstream("topic", "create", topic).err == ""
+    cluster[3].kill()
+    admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
+    until(lambda: len(admin.list_topics(timeout=WAIT_S).brokers) == 2)
+    created = millstream("topic", "create", f"{topic}-few")
+    assert (created.code, "It has 2 copies instead of 3" in created.err) == (0, True), created
+    asked_for = millstream("topic", "create", f"{topic}-two", "--replication", 2)
+    assert (asked_for.code, asked_for.err) == (0, "")
+
+
 def test_messages_go_over_http_through_any_node(cluster: ServerGroup, topic: str) -> None:
     create(cluster, topic)
     name = f"of-{topic}"
