@@ -134,8 +134,9 @@ def test_the_package_tells_its_version() -> None:
 
 def test_the_public_names_are_pinned_and_imported_when_used() -> None:
     names = (
-        "Connection IdempotentHandler Message MessageStream MillstreamError NewMessage PublishFailed Receipt Reject "
-        "RetryLater Subscriber connect correlated"
+        "Connection IdempotentHandler Message MessageStream MillstreamError NewMessage PublishFailed Receipt "
+        "Reject RetryLater Sandbox Subscriber SyncConnection SyncMessage SyncSubscriber TransactionalHandler "
+        "connect connect_sync correlated correlation_id open open_sync"
     )
     assert " ".join(millstream._PLACES) == names
     checked = [

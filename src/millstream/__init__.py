@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from millstream.client.connection import Connection as Connection
     from millstream.client.connection import connect as connect
     from millstream.client.idempotent_handler import IdempotentHandler as IdempotentHandler
+    from millstream.client.idempotent_handler import TransactionalHandler as TransactionalHandler
     from millstream.client.message import Message as Message
     from millstream.client.message_stream import MessageStream as MessageStream
     from millstream.client.outcome import Reject as Reject
@@ -16,9 +17,17 @@ if TYPE_CHECKING:
     from millstream.client.payload import NewMessage as NewMessage
     from millstream.client.receipt import Receipt as Receipt
     from millstream.client.subscriber import Subscriber as Subscriber
+    from millstream.client.sync_connection import SyncConnection as SyncConnection
+    from millstream.client.sync_connection import SyncMessage as SyncMessage
+    from millstream.client.sync_connection import SyncSubscriber as SyncSubscriber
+    from millstream.client.sync_connection import connect_sync as connect_sync
     from millstream.client.tracing import correlated as correlated
+    from millstream.client.tracing import correlation_id as correlation_id
+    from millstream.embedded import open as open
+    from millstream.embedded import open_sync as open_sync
     from millstream.model.errors import MillstreamError as MillstreamError
     from millstream.model.errors import PublishFailed as PublishFailed
+    from millstream.sandbox import Sandbox as Sandbox
 
 __version__ = "0.1.0"
 
@@ -33,9 +42,18 @@ _PLACES = {
     "Receipt": "client.receipt",
     "Reject": "client.outcome",
     "RetryLater": "client.outcome",
+    "Sandbox": "sandbox",
     "Subscriber": "client.subscriber",
+    "SyncConnection": "client.sync_connection",
+    "SyncMessage": "client.sync_connection",
+    "SyncSubscriber": "client.sync_connection",
+    "TransactionalHandler": "client.idempotent_handler",
     "connect": "client.connection",
+    "connect_sync": "client.sync_connection",
     "correlated": "client.tracing",
+    "correlation_id": "client.tracing",
+    "open": "embedded",
+    "open_sync": "embedded",
 }
 """Where each public name is; its module is imported when the name is first used."""
 

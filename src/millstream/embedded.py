@@ -18,11 +18,14 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
+from typing import TypedDict, Unpack
 
 from millstream.client.at_exit import end_before_exit
+from millstream.client.connection import Connection, connect
+from millstream.client.sync_connection import SyncConnection, opened
 from millstream.config import Config
 from millstream.model.errors import BrokerUnreachable, InvalidSetting
 
@@ -132,6 +135,60 @@ class EmbeddedBroker:
             await broker.stop()
         if broker.failed.done():
             await broker.failed
+
+
+class ConnectOptions(TypedDict, total=False):
+    """What `millstream.connect` takes beside the addresses."""
+
+    client_id: str
+    timeout: float
+    publish_timeout: float
+    linger: float
+    compression: str
+    acks: int
+    batch_bytes: int
+    buffer_bytes: int
+
+
+@asynccontextmanager
+async def open(
+    data: str | os.PathLike[str],
+    *,
+    kafka: str = FREE_PORT,
+    http: str = "",
+    settings: Mapping[str, object] | None = None,
+    **options: Unpack[ConnectOptions],
+) -> AsyncIterator[Connection]:
+    """A broker inside this program, with its data in a folder, and a connection to it.
+
+    `kafka` and `http` name addresses at which others may use the broker, too; `settings` are those of a node, by their
+    flag names; the rest is as for `millstream.connect`. At the end of the block the broker stops in order.
+    """
+    broker = EmbeddedBroker(data, kafka=kafka, http=http, settings=settings)
+    await broker.start()
+    try:
+        async with connect(broker.kafka_address, **options) as connection:
+            yield connection
+    finally:
+        await broker.stop()
+
+
+def open_sync(
+    data: str | os.PathLike[str],
+    *,
+    kafka: str = FREE_PORT,
+    http: str = "",
+    settings: Mapping[str, object] | None = None,
+    **options: Unpack[ConnectOptions],
+) -> SyncConnection:
+    """As `open`, for a program without an event loop; closing the connection stops the broker."""
+    broker = EmbeddedBroker(data, kafka=kafka, http=http, settings=settings)
+    broker.start_and_wait()
+    try:
+        return opened(lambda: connect(broker.kafka_address, **options), after=broker.stop_and_wait)
+    except BaseException:
+        broker.stop_and_wait()
+        raise
 
 
 async def _without_cancelling(awaited: Future[None]) -> None:

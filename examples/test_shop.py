@@ -1,0 +1,49 @@
+"""Tests of a program that uses Millstream, on a real broker inside the test process.
+
+pytest examples/test_shop.py
+"""
+
+import asyncio
+
+import millstream
+
+
+async def ship(ms: millstream.Connection, orders: str, parcels: str) -> millstream.Subscriber:
+    """The program under test: every order becomes a parcel."""
+
+    async def handle(message: millstream.Message) -> None:
+        await ms.publish(parcels, {"parcel_of": message.json()["order_id"]}, key=message.key)
+
+    return await ms.subscribe(orders, handler=handle, name=f"shipping of {orders}", start="earliest")
+
+
+def test_every_order_becomes_a_parcel(millstream_broker: millstream.Sandbox) -> None:
+    """The broker is shared by all tests, so each uses names of its own."""
+    orders, parcels = millstream_broker.unique("orders"), millstream_broker.unique("parcels")
+
+    async def story() -> None:
+        async with millstream_broker.connect() as ms:
+            await ship(ms, orders, parcels)
+            await ms.publish(orders, {"order_id": 1}, key="customer-7")
+            async for parcel in ms.subscription(parcels, name=parcels, start="earliest"):
+                assert parcel.json() == {"parcel_of": 1}
+                assert parcel.key_text == "customer-7"
+                await parcel.ack()
+                break
+
+    asyncio.run(story())
+
+
+def test_without_an_event_loop(
+    millstream_client: millstream.SyncConnection, millstream_broker: millstream.Sandbox
+) -> None:
+    """A connection whose calls wait."""
+    topic = millstream_broker.unique("orders")
+    receipt = millstream_client.publish(topic, {"order_id": 1})
+    assert receipt.offset == 0
+
+
+def test_on_a_broker_of_its_own(fresh_millstream_broker: millstream.Sandbox) -> None:
+    """For a program whose topics have fixed names."""
+    with fresh_millstream_broker.connect_sync() as ms:
+        assert ms.publish("orders", {"order_id": 1}).offset == 0

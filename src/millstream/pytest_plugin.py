@@ -1,0 +1,45 @@
+"""Fixtures for pytest: a Millstream broker inside the test process. docs/python-testing.md shows how to use them.
+
+    async def test_orders_are_billed(millstream_broker):
+        topic = millstream_broker.unique("orders")
+        async with millstream_broker.connect() as ms:
+            await ms.publish(topic, {"order_id": 1})
+
+Nothing of Millstream is imported before a test asks for one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from millstream.client.sync_connection import SyncConnection
+    from millstream.sandbox import Sandbox
+
+
+@pytest.fixture(scope="session")
+def millstream_broker() -> Iterator[Sandbox]:
+    """One broker for all tests of the process; each test uses names of its own, as `unique` makes them."""
+    from millstream.sandbox import Sandbox
+
+    with Sandbox() as sandbox:
+        yield sandbox
+
+
+@pytest.fixture
+def fresh_millstream_broker() -> Iterator[Sandbox]:
+    """A broker for one test alone, whose topics have the names that the program gives them."""
+    from millstream.sandbox import Sandbox
+
+    with Sandbox() as sandbox:
+        yield sandbox
+
+
+@pytest.fixture
+def millstream_client(millstream_broker: Sandbox) -> Iterator[SyncConnection]:
+    """A connection to `millstream_broker`, for a test without an event loop."""
+    with millstream_broker.connect_sync() as connection:
+        yield connection

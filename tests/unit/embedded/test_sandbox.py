@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from confluent_kafka import Producer
+
+from millstream.client.connection import connect
+from millstream.client.idempotent_handler import IdempotentHandler
+from millstream.client.message import Message
+from millstream.client.sync_connection import SyncConnection
+from millstream.embedded import ConnectOptions, open, open_sync
+from millstream.sandbox import SETTINGS, Sandbox
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    with Sandbox() as started:
+        yield started
+
+
+@pytest.fixture
+def ms(sandbox: Sandbox) -> Iterator[SyncConnection]:
+    with sandbox.connect_sync() as connection:
+        yield connection
+
+
+async def test_open_gives_the_same_client_and_keeps_its_data(tmp_path: Path) -> None:
+    async with open(tmp_path / "data", settings=SETTINGS) as ms:
+        receipt = await ms.publish("orders", {"order_id": 1})
+    async with open(tmp_path / "data", settings=SETTINGS) as ms:
+        stream = ms.subscription("orders", name="billing", start="earliest")
+        message = await anext(stream)
+        assert (message.id, message.json()) == (receipt.id, {"order_id": 1})
+        await message.ack()
+
+
+def test_open_without_a_loop_lets_kafka_clients_in(tmp_path: Path) -> None:
+    with open_sync(tmp_path / "data", kafka="127.0.0.1:0", settings=SETTINGS) as ms:
+        (node,) = ms._thread.call(ms._wrapped.client.metadata([])).nodes.values()
+        producer = Producer({"bootstrap.servers": f"{node.host}:{node.port}", "log_level": 0})
+        producer.produce("orders", b"from outside")
+        assert producer.flush(WAIT_S) == 0
+        for message in ms.subscription("orders", name="a", start="earliest"):
+            assert message.value == b"from outside"
+            message.ack()
+            break
+
+
+def test_it_is_gone_without_a_trace() -> None:
+    with Sandbox() as sandbox:
+        folder = Path(sandbox._folder)
+        assert folder.exists()
+    assert not folder.exists()
+
+
+async def test_it_can_be_entered_in_a_loop_too() -> None:
+    async with Sandbox(default_partitions=3) as sandbox, sandbox.connect() as ms:
+        receipts = await ms.publish_many(sandbox.unique("orders"), range(10))
+    assert len(receipts) == 10
+
+
+def test_messages_are_published_handled_and_settled_without_await(sandbox: Sandbox, ms: SyncConnection) -> None:
+    topic, handled = sandbox.unique("orders"), threading.Event()
+    threads: set[str] = set()
+
+    def handle(message: Message) -> None:
+        threads.add(threading.current_thread().name)
+        ms.publish(topic + "-bills", message.json(), key=message.key)
+        handled.set()
+
+    receipt = ms.publish(topic, {"order_id": 1}, key="c7")
+    subscriber = ms.subscribe(topic, handle, name=sandbox.unique("billing"), start="earliest")
+    assert handled.wait(WAIT_S)
+    assert ms.delivery(receipt, subscription=subscriber.name, wait=WAIT_S).is_final
+    subscriber.drain()
+    assert threads != {threading.main_thread().name}
+    for bill in ms.subscription(topic + "-bills", name=sandbox.unique("a"), start="earliest"):
+        assert (bill.json(), bill.key_text, bill.correlation_id) == ({"order_id": 1}, "c7", receipt.id)
+        bill.extend(60)
+        bill.ack()
+        break
+
+
+def test_an_idempotent_handler_works_without_await(sandbox: Sandbox, ms: SyncConnection, tmp_path: Path) -> None:
+    topic, seen = sandbox.unique("orders"), threading.Semaphore(0)
+
+    def handle(message: Message) -> None:
+        seen.release()
+
+    handler = IdempotentHandler(handle, name="a", store=str(tmp_path / "db"))
+    receipts = ms.publish_many(topic, [1, 2])
+    subscriber = ms.subscribe(topic, handler, name=sandbox.unique("a"), start="earliest")
+    for receipt in receipts:
+        assert ms.delivery(receipt, subscription=subscriber.name, wait=WAIT_S).is_final
+    assert seen.acquire(timeout=WAIT_S)
+    assert seen.acquire(timeout=WAIT_S)
+    subscriber.unsubscribe(delete=True)
+    ms._thread.call(handler.close())
+
+
+PROGRAM = """
+import sys, threading
+from millstream.client.sync_connection import connect_sync
+
+def handle(message):
+    print("handling", flush=True)
+    release.wait(60)
+    print("handled", flush=True)
+
+release = threading.Event()
+ms = connect_sync(sys.argv[1])
+ms.publish(sys.argv[2], 1)
+subscriber = ms.subscribe(sys.argv[2], handle, name=sys.argv[2], start="earliest")
+if sys.argv[3] == "runs":
+    threading.Thread(target=lambda: (sys.stdin.read(), release.set()), daemon=True).start()
+    subscriber.run_until_stopped()
+    print("drained", flush=True)
+else:
+    sys.stdin.readline()
+    release.set()
+# Nothing is closed: the end of the program does it.
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, None])
+def test_a_program_ends_in_order_however_it_is_told(sandbox: Sandbox, number: signal.Signals | None) -> None:
+    how = "ends" if number is None else "runs"
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, sandbox.address, sandbox.unique("orders"), how],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "handling\n"
+        if number is not None:
+            os.kill(process.pid, number)
+        said, wrong = process.communicate("\n", timeout=WAIT_S)
+    assert wrong == ""
+    assert said == ("handled\n" if number is None else "handled\ndrained\n")
+    assert process.returncode == 0
+
+
+def test_the_options_are_those_of_connect() -> None:
+    taken = {
+        name: parameter
+        for name, parameter in inspect.signature(connect).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    assert taken.keys() == ConnectOptions.__annotations__.keys()
+    hints = get_type_hints(connect)
+    assert {name: hints[name] for name in taken} == get_type_hints(ConnectOptions)
