@@ -58,6 +58,9 @@ class DemoBroker:
                 self.kafka,
                 "--http",
                 self.http,
+                # The webhook of the demo is on this machine.
+                "--push-private-addresses",
+                "true",
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
