@@ -16,11 +16,11 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from millstream.http.body import Body, HungUp, Receive
 from millstream.http.event_stream import send_events
 from millstream.http.parts import Parts
 from millstream.http.path_tree import PathTree
 from millstream.http.problem import CONTENT_TYPE, Refused, invalid, problem_document, refusal_of
+from millstream.http.room import HungUp, Receive, Room
 from millstream.http.route import JSON, PREFIX, Answered, Asked, Lane, Nothing, Route, Streamed
 from millstream.model.errors import MillstreamError
 
@@ -52,13 +52,13 @@ class Api:
         except HungUp:
             return
         except Refused as error:
-            await _send_problem(scope, send, error)
+            await self._send_problem(scope, send, error)
         except MillstreamError as error:
-            await _send_problem(scope, send, refusal_of(error))
+            await self._send_problem(scope, send, refusal_of(error))
         except Exception:
             _logger.exception("a request failed", extra={"path": scope["path"]})
             said = "the gateway failed to answer; its log says why"
-            await _send_problem(scope, send, Refused(HTTPStatus.INTERNAL_SERVER_ERROR, said))
+            await self._send_problem(scope, send, Refused(HTTPStatus.INTERNAL_SERVER_ERROR, said))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         reader, path = self._tree.find(scope["method"], scope["raw_path"][len(PREFIX) :])
@@ -69,17 +69,17 @@ class Api:
             raise Refused(HTTPStatus.FORBIDDEN, "pages of other sites may not use this")
         lane = route.lane
         self._pressure.enter(lane)
-        body = Body(self._pressure)
+        room = Room(self._pressure)
         try:
-            asked = Asked(reader.path(path), reader.query(scope["query_string"]), None, headers)
+            asked = Asked(reader.path(path), reader.query(scope["query_string"]), None, headers, room)
             if route.body is not Nothing:
-                asked.body = reader.body(headers, await body.read(headers, receive))
+                asked.body = reader.body(headers, await room.read(headers, receive))
             if lane is Lane.WAIT:
                 await self._wait(route, asked, receive, send)
             else:
-                await _send_answer(send, route, await route.handle(self._parts, asked))
+                await self._send_answer(send, route, await route.handle(self._parts, asked))
         finally:
-            body.release()
+            room.release()
             self._pressure.leave(lane)
 
     async def _wait(self, route: Route[Any, Any], asked: Asked[Any, Any], receive: Receive, send: Send) -> None:
@@ -89,13 +89,32 @@ class Api:
         try:
             answer = await route.handle(self._parts, asked)
             if isinstance(answer, Streamed):
+                self._pressure.count(HTTPStatus.OK)
                 await send_events(send, answer.pieces, gone, self._parts.stopping)
             elif not gone.done():
-                await _send_answer(send, route, answer)
+                await self._send_answer(send, route, answer)
         finally:
             gone.cancel()
             with suppress(asyncio.CancelledError):
                 await gone
+
+    async def _send_answer(self, send: Send, route: Route[Any, Any], answer: Any) -> None:
+        status = route.status
+        if isinstance(answer, Answered):
+            status, answer = answer.status, answer.content
+        self._pressure.count(status)
+        content = b"" if answer is None else _encode(answer)
+        await _send(send, status, _JSON_HEADER if content else _NO_HEADER, content)
+
+    async def _send_problem(self, scope: Scope, send: Send, error: Refused) -> None:
+        self._pressure.count(error.status)
+        document = problem_document(scope["path"], error.status, error.detail, error.more)
+        more = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+        try:
+            await _send(send, error.status, (b"content-type", CONTENT_TYPE.encode()), _encode(document), more)
+        except RuntimeError:
+            # The answer had begun already; a stream that breaks off tells by itself that something went wrong.
+            _logger.warning("an answer broke off", extra={"path": scope["path"], "reason": error.detail})
 
 
 class _Reader:
@@ -175,14 +194,6 @@ async def _hang_up(receive: Receive) -> None:
         pass
 
 
-async def _send_answer(send: Send, route: Route[Any, Any], answer: Any) -> None:
-    status: int = route.status
-    if isinstance(answer, Answered):
-        status, answer = answer.status, answer.content
-    content = b"" if answer is None else _encode(answer)
-    await _send(send, status, _JSON_HEADER if content else _NO_HEADER, content)
-
-
 _JSON_HEADER: Final = (b"content-type", JSON.encode())
 _NO_HEADER: Final = (b"cache-control", b"no-store")
 
@@ -193,13 +204,3 @@ async def _send(
     headers = [header, (b"content-length", b"%d" % len(content)), *more]
     await send({"type": "http.response.start", "status": int(status), "headers": headers})
     await send({"type": "http.response.body", "body": content})
-
-
-async def _send_problem(scope: Scope, send: Send, error: Refused) -> None:
-    document = problem_document(scope["path"], error.status, error.detail, error.more)
-    more = [(name.encode(), value.encode()) for name, value in error.headers.items()]
-    try:
-        await _send(send, error.status, (b"content-type", CONTENT_TYPE.encode()), _encode(document), more)
-    except RuntimeError:
-        # The answer had begun already; a stream that breaks off tells by itself that something went wrong.
-        _logger.warning("an answer broke off", extra={"path": scope["path"], "reason": error.detail})

@@ -56,7 +56,7 @@ def build_app(ask: Ask, starting: Starting = lambda: None, parts: Parts | None =
             raise BrokerStarts(reason)
         return await ask()
 
-    doors = _Doors(ask_started)
+    doors = _Doors(ask_started, list if parts is None else parts.pressure.metrics)
     pages = Starlette(
         routes=[
             Route("/", doors.index),
@@ -82,8 +82,9 @@ def build_app(ask: Ask, starting: Starting = lambda: None, parts: Parts | None =
 class _Doors:
     """One method per route."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, own: Callable[[], list[dict[str, Any]]]) -> None:
         self._ask = ask
+        self._own = own
         self._openapi: bytes | None = None
 
     async def index(self, request: Request) -> Response:
@@ -115,7 +116,7 @@ class _Doors:
 
     async def metrics(self, request: Request) -> Response:
         status = await self._ask()
-        text, content_type = render(status["metrics"], request.headers.get("accept", ""))
+        text, content_type = render([*status["metrics"], *self._own()], request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type, **_NO_STORE})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 from millstream.http.problem import Refused
 from millstream.http.route import Lane
@@ -11,8 +11,8 @@ from millstream.http.route import Lane
 REQUESTS_MAX: Final = (2000, 512, 64)
 """By lane."""
 
-BODY_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Bodies of all requests together, from when their length is known until they are answered."""
+BYTES_MAX: Final = 256 * 1024 * 1024
+"""What all requests take together: their bodies, and the messages that they may be answered with."""
 
 RETRY_S: Final = 1
 PAUSE_S_MAX: Final = 0.5
@@ -22,12 +22,27 @@ PAUSE_S_MAX: Final = 0.5
 class Pressure:
     """Counts requests and the bytes of their bodies."""
 
-    def __init__(self, requests_max: tuple[int, ...] = REQUESTS_MAX, body_bytes_max: int = BODY_BYTES_MAX) -> None:
+    def __init__(self, requests_max: tuple[int, ...] = REQUESTS_MAX, bytes_max: int = BYTES_MAX) -> None:
         self._requests_max = requests_max
-        self._body_bytes_max = body_bytes_max
+        self._bytes_max = bytes_max
         self.requests = [0] * len(Lane)
-        self.body_bytes = 0
+        self.bytes = 0
         self.turned_away = 0
+        self.answers: dict[int, int] = {}
+        """How many, by status."""
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What is under way and what was answered, as a node's status tells its own numbers."""
+        lanes = [[number, {"lane": lane.name.lower()}] for lane, number in zip(Lane, self.requests, strict=True)]
+        answers = [[number, {"status": str(int(status))}] for status, number in sorted(self.answers.items())]
+        return [
+            _metric("millstream_http_requests", "gauge", "Requests to the API that are under way.", lanes),
+            _metric("millstream_http_bytes", "gauge", "What these may take in memory.", [[self.bytes, {}]]),
+            _metric("millstream_http_answers_total", "counter", "Answers of the API.", answers),
+            _metric(
+                "millstream_http_turned_away_total", "counter", "Requests answered with 429.", [[self.turned_away, {}]]
+            ),
+        ]
 
     def enter(self, lane: Lane) -> None:
         """Take on a request, or refuse it."""
@@ -36,19 +51,23 @@ class Pressure:
             raise self._refused(f"{number} requests of this kind are under way")
         self.requests[lane] = number + 1
 
+    def count(self, status: int) -> None:
+        """Note an answer."""
+        self.answers[status] = self.answers.get(status, 0) + 1
+
     def leave(self, lane: Lane) -> None:
         """A request is answered."""
         self.requests[lane] -= 1
 
     def take(self, size: int) -> None:
-        """Make room for a body, or refuse it."""
-        if self.body_bytes + size > self._body_bytes_max:
-            raise self._refused(f"{self.body_bytes} bytes are under way")
-        self.body_bytes += size
+        """Make room for a body or an answer, or refuse it."""
+        if self.bytes + size > self._bytes_max:
+            raise self._refused(f"{self.bytes} bytes are under way")
+        self.bytes += size
 
     def give_back(self, size: int) -> None:
-        """A body is not needed any more."""
-        self.body_bytes -= size
+        """So much is not needed any more."""
+        self.bytes -= size
 
     def check_pause(self, pause_s: float) -> None:
         """Refuse what would wait for long, since the broker asks to be left alone."""
@@ -58,3 +77,7 @@ class Pressure:
     def _refused(self, why: str, retry_s: int = RETRY_S) -> Refused:
         self.turned_away += 1
         return Refused(HTTPStatus.TOO_MANY_REQUESTS, f"{why}; try again later", headers={"retry-after": str(retry_s)})
+
+
+def _metric(name: str, kind: str, text: str, samples: list[list[Any]]) -> dict[str, Any]:
+    return {"name": name, "kind": kind, "help": text, "samples": samples}

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 if TYPE_CHECKING:
     from millstream.http.parts import Parts
+    from millstream.http.room import Room
 
 _NAME: Final = re.compile(r"{(\w+)}")
 
@@ -54,6 +55,7 @@ class Asked(Generic[Q, B]):
     query: Q
     body: B
     headers: Mapping[bytes, bytes]
+    room: Room
     gone: Future[None] | None = None
     """Done when the client has hung up; only for those that wait."""
 

@@ -12,11 +12,13 @@ from millstream.admin.dead_letter import DeadLetterDesk, dead_letter_topics, fin
 from millstream.admin.letter_pass import Act, Outcome, Wanted, work_through
 from millstream.http.message import ReceivedMessage, received
 from millstream.http.parts import Parts
+from millstream.http.problem import invalid
 from millstream.http.route import Asked, Nothing, Route
 from millstream.wire.subscriptions import LeasedMessage
 
 PATIENCE_S: Final = 10.0
 SHOWN_MAX: Final = 100
+SHOWN_BYTES_MAX: Final = 8 * 1024 * 1024
 WORKED_ON_MAX: Final = 1000
 """More are redriven or purged by asking again, so that no request takes long."""
 
@@ -93,8 +95,14 @@ async def list_topics(parts: Parts, asked: Asked[Nothing, Nothing]) -> DeadLette
 async def show(parts: Parts, asked: Asked[Letters, Nothing]) -> LetterList:
     """Open letters with their story; they stay open."""
     shown: list[ReceivedMessage] = []
+    asked.room.reserve(SHOWN_BYTES_MAX)
+    size = 0
 
     async def note(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
+        nonlocal size
+        size += len(letter.record.value or b"")
+        if size > SHOWN_BYTES_MAX:
+            raise invalid(f"more than {SHOWN_BYTES_MAX} bytes are not shown at once; ask for fewer letters")
         shown.append(received(letter.topic, letter.topic_id, letter.partition, letter.record))
 
     topic, outcome = await _work(parts, asked.path["name"], asked.query.filter, asked.query.limit, note, keep=True)

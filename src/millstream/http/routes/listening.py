@@ -60,6 +60,7 @@ class ListenHeaders(msgspec.Struct, frozen=True, rename="kebab"):
 
 async def listen(parts: Parts, asked: Asked[Listen, Nothing]) -> Streamed:
     """The messages of a topic, from some place on, for as long as the client listens."""
+    asked.room.reserve(READ_BYTES)
     topic = await find_topic(parts.client, asked.path["topic"])
     places = asked.headers.get(b"last-event-id")
     if places:
@@ -73,10 +74,11 @@ async def listen(parts: Parts, asked: Asked[Listen, Nothing]) -> Streamed:
 async def consume(parts: Parts, asked: Asked[Consume, Nothing]) -> Streamed:
     """The messages of a subscription, leased to whoever listens, who settles them as those that are pulled."""
     name, worker = asked.path["subscription"], parts.new_worker(asked.query.worker)
-    request = Receive(name, worker, asked.query.max, READ_BYTES, 0)
+    asked.room.reserve(READ_BYTES)
+    request = Receive(name, worker, asked.query.max, READ_BYTES, WAIT_MS)
     # Asked once before, so that a subscription that is not there is a problem and no stream.
     await parts.subscriptions.describe([name])
-    pieces = _leased(parts, msgspec.structs.replace(request, wait_ms=WAIT_MS), asked.gone)
+    pieces = _leased(parts, request, asked.gone)
     return Streamed(_told(pieces, f"/v1/subscriptions/{name}/events"))
 
 

@@ -22,7 +22,7 @@ from millstream.wire.subscriptions import LeasedMessage
 
 PULL_MAX: Final = 1000
 WAIT_MS_MAX: Final = 60_000
-PULL_BYTES: Final = 1024 * 1024
+PULL_BYTES: Final = 256 * 1024
 PULL_BYTES_MAX: Final = 8 * 1024 * 1024
 SETTLE_MAX: Final = 1000
 DELAY_MS_MAX: Final = 366 * 24 * 3600 * 1000
@@ -100,6 +100,7 @@ async def pull(parts: Parts, asked: Asked[Nothing, Pull]) -> PulledMessages:
     """Lease messages; a client that hangs up while it waits leases none."""
     wanted = asked.body
     name, worker = asked.path["subscription"], parts.new_worker(wanted.worker)
+    asked.room.reserve(wanted.max_bytes)
     request = Receive(name, worker, wanted.max, wanted.max_bytes, wanted.wait_ms)
     messages = await receive_until(parts, request, asked.gone)
     return PulledMessages([leased(message, worker) for message in messages])

@@ -188,7 +188,7 @@ async def change(parts: Parts, asked: Asked[Nothing, SubscriptionChanges]) -> Su
     if not changes and said.topics is None:
         raise invalid("there is nothing to change; give topics or settings")
     await parts.subscriptions.alter(asked.path["subscription"], changes, topics=said.topics)
-    return await describe(parts, Asked(asked.path, Nothing(), Nothing(), asked.headers))
+    return await describe(parts, Asked(asked.path, Nothing(), Nothing(), asked.headers, asked.room))
 
 
 async def delete(parts: Parts, asked: Asked[Nothing, Nothing]) -> None:

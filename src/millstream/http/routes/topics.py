@@ -146,7 +146,7 @@ async def alter(parts: Parts, asked: Asked[Nothing, TopicChanges]) -> TopicDescr
         await alter_topic(parts.client, name, changes)
     if said.partitions is not None:
         await grow_topic(parts.client, name, said.partitions)
-    return await describe(parts, Asked(asked.path, Nothing(), Nothing(), asked.headers))
+    return await describe(parts, Asked(asked.path, Nothing(), Nothing(), asked.headers, asked.room))
 
 
 async def delete(parts: Parts, asked: Asked[Nothing, Nothing]) -> None:

@@ -1,4 +1,4 @@
-"""Reads the body of a request: bounded in size, in time, and in what all of them take together."""
+"""What a request takes in memory: its body, bounded in size and time, and what it may be answered with."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ class HungUp(Exception):
     """The client has gone before its request was whole: nobody is there to be answered."""
 
 
-class Body:
-    """The body of one request, and the room that it takes."""
+class Room:
+    """The room that one request takes."""
 
-    __slots__ = ("_pressure", "_taken", "data")
+    __slots__ = ("_pressure", "_taken")
 
     def __init__(self, pressure: Pressure) -> None:
         self._pressure = pressure
         self._taken = 0
-        self.data = b""
 
     async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
-        """Read all of it, or raise `Refused`."""
+        """Read the whole body, or raise `Refused`."""
         told = headers.get(b"content-length")
         if told is not None and told.isdigit():
             self._take(int(told))
@@ -44,11 +43,15 @@ class Body:
             data = await self._read_on(data, receive)
         elif len(data) > self._taken:
             self._take(len(data) - self._taken)
-        self.data = data
         return data
 
+    def reserve(self, size: int) -> None:
+        """Keep room for an answer that may become so large, or raise `Refused`."""
+        self._pressure.take(size)
+        self._taken += size
+
     def release(self) -> None:
-        """It is not needed any more."""
+        """The request is answered."""
         self._pressure.give_back(self._taken)
         self._taken = 0
 

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from http import HTTPStatus
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from millstream.http.api import Api
+from millstream.http.event_stream import event
+from millstream.http.parts import Parts
+from millstream.http.path_tree import PathTree
+from millstream.http.pressure import Pressure
+from millstream.http.problem import Refused
+from millstream.http.route import Asked, Lane, Nothing, Route, Streamed
+from millstream.model.errors import MillstreamError, NotLeader, UnknownTopic
+
+
+class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    number: int = 1
+    names: list[str] = []
+
+
+class Said(msgspec.Struct, frozen=True):
+    number: int
+
+
+class World:
+    """Routes that wait, fail and answer as a test wants."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.ended = False
+        self.error: Exception | None = None
+
+    async def answer(self, parts: Parts, asked: Asked[Any, Any]) -> Said:
+        if self.error is not None:
+            raise self.error
+        return Said(asked.query.number)
+
+    async def take(self, parts: Parts, asked: Asked[Any, Any]) -> Said:
+        self.begun.set()
+        await self.go_on.wait()
+        return asked.body if isinstance(asked.body, Said) else Said(len(asked.body))
+
+    async def stream(self, parts: Parts, asked: Asked[Any, Any]) -> Streamed:
+        return Streamed(self._pieces())
+
+    async def _pieces(self) -> AsyncGenerator[bytes, None]:
+        try:
+            yield event("message", b"1")
+            self.begun.set()
+            await self.go_on.wait()
+        finally:
+            self.ended = True
+
+    def routes(self) -> list[Route[Any, Any]]:
+        shared: dict[str, Any] = {"summary": "", "tag": "", "answer": Said}
+        return [
+            Route(method="GET", path="/things", handle=self.answer, query=Wanted, body=Nothing, **shared),
+            Route(method="POST", path="/things/{name}", handle=self.take, query=Nothing, body=Said, **shared),
+            Route(method="PUT", path="/raw", handle=self.take, query=Nothing, body=bytes, lane=Lane.PUBLISH, **shared),
+            Route(
+                method="GET",
+                path="/stream",
+                handle=self.stream,
+                query=Nothing,
+                body=Nothing,
+                lane=Lane.WAIT,
+                streams=True,
+                **shared,
+            ),
+        ]
+
+
+@pytest.fixture
+async def world() -> World:
+    return World()
+
+
+@pytest.fixture
+async def parts() -> AsyncIterator[Parts]:
+    made = Parts("127.0.0.1:1", pressure=Pressure((1, 1, 2), bytes_max=1000))
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def http(world: World, parts: Parts) -> AsyncIterator[httpx.AsyncClient]:
+    api: Any = Api(world.routes(), parts)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://node/v1") as client:
+        yield client
+
+
+async def test_what_comes_in_is_checked_by_the_types_of_the_route(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/things")).json() == {"number": 1}
+    assert (await http.get("/things?number=7&names=a&names=b")).json() == {"number": 7}
+    for query in ("number=x", "number=1&number=2", "other=1"):
+        assert (await http.get(f"/things?{query}")).status_code == 422
+    assert (await http.get("/things?names=%FF")).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after"),
+    [
+        (UnknownTopic("no such topic"), 404, None),
+        (NotLeader("nobody leads"), 503, "1"),
+        (MillstreamError("something"), 500, None),
+        (Refused(HTTPStatus.CONFLICT, "in the way", because="x"), 409, None),
+        (ZeroDivisionError("secret"), 500, None),
+    ],
+)
+async def test_errors_are_problems(
+    http: httpx.AsyncClient, world: World, error: Exception, status: int, retry_after: str | None
+) -> None:
+    world.error = error
+    answer = await http.get("/things")
+    assert (answer.status_code, answer.headers.get("retry-after")) == (status, retry_after)
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert "secret" not in answer.text
+    assert (answer.json()["instance"], answer.json().get("because")) == ("/v1/things", "x" if status == 409 else None)
+
+
+async def test_more_than_is_taken_on_at_once_is_told_to_come_later(
+    http: httpx.AsyncClient, world: World, parts: Parts
+) -> None:
+    first = asyncio.create_task(http.put("/raw", content=b"x" * 600))
+    await world.begun.wait()
+    second = await http.put("/raw", content=b"x")
+    assert (second.status_code, second.headers["retry-after"]) == (429, "1")
+    large = await http.post("/things/one", content=b"x" * 600, headers={"content-type": "application/json"})
+    assert large.status_code == 429
+    world.go_on.set()
+    assert (await first).json() == {"number": 600}
+    assert (await http.put("/raw", content=b"x")).status_code == 200
+    assert (parts.pressure.bytes, parts.pressure.requests, parts.pressure.turned_away) == (0, [0, 0, 0], 2)
+    told = {one["name"]: one["samples"] for one in parts.pressure.metrics()}
+    assert told["millstream_http_answers_total"] == [[2, {"status": "200"}], [2, {"status": "429"}]]
+
+
+async def test_a_broker_that_asks_for_a_pause_is_left_alone(parts: Parts) -> None:
+    parts.pressure.check_pause(0.4)
+    with pytest.raises(Refused) as refused:
+        parts.pressure.check_pause(2.5)
+    assert (refused.value.status, refused.value.headers) == (429, {"retry-after": "3"})
+
+
+async def test_while_the_broker_starts_nothing_is_tried(world: World) -> None:
+    parts = Parts("127.0.0.1:1", starting=lambda: "the logs are checked")
+    api: Any = Api(world.routes(), parts)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://node/v1") as client:
+        answer = await client.get("/things")
+    assert (answer.status_code, answer.json()["reasons"]) == (503, ["the logs are checked"])
+    await parts.close()
+
+
+async def test_a_stream_ends_with_its_reader(world: World, parts: Parts) -> None:
+    api = Api(world.routes(), parts)
+    gone = asyncio.Event()
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"method": "GET", "path": "/v1/stream", "raw_path": b"/v1/stream", "query_string": b"", "headers": []}
+    serving = asyncio.create_task(api(scope, receive, send))
+    await world.begun.wait()
+    gone.set()
+    await serving
+    assert world.ended
+    assert b"".join(one.get("body", b"") for one in sent) == b": listening\n\nevent: message\ndata: 1\n\n"
+    assert parts.pressure.requests == [0, 0, 0]
+
+
+async def test_a_stream_ends_when_the_gateway_stops(http: httpx.AsyncClient, world: World, parts: Parts) -> None:
+    listening = asyncio.create_task(http.get("/stream"))
+    await world.begun.wait()
+    parts.stop()
+    assert (await listening).text.endswith("data: 1\n\n")
+    assert world.ended
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "found"),
+    [
+        ("GET", b"/things", "/things"),
+        ("POST", b"/things/a%2Fb", "/things/{name}"),
+        ("POST", b"/things/%C3%A9", "/things/{name}"),
+        ("DELETE", b"/things", 405),
+        ("GET", b"/things/", 404),
+        ("GET", b"/other", 404),
+        ("POST", b"/things/%FF", 422),
+    ],
+)
+async def test_paths_are_read_as_they_were_sent(world: World, method: str, path: bytes, found: str | int) -> None:
+    tree: PathTree[Route[Any, Any]] = PathTree()
+    for route in world.routes():
+        tree.add(route, route)
+    if isinstance(found, int):
+        with pytest.raises(Refused) as refused:
+            tree.find(method, path)
+        assert refused.value.status == found
+    else:
+        served, names = tree.find(method, path)
+        assert served.path == found
+        assert names in ({}, {"name": "a/b"}, {"name": "é"})

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+from uuid import UUID
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.http.cloud_event import from_headers, from_members, structured_decoder
+from millstream.http.lease_token import read_token, token_of
+from millstream.http.message import one_line, received
+from millstream.http.new_message import NewMessage, from_batch, from_request
+from millstream.http.problem import Refused
+from millstream.model.ids import NodeId, Offset
+from millstream.records.record import Record
+from millstream.wire.subscriptions import LeasedMessage
+
+TOPIC_ID = UUID(int=7)
+
+
+def test_a_request_says_everything_about_its_message() -> None:
+    headers = {
+        b"content-type": b"text/plain",
+        b"message-key": b"k",
+        b"message-id": b"m-1",
+        b"message-partition": b"3",
+        b"message-deliver-at": b"2026-01-31T12:00:00Z",
+        b"message-header-x-region": b"eu",
+        b"correlation-id": b"c",
+        b"traceparent": b"00-1",
+        b"user-agent": b"nobody's",
+    }
+    placed = from_request(headers, b"value")
+    assert (placed.record.key, placed.record.value) == (b"k", b"value")
+    assert (placed.partition, placed.id) == (3, b"m-1")
+    assert dict(placed.record.headers) == {
+        "content-type": b"text/plain",
+        "message-id": b"m-1",
+        "x-region": b"eu",
+        "correlation-id": b"c",
+        "traceparent": b"00-1",
+        "deliver-at": b"1769860800000",
+    }
+
+
+def test_what_a_program_says_of_itself_is_not_kept() -> None:
+    placed = from_request({b"content-type": b"application/x-www-form-urlencoded; charset=utf-8"}, b"x")
+    assert placed.record.headers == ()
+
+
+def test_a_delay_counts_from_now() -> None:
+    placed = from_request({b"message-delay": b"1.5"}, b"x")
+    ((name, value),) = placed.record.headers
+    assert name == "deliver-at"
+    assert abs(int(value or b"") - (time.time() + 1.5) * 1000) < 60_000
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {b"message-delay": b"-1"},
+        {b"message-delay": b"nan"},
+        {b"message-deliver-at": b"tomorrow"},
+        {b"message-deliver-at": b"2026-01-31T12:00:00"},
+        {b"message-partition": b"-1"},
+        {b"message-id": b""},
+        {b"message-id": b"x" * 2000},
+        {b"message-header-": b"x"},
+    ],
+)
+def test_what_cannot_be_meant_is_refused(headers: dict[bytes, bytes]) -> None:
+    with pytest.raises(Refused):
+        from_request(headers, b"x")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"value": "a", "json": 1},
+        {"value": "a", "base64": "YQ=="},
+        {"base64": "***"},
+        {"key": "a", "key_base64": "YQ=="},
+        {"deliver_at": "soon"},
+    ],
+)
+def test_a_message_of_a_batch_has_one_value_and_one_key(said: dict[str, Any]) -> None:
+    with pytest.raises(Refused):
+        from_batch(msgspec.json.decode(msgspec.json.encode(said), type=NewMessage))
+
+
+EVENT = {"specversion": "1.0", "id": "e", "source": "/s", "type": "t"}
+
+
+def event(**members: Any) -> Any:
+    return from_members(structured_decoder.decode(msgspec.json.encode({**EVENT, **members})))
+
+
+def test_the_data_of_an_event_is_the_value() -> None:
+    assert event(data={"a": 1}).record.value == b'{"a":1}'
+    assert event(data="text", datacontenttype="text/plain").record.value == b"text"
+    assert event(data="text").record.value == b'"text"'
+    assert event(data_base64="/w==").record.value == b"\xff"
+    assert event().record.value is None
+    assert dict(event(data=1, ownnumber=7, flag=True, gone=None).record.headers) == {
+        "content-type": b"application/json",
+        "ce_specversion": b"1.0",
+        "ce_id": b"e",
+        "ce_source": b"/s",
+        "ce_type": b"t",
+        "ce_ownnumber": b"7",
+        "ce_flag": b"true",
+        "message-id": b"e",
+    }
+
+
+@pytest.mark.parametrize(
+    "members", [{"id": ""}, {"specversion": "0.3"}, {"Own": "x"}, {"own": [1]}, {"data": 1, "data_base64": "YQ=="}]
+)
+def test_what_is_no_event_is_refused(members: dict[str, Any]) -> None:
+    with pytest.raises(Refused):
+        event(**members)
+
+
+def test_an_event_in_headers_needs_what_every_event_has() -> None:
+    headers = {f"ce-{name}".encode(): value.encode() for name, value in EVENT.items()}
+    headers[b"ce-subject"] = b"caf%C3%A9"
+    placed = from_headers(headers, from_request({b"message-id": b"own"}, b"x"))
+    assert (placed.id, dict(placed.record.headers)["ce_subject"]) == (b"own", "café".encode())
+    for name in list(EVENT):
+        missing = {key: value for key, value in headers.items() if key != f"ce-{name}".encode()}
+        with pytest.raises(Refused):
+            from_headers(missing, from_request({}, b"x"))
+
+
+@settings(max_examples=50)
+@given(
+    key=st.none() | st.binary(max_size=20),
+    value=st.none() | st.binary(max_size=50),
+    headers=st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=5)), max_size=3, unique_by=lambda one: one[0]),
+)
+def test_a_received_message_can_be_published_as_it_is(
+    key: bytes | None, value: bytes | None, headers: list[tuple[str, bytes]]
+) -> None:
+    record = Record(Offset(1), 0, key, value, tuple(headers))
+    document = msgspec.json.decode(msgspec.json.encode(received("t", TOPIC_ID, 0, record)))
+    sent = {name: document[name] for name in ("key", "key_base64", "value", "base64") if name in document}
+    again = from_batch(msgspec.convert(sent, NewMessage)).record
+    assert (again.key, again.value) == (key, value)
+
+
+def test_json_is_shown_as_such_where_the_message_says_so() -> None:
+    def shown(value: bytes, content_type: bytes) -> Any:
+        record = Record(Offset(1), 0, None, value, (("content-type", content_type),))
+        return msgspec.json.decode(one_line(msgspec.json.encode(received("t", TOPIC_ID, 0, record))))
+
+    assert shown(b'{\n"a": 1}', b"application/json; charset=utf-8")["json"] == {"a": 1}
+    assert shown(b"{broken", b"application/json")["value"] == "{broken"
+    assert shown(b"{}", b"text/plain")["value"] == "{}"
+
+
+@settings(max_examples=50)
+@given(text=st.text(max_size=60))
+def test_a_token_is_a_lease_or_is_refused(text: str) -> None:
+    with pytest.raises(Refused):
+        read_token(text)
+
+
+def test_a_token_names_the_lease() -> None:
+    message = LeasedMessage(NodeId(1), "t", TOPIC_ID, 3, 2, 99, Record(Offset(17), 0, None, None, ()))
+    lease = read_token(token_of(message, "http/w"))
+    assert (lease.topic, lease.partition, lease.offset, lease.attempt, lease.worker) == ("t", 3, 17, 2, "http/w")
