@@ -5,7 +5,7 @@ Everything that decides runs without an `await` on the loop; what is answered wa
 the subscription says so:
 
     at-most-once    a message is done before it is handed out, durably
-    at-least-once   a lease is written before it is answered, an acceptance is durable before it is
+    at-least-once   a lease is written with what follows, or soon; an acceptance is durable before it is answered
     exactly-once    both are durable before they are answered
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ from millstream.subscriptions.look_ahead import Stretch, batches_with, look, rea
 from millstream.subscriptions.queue import Queue
 from millstream.subscriptions.sieve import QueueSieve
 from millstream.subscriptions.state_store import QueueWrite, StateStore
+from millstream.subscriptions.waiter import Waiter
 
 _logger = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ LOOKS_AT_ONCE: Final = 8
 WAITING_MAX: Final = 10_000
 SIEVE_RETRY_S: Final = 1.0
 STARVED_S: Final = 0.5
+LEASES_S: Final = 0.02
+"""How long a lease that may be forgotten after a crash waits for something else to be written with. Many messages are
+accepted by then; else each would cost two writes."""
 ALARM_S_MAX: Final = 3600.0
 """No alarm is set for later: the time of day may be corrected meanwhile."""
 
@@ -81,25 +85,6 @@ class Wanted(NamedTuple):
     max_bytes: int
     whole_batches: bool = False
     """Whether a batch of which some is given is given as a whole, beyond `max_records`."""
-
-
-class Waiter(Protocol):
-    """A worker that waits for messages of one or several queues."""
-
-    wanted: Wanted
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has got something, or given up."""
-
-    def wanted_now(self) -> Wanted | None:
-        """What it has room for; None while it has none, and then the queue hears of it when that changes."""
-
-    def give(self, delivery: Delivery, received: Received) -> None:
-        """Here is something."""
-
-    def refuse(self, reason: MillstreamError) -> None:
-        """The queue has gone."""
 
 
 class Delivery:
@@ -135,6 +120,7 @@ class Delivery:
         # In the order in which they came.
         self._waiting: dict[Waiter, None] = {}
         self._alarm: asyncio.TimerHandle | None = None
+        self._leases_timer: asyncio.TimerHandle | None = None
         self._alarm_at_ms = 0
         self._is_due = False
         self._is_serving = False
@@ -285,6 +271,7 @@ class Delivery:
         """Send whoever waits away: the queue is led elsewhere, or gone."""
         if self._closed is not None:
             return
+        self._write_leases()
         self._closed = reason
         self.partition.forget(self)
         if self._alarm is not None:
@@ -469,6 +456,8 @@ class Delivery:
     def _after(self) -> None:
         """What follows from every change."""
         self._write()
+        if self.queue.has_leases and self._leases_timer is None:
+            self._leases_timer = asyncio.get_running_loop().call_later(LEASES_S, self._write_leases)
         self.endings.changed()
         if self.queue.counts.rejecting:
             self.when_rejecting()
@@ -489,6 +478,14 @@ class Delivery:
             written.add_done_callback(self._written)
         last = self._last_write
         return None if last is None or (last.done() and last.exception() is None) else last
+
+    def _write_leases(self) -> None:
+        """Write leases that nothing else was written with."""
+        if self._leases_timer is not None:
+            self._leases_timer.cancel()
+            self._leases_timer = None
+        if self._closed is None and self.queue.has_leases:
+            self._write(is_all=True)
 
     def _written(self, written: asyncio.Future[None]) -> None:
         error = None if written.cancelled() else written.exception()

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from millstream.model.errors import CorruptState, InvalidRecordState
 from millstream.model.ids import Offset
-from millstream.model.subscription import AT_MOST_ONCE, QueueKey, SubscriptionSettings
+from millstream.model.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings
 from millstream.subscriptions.aside import Aside
 from millstream.subscriptions.clock_step import CLOCK_STEP_MS, put_back
 from millstream.subscriptions.delta import Delta, DeltaKind
@@ -109,6 +109,8 @@ class Queue:
             raise CorruptState(f"the snapshot of queue {self._fold.key} does not belong to {key}")
         self._pending: list[Delta] = []
         self._is_urgent = False
+        self.has_leases = False
+        """Whether there are leases to store that may be forgotten after a crash: they can wait for what is urgent."""
         self._order = KeyOrder(0) if settings.ordered else None
         self._restore()
 
@@ -575,7 +577,7 @@ class Queue:
         if not self._pending:
             return None
         deltas, self._pending = self._pending, []
-        self._is_urgent = False
+        self._is_urgent = self.has_leases = False
         self._fold.sequence += 1
         header = FrameHeader(self._fold.key, self._leader_epoch, self._fold.sequence, self.filter_version)
         return write_frame(header, deltas)
@@ -585,7 +587,9 @@ class Queue:
         self._fold.apply(delta)
         pending = self._pending
         kind = delta.kind
-        if not _IS_PATIENT[kind]:
+        if kind == _ACQUIRED and self.settings.delivery == AT_LEAST_ONCE:
+            self.has_leases = True
+        elif not _IS_PATIENT[kind]:
             self._is_urgent = True
         if pending and _IS_MERGED[kind]:
             before = pending[-1]

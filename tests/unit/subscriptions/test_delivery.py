@@ -15,6 +15,7 @@ from millstream.model.errors import (
     FencedLeaderEpoch,
     InvalidRecordState,
     NotLeader,
+    PartitionClosed,
     StorageFailure,
 )
 from millstream.model.ids import Offset
@@ -23,7 +24,7 @@ from millstream.net.budget import Budget
 from millstream.records.batch import COMPRESSION_ZSTD, Buffer
 from millstream.records.record import NewRecord, decode_records, encode_batch
 from millstream.subscriptions import delivery as driver
-from millstream.subscriptions.delivery import Delivery
+from millstream.subscriptions.delivery import LEASES_S, Delivery
 from millstream.subscriptions.filter.filter import Filter, compile_filter
 from millstream.subscriptions.lease import Settle, Verb
 from millstream.subscriptions.receiving import Given, receive
@@ -317,13 +318,36 @@ async def test_a_worker_that_leaves_in_the_moment_it_is_served_gives_its_leases_
     assert (delivery.queue.counts.leased, delivery.waiting) == (0, 0)
 
 
+async def test_leases_are_stored_with_what_comes_next_or_by_themselves_and_when_the_queue_closes(
+    bench: Workbench,
+) -> None:
+    delivery = await bench.open()
+
+    def are_stored() -> bool:
+        return not delivery.queue.has_leases
+
+    bench.publish("a", "b", "c")
+    delivery.try_receive(wanted())
+    assert not are_stored()
+    await delivery.settle("one", settle(0, Verb.ACCEPT))
+    assert are_stored()
+    delivery.try_receive(wanted())
+    async with asyncio.timeout(30):
+        while not are_stored():
+            await asyncio.sleep(LEASES_S)
+    delivery.try_receive(wanted())
+    delivery.close(PartitionClosed("the broker is stopping"))
+    again = await bench.open()
+    assert again.queue.in_flight("one") == 2
+
+
 async def test_an_acceptance_that_could_not_be_written_is_not_answered_and_the_queue_is_read_back(
     bench: Workbench, caplog: pytest.LogCaptureFixture
 ) -> None:
     delivery = await bench.open(lease_ms=100)
     bench.publish("a")
     delivery.try_receive(wanted())
-    await delivery.durable()
+    await delivery.durable(is_all=True)
     bench.store.holds = True
     accepting = asyncio.ensure_future(delivery.settle("one", settle(0, Verb.ACCEPT)))
     waiting = waits(delivery, "two")

@@ -336,10 +336,19 @@ def test_what_can_be_found_out_again_is_not_urgent() -> None:
     assert not queue.has_news
     queue.look(5, 9, now_ms=NOW_MS, matches=np.array([1, 0, 1, 0], np.bool_))
     assert (queue.has_news, queue.is_urgent) == (True, False)
-    queue.acquire("a", now_ms=NOW_MS, max_records=1)
+    (lease,) = queue.acquire("a", now_ms=NOW_MS, max_records=1)
+    assert (queue.has_leases, queue.is_urgent) == (True, False)
+    queue.settle("a", [Settle(lease.first, lease.last, Verb.ACCEPT)], now_ms=NOW_MS)
     assert queue.is_urgent
     assert queue.drain() is not None
-    assert (queue.drain(), queue.is_urgent) == (None, False)
+    assert (queue.drain(), queue.has_leases, queue.is_urgent) == (None, False, False)
+
+
+def test_a_lease_that_must_not_be_forgotten_is_urgent() -> None:
+    queue = make_queue(5, delivery="exactly-once")
+    queue.drain()
+    queue.acquire("a", now_ms=NOW_MS, max_records=1)
+    assert (queue.has_leases, queue.is_urgent) == (False, True)
 
 
 def test_a_snapshot_of_another_queue_is_refused() -> None:
