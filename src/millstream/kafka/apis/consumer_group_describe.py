@@ -29,7 +29,7 @@ from millstream.groups.consumer.requests import (
 )
 from millstream.groups.coordinator import GroupCoordinator
 from millstream.kafka.api import Api, ClientInfo
-from millstream.kafka.errors import error_code, error_message
+from millstream.kafka.group_answer import named_partitions, not_described
 from millstream.kafka.permission import GROUP_OPERATIONS, NOT_ASKED
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.model.errors import MillstreamError
@@ -57,16 +57,7 @@ class ConsumerGroupDescribe(Api[ConsumerGroupDescribeRequest, ConsumerGroupDescr
         try:
             return _described(await self._groups.describe_consumer_group(group_id), operations)
         except MillstreamError as error:
-            return DescribedGroup(
-                error_code=error_code(error),
-                error_message=error_message(error),
-                group_id=group_id,
-                group_state="",
-                group_epoch=i32(0),
-                assignment_epoch=i32(0),
-                assignor_name="",
-                members=(),
-            )
+            return not_described(DescribedGroup, group_id, error)
 
 
 def _described(group: ConsumerGroupDescription, operations: i32) -> DescribedGroup:
@@ -99,9 +90,4 @@ def _member(member: ConsumerMemberDescription) -> Member:
 
 
 def _assignment(partitions: NamedPartitions) -> Assignment:
-    return Assignment(
-        topic_partitions=tuple(
-            TopicPartitions(topic_id=topic_id, topic_name=TopicName(name), partitions=tuple(map(i32, numbers)))
-            for topic_id, name, numbers in partitions
-        )
-    )
+    return Assignment(topic_partitions=named_partitions(TopicPartitions, partitions))

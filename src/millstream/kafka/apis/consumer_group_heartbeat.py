@@ -27,7 +27,7 @@ from kio.schema.consumer_group_heartbeat.v1.response import (
     TopicPartitions,
 )
 from kio.schema.errors import ErrorCode
-from kio.static.primitive import i32, i32Timedelta
+from kio.static.primitive import i32
 
 from millstream.groups.consumer.assignment import assignment_of
 from millstream.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH
@@ -36,6 +36,7 @@ from millstream.groups.consumer.target import ASSIGNORS
 from millstream.groups.coordinator import GroupCoordinator
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code, error_message
+from millstream.kafka.group_answer import check_text, milliseconds, partitions_by_topic
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.kafka.versioned import Versioned
 from millstream.model.errors import InvalidRequest, MillstreamError, UnsupportedAssignor
@@ -43,7 +44,6 @@ from millstream.model.errors import InvalidRequest, MillstreamError, Unsupported
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _FIRST_WITH_OWN_MEMBER_ID: Final = 1
 _AS_BEFORE: Final = -1
-_NAME_LENGTH_MAX: Final = 1024
 
 
 class ConsumerGroupHeartbeat(Api[Versioned[ConsumerGroupHeartbeatRequest], ConsumerGroupHeartbeatResponse]):
@@ -78,7 +78,7 @@ class ConsumerGroupHeartbeat(Api[Versioned[ConsumerGroupHeartbeatRequest], Consu
             error_message=error_message(error),
             member_id=None,
             member_epoch=i32(0),
-            heartbeat_interval=_milliseconds(0),
+            heartbeat_interval=milliseconds(0),
             assignment=None,
         )
 
@@ -87,10 +87,10 @@ def _check(message: ConsumerGroupHeartbeatRequest, version: int) -> None:
     """What can be checked without the group, in Kafka's order."""
     epoch = message.member_epoch
     needs_member_id = version >= _FIRST_WITH_OWN_MEMBER_ID or epoch > 0 or epoch == LEFT_EPOCH
-    _check_text("member id", message.member_id if needs_member_id else message.member_id or None)
-    _check_text("group id", message.group_id)
-    _check_text("instance id", message.instance_id)
-    _check_text("rack id", message.rack_id)
+    check_text("member id", message.member_id if needs_member_id else message.member_id or None)
+    check_text("group id", message.group_id)
+    check_text("instance id", message.instance_id)
+    check_text("rack id", message.rack_id)
     if epoch == 0:
         _check_join(message)
     elif epoch == AWAY_EPOCH and message.instance_id is None:
@@ -101,15 +101,6 @@ def _check(message: ConsumerGroupHeartbeatRequest, version: int) -> None:
         raise UnsupportedAssignor(
             f"assignor {message.server_assignor!r} is not known; there are {', '.join(ASSIGNORS)}"
         )
-
-
-def _check_text(name: str, text: str | None) -> None:
-    if text is None:
-        return
-    if not text.strip():
-        raise InvalidRequest(f"the {name} cannot be empty")
-    if len(text) > _NAME_LENGTH_MAX:
-        raise InvalidRequest(f"the {name} has at most {_NAME_LENGTH_MAX} characters, not {len(text)}")
 
 
 def _check_join(message: ConsumerGroupHeartbeatRequest) -> None:
@@ -146,21 +137,12 @@ def _as_heartbeat(message: ConsumerGroupHeartbeatRequest, client: ClientInfo) ->
 def _accepted(answer: HeartbeatAnswer) -> ConsumerGroupHeartbeatResponse:
     assignment = None
     if answer.assignment is not None:
-        assignment = Assignment(
-            topic_partitions=tuple(
-                TopicPartitions(topic_id=topic_id, partitions=tuple(map(i32, sorted(partitions))))
-                for topic_id, partitions in sorted(answer.assignment.items())
-            )
-        )
+        assignment = Assignment(topic_partitions=partitions_by_topic(TopicPartitions, answer.assignment))
     return ConsumerGroupHeartbeatResponse(
         throttle_time=NO_THROTTLE,
         error_code=ErrorCode.none,
         member_id=answer.member_id,
         member_epoch=i32(answer.epoch),
-        heartbeat_interval=_milliseconds(answer.heartbeat_ms),
+        heartbeat_interval=milliseconds(answer.heartbeat_ms),
         assignment=assignment,
     )
-
-
-def _milliseconds(value: int) -> i32Timedelta:
-    return i32Timedelta.parse(timedelta(milliseconds=value))

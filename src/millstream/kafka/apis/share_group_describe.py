@@ -23,7 +23,7 @@ from kio.static.primitive import i32
 from millstream.groups.coordinator import GroupCoordinator
 from millstream.groups.share.requests import ShareGroupDescription, ShareMemberDescription
 from millstream.kafka.api import Api, ClientInfo
-from millstream.kafka.errors import error_code, error_message
+from millstream.kafka.group_answer import named_partitions, not_described
 from millstream.kafka.permission import GROUP_OPERATIONS, NOT_ASKED
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.model.errors import MillstreamError
@@ -50,16 +50,7 @@ class ShareGroupDescribe(Api[ShareGroupDescribeRequest, ShareGroupDescribeRespon
         try:
             return _described(await self._groups.describe_share_group(group_id), operations)
         except MillstreamError as error:
-            return DescribedGroup(
-                error_code=error_code(error),
-                error_message=error_message(error),
-                group_id=group_id,
-                group_state="",
-                group_epoch=i32(0),
-                assignment_epoch=i32(0),
-                assignor_name="",
-                members=(),
-            )
+            return not_described(DescribedGroup, group_id, error)
 
 
 def _described(group: ShareGroupDescription, operations: i32) -> DescribedGroup:
@@ -83,10 +74,5 @@ def _member(member: ShareMemberDescription) -> Member:
         client_id=member.client_id,
         client_host=member.client_host,
         subscribed_topic_names=tuple(map(TopicName, sorted(member.topics))),
-        assignment=Assignment(
-            topic_partitions=tuple(
-                TopicPartitions(topic_id=topic_id, topic_name=TopicName(name), partitions=tuple(map(i32, numbers)))
-                for topic_id, name, numbers in member.assigned
-            )
-        ),
+        assignment=Assignment(topic_partitions=named_partitions(TopicPartitions, member.assigned)),
     )

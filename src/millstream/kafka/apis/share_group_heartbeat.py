@@ -14,8 +14,6 @@ group (GROUP_MAX_SIZE_REACHED), and a group that does not exist or is of another
 from __future__ import annotations
 
 from contextlib import suppress
-from datetime import timedelta
-from typing import Final
 
 from kio.schema.errors import ErrorCode
 from kio.schema.share_group_heartbeat.v1.request import ShareGroupHeartbeatRequest
@@ -24,18 +22,17 @@ from kio.schema.share_group_heartbeat.v1.response import (
     ShareGroupHeartbeatResponse,
     TopicPartitions,
 )
-from kio.static.primitive import i32, i32Timedelta
+from kio.static.primitive import i32
 
 from millstream.cluster.subscriptions import Subscriptions
 from millstream.groups.coordinator import GroupCoordinator
 from millstream.groups.share.requests import JOIN_EPOCH, LEFT_EPOCH, ShareAnswer, ShareHeartbeat
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code, error_message
+from millstream.kafka.group_answer import check_text, milliseconds, partitions_by_topic
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.model.errors import InvalidRequest, MillstreamError, SubscriptionExists
 from millstream.model.subscription import SubscriptionSettings
-
-_NAME_LENGTH_MAX: Final = 1024
 
 
 class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatResponse]):
@@ -77,7 +74,7 @@ class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatRes
             error_code=error_code(error),
             error_message=error_message(error),
             member_epoch=i32(0),
-            heartbeat_interval=_milliseconds(0),
+            heartbeat_interval=milliseconds(0),
         )
 
     def _settings(self, group_id: str) -> SubscriptionSettings:
@@ -92,41 +89,25 @@ class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatRes
 
 
 def _check(message: ShareGroupHeartbeatRequest) -> None:
-    _check_text("member id", message.member_id)
-    _check_text("group id", message.group_id)
+    check_text("member id", message.member_id)
+    check_text("group id", message.group_id)
     if message.rack_id is not None:
-        _check_text("rack id", message.rack_id)
+        check_text("rack id", message.rack_id)
     if message.member_epoch < LEFT_EPOCH:
         raise InvalidRequest(f"there is no member epoch {message.member_epoch}")
     if message.member_epoch == JOIN_EPOCH and not message.subscribed_topic_names:
         raise InvalidRequest("a member that joins has to tell its topics")
 
 
-def _check_text(name: str, text: str) -> None:
-    if not text.strip():
-        raise InvalidRequest(f"the {name} cannot be empty")
-    if len(text) > _NAME_LENGTH_MAX:
-        raise InvalidRequest(f"the {name} has at most {_NAME_LENGTH_MAX} characters, not {len(text)}")
-
-
 def _accepted(answer: ShareAnswer) -> ShareGroupHeartbeatResponse:
     assignment = None
     if answer.assignment is not None:
-        assignment = Assignment(
-            topic_partitions=tuple(
-                TopicPartitions(topic_id=topic_id, partitions=tuple(map(i32, sorted(partitions))))
-                for topic_id, partitions in sorted(answer.assignment.items())
-            )
-        )
+        assignment = Assignment(topic_partitions=partitions_by_topic(TopicPartitions, answer.assignment))
     return ShareGroupHeartbeatResponse(
         throttle_time=NO_THROTTLE,
         error_code=ErrorCode.none,
         member_id=answer.member_id,
         member_epoch=i32(answer.epoch),
-        heartbeat_interval=_milliseconds(answer.heartbeat_ms),
+        heartbeat_interval=milliseconds(answer.heartbeat_ms),
         assignment=assignment,
     )
-
-
-def _milliseconds(value: int) -> i32Timedelta:
-    return i32Timedelta.parse(timedelta(milliseconds=value))
