@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self
+from typing import Any, NoReturn, ParamSpec, Self
 
 from millstream.client.at_exit import end_before_exit
 from millstream.client.connection import Connection, connect
@@ -34,27 +34,27 @@ P = ParamSpec("P")
 class SyncMessage(Facade[Message]):
     """A message of an iterator: all that `Message` has, and its verbs without `await`."""
 
-    if TYPE_CHECKING:
-        all_headers: Headers
-        attempt: int
-        correlation_id: str | None
-        deadline: datetime | None
-        header_text: Callable[[str], str | None]
-        headers: Mapping[str, bytes | None]
-        id: str
-        is_settled: bool
-        json: Callable[..., Any]
-        key: bytes | None
-        key_text: str | None
-        offset: int
-        partition: int
-        subscription: str | None
-        text: str
-        timestamp: datetime
-        timestamp_ms: int
-        topic: str
-        traceparent: str | None
-        value: bytes | None
+    # Declared for type checkers; `__getattr__` finds them in the message.
+    all_headers: Headers
+    attempt: int
+    correlation_id: str | None
+    deadline: datetime | None
+    header_text: Callable[[str], str | None]
+    headers: Mapping[str, bytes | None]
+    id: str
+    is_settled: bool
+    json: Callable[..., Any]
+    key: bytes | None
+    key_text: str | None
+    offset: int
+    partition: int
+    subscription: str | None
+    text: str
+    timestamp: datetime
+    timestamp_ms: int
+    topic: str
+    traceparent: str | None
+    value: bytes | None
 
     ack = blocking(Message.ack)
     nack = blocking(Message.nack)

@@ -7,16 +7,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 from confluent_kafka import Producer
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from millstream.client.connection import connect
 from millstream.client.idempotent_handler import IdempotentHandler
 from millstream.client.message import Message
-from millstream.client.sync_connection import SyncConnection
+from millstream.client.sync_connection import SyncConnection, SyncMessage
 from millstream.embedded import ConnectOptions, open, open_sync
 from millstream.sandbox import SETTINGS, Sandbox
 
@@ -109,6 +114,33 @@ def test_an_idempotent_handler_works_without_await(sandbox: Sandbox, ms: SyncCon
     ms._thread.call(handler.close())
 
 
+async def test_a_trace_goes_from_message_to_message(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    orders, bills = sandbox.unique("orders"), sandbox.unique("bills")
+    async with sandbox.connect() as ms:
+
+        async def bill(message: Message) -> None:
+            await ms.publish(bills, message.value)
+
+        await ms.subscribe(orders, bill, name=orders, start="earliest")
+        receipt = await ms.publish(orders, 1)
+        billed = await anext(ms.subscription(bills, name=bills, start="earliest"))
+        await billed.ack()
+        await ms.delivery(receipt, subscription=orders, wait=WAIT_S)
+    provider.shutdown()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    chain = [spans[name] for name in (f"publish {orders}", f"process {orders}", f"publish {bills}")]
+    for before, after in pairwise(chain):
+        context = before.get_span_context()
+        assert after.parent is not None
+        assert context is not None
+        assert (after.parent.trace_id, after.parent.span_id) == (context.trace_id, context.span_id)
+    assert f"{chain[-1].context.span_id:016x}" in (billed.traceparent or "")
+    assert billed.correlation_id == receipt.id
+
+
 PROGRAM = """
 import sys, threading
 from millstream.client.sync_connection import connect_sync
@@ -162,3 +194,12 @@ def test_the_options_are_those_of_connect() -> None:
     assert taken.keys() == ConnectOptions.__annotations__.keys()
     hints = get_type_hints(connect)
     assert {name: hints[name] for name in taken} == get_type_hints(ConnectOptions)
+
+
+def test_a_message_without_await_has_all_that_a_message_has() -> None:
+    public = {name for name in dir(Message) if not name.startswith("_")}
+    assert public == SyncMessage.__annotations__.keys() | {"ack", "nack", "reject", "extend"}
+    for name, hint in SyncMessage.__annotations__.items():
+        declared = getattr(Message, name)
+        if isinstance(declared, property):
+            assert inspect.signature(declared.fget).return_annotation == hint  # type: ignore[arg-type]
