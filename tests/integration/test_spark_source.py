@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +13,13 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from millstream.admin.groups import committed_offsets
+from millstream.spark.session import session
 from millstream.testing.server import Server
 from millstream.wire.client import Client
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.streaming import StreamingQuery
+    from pyspark.sql.streaming.query import StreamingQuery
 
 WAIT_S = 60.0
 
@@ -33,24 +32,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    from pyspark.sql import SparkSession
-
-    os.environ["PYSPARK_PYTHON"] = sys.executable
-    builder = SparkSession.builder.master("local[2]").appName("millstream-tests")
     settings = {
-        "spark.ui.enabled": "false",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.driver.host": "127.0.0.1",
         "spark.sql.shuffle.partitions": "1",
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
     }
-    for name, value in settings.items():
-        builder = builder.config(name, value)
-    session = builder.getOrCreate()
-    session.sparkContext.setLogLevel("OFF")
-    yield session
-    session.stop()
+    started = session("millstream-tests", master="local[2]", settings=settings)
+    started.sparkContext.setLogLevel("OFF")
+    yield started
+    started.stop()
 
 
 class Bench:
@@ -165,6 +155,17 @@ def test_columns_formats_filters_positions_and_tasks(bench: Bench) -> None:
     ends = json.dumps({bench.topic: {"0": 3}})
     assert bench.read(endingOffsets=ends, minPartitions="3").rdd.getNumPartitions() == 3
     assert bench.read(mode="ranges", maxRecordsPerPartition="40").count() == 3
+
+
+def test_conditions_on_coordinates_are_taken_over_by_the_fetch(bench: Bench) -> None:
+    bench.create(partitions=3)
+    bench.produce([{"value": b"%d" % n, "partition": n % 3, "timestamp": 1000 * (n + 1)} for n in range(90)])
+    few = bench.read().where("partition = 1 and offset >= 10 and offset < 12")
+    assert sorted(bytes(row.value) for row in few.collect()) == [b"31", b"34"]
+    assert few.rdd.getNumPartitions() == 1
+    assert bench.read().where("timestamp >= '1970-01-01 00:01:21'").count() == 10
+    assert bench.read().where(f"topic = '{bench.topic}' and partition in (0, 2) and value is not null").count() == 60
+    assert bench.read().where("topic = 'another'").count() == 0
 
 
 def test_an_empty_topic_has_no_rows(bench: Bench) -> None:

@@ -62,9 +62,9 @@ class Link:
         client = Client.connect(self._brokers, client_id=client_id, timeout_s=timeout_s)
         try:
             return await client.__aenter__()
-        except BrokerUnreachable as error:
+        except BrokerUnreachable:
             raise BrokerUnreachable(
-                f"no broker answers at {self._brokers} ({error}); "
+                f"no broker answers at {self._brokers}; "
                 "is it running, and is the option kafka.bootstrap.servers right?"
             ) from None
 

@@ -12,6 +12,7 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from millstream.model.errors import LostData
 from millstream.spark.options import ReadOptions
+from millstream.spark.plainly import plainly
 from millstream.spark.position import EARLIEST, ByTime, Named, Offsets
 from millstream.spark.push_down import Bounds, PushDown
 from millstream.spark.ranges import Range, ranges_between, split
@@ -31,6 +32,7 @@ class TopicReader(DataSourceReader):
         self._bounds = Bounds()
         self.pushFilters: Any = PushDown(self._bounds)
 
+    @plainly
     def partitions(self) -> Sequence[InputPartition]:
         """Plan the tasks: every partition from where to where, cut as the options say."""
         options, survey, bounds = self._options, Survey(self._options), self._bounds

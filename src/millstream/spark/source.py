@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
+from millstream.spark.plainly import plainly
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.datasource import (
@@ -29,6 +31,7 @@ class MillstreamSource(DataSource):
         """What stands in `format(...)`."""
         return "millstream"
 
+    @plainly
     def schema(self) -> StructType:
         """The columns of a query that names none."""
         from millstream.spark.options import read_options
@@ -36,6 +39,7 @@ class MillstreamSource(DataSource):
 
         return default_schema(read_options(self.options))
 
+    @plainly
     def reader(self, schema: StructType) -> DataSourceReader:
         """A reader of what is there."""
         from millstream.spark.options import read_options
@@ -45,6 +49,7 @@ class MillstreamSource(DataSource):
         options = read_options(self.options)
         return TopicReader(options, shape_of(schema, options))
 
+    @plainly
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """A reader of what comes."""
         from millstream.spark.options import read_options
@@ -54,6 +59,7 @@ class MillstreamSource(DataSource):
         options = read_options(self.options)
         return TopicStreamReader(options, shape_of(schema, options))
 
+    @plainly
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """A writer of one batch."""
         from millstream.model.errors import InvalidSetting
@@ -66,6 +72,7 @@ class MillstreamSource(DataSource):
         check_columns(schema, options)
         return TopicWriter(options)
 
+    @plainly
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
         """A writer of the batches of a stream."""
         from millstream.spark.options import write_options

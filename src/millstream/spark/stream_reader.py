@@ -21,6 +21,7 @@ from millstream.model.errors import LostData, MillstreamError
 from millstream.model.ids import PartitionIndex
 from millstream.model.topic import TopicPartition
 from millstream.spark.options import ReadOptions
+from millstream.spark.plainly import plainly
 from millstream.spark.position import LATEST, Named
 from millstream.spark.ranges import admitted, ranges_between, split
 from millstream.spark.reader import check_start, read_task
@@ -48,6 +49,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     # -- what Spark asks on the driver ------------------------------------------------------------------------
 
+    @plainly
     def initialOffset(self) -> dict[str, Any]:
         """Where a new query starts."""
         options, survey = self._options, Survey(self._options)
@@ -61,11 +63,13 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         limit = self._options.offsets_max
         return ReadAllAvailable() if limit is None else ReadMaxRows(limit)
 
+    @plainly
     def prepareForTriggerAvailableNow(self) -> None:
         """Remember what is there now: the run ends with it, however much is added meanwhile."""
         survey = Survey(self._options)
         self._until = survey.latest(survey.partitions())
 
+    @plainly
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         """Where the next batch ends; what comes before its start is done, and told to the group."""
         self._tell_group(start)
@@ -82,11 +86,13 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._waited_since = time.monotonic()
         return to_json(end)
 
+    @plainly
     def reportLatestOffset(self) -> dict[str, Any] | None:
         """How far the topics reach, whatever a batch takes of it; lag is counted against this."""
         survey = Survey(self._options)
         return to_json(survey.latest(survey.partitions()))
 
+    @plainly
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """The tasks of a batch."""
         options, survey = self._options, Survey(self._options)
