@@ -20,7 +20,7 @@ from millstream.cli.options import (
     Yes,
     ask_person,
 )
-from millstream.cli.output import counted, one_line, print_json, print_line, print_table
+from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from millstream.admin.groups import Group, Progress
@@ -146,10 +146,7 @@ def delete(
         await delete_group(client, name)
 
     ask(brokers, timeout, question)
-    if as_json:
-        print_json({"group": name, "deleted": True})
-    else:
-        print_line(f"Deleted group {one_line(name)}.")
+    print_answer({"group": name, "deleted": True}, f"Deleted group {one_line(name)}.", as_json=as_json)
 
 
 def _print_description(group: Group, progress: list[Progress]) -> None:

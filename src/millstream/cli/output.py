@@ -19,6 +19,14 @@ def print_json(document: Any) -> None:
     print_line(as_json_text(document))
 
 
+def print_answer(document: Any, text: str, *, as_json: bool) -> None:
+    """Say what was done, to a program or to a person."""
+    if as_json:
+        print_json(document)
+    else:
+        print_line(text)
+
+
 def as_json_text(document: Any) -> str:
     """One document as one line, without its end."""
     return json.dumps(document, ensure_ascii=False)

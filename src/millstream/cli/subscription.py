@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -23,7 +23,16 @@ from millstream.cli.options import (
     ask_person,
     parse_assignments,
 )
-from millstream.cli.output import as_json_text, counted, one_line, print_json, print_line, print_note, print_table
+from millstream.cli.output import (
+    as_json_text,
+    counted,
+    one_line,
+    print_answer,
+    print_json,
+    print_line,
+    print_note,
+    print_table,
+)
 from millstream.cli.push_options import PushHeaders, PushSecret, PushUrl, print_push, push_overrides
 from millstream.model.errors import SubscriptionExists
 from millstream.model.subscription import (
@@ -44,9 +53,11 @@ from millstream.model.subscription import (
 
 if TYPE_CHECKING:
     from millstream.wire.client import Client
-    from millstream.wire.subscriptions import LeasedMessage
+    from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
 
 ACCEPT, RELEASE, REJECT = 1, 2, 3
+
+T = TypeVar("T")
 
 app = typer.Typer(
     help="Create, list, describe, update, delete, pull, seek, pause and resume subscriptions.", no_args_is_help=True
@@ -177,7 +188,7 @@ def list_(
     """List all subscriptions with their backlog."""
     found = [
         told
-        for told in ask(brokers, timeout, _describe(None))
+        for told in _ask(brokers, timeout, lambda subscriptions: subscriptions.describe())
         if internal or not told["name"].startswith(HIDDEN_PREFIX)
     ]
     if as_json:
@@ -201,7 +212,7 @@ def describe(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Show a subscription's settings and the state of its queues."""
-    (told,) = ask(brokers, timeout, _describe([name]))
+    (told,) = _ask(brokers, timeout, lambda subscriptions: subscriptions.describe([name]))
     if as_json:
         print_json(told)
         return
@@ -255,7 +266,7 @@ def update(
     }
     if not changes and topic is None:
         raise typer.BadParameter("there is nothing to change; see --help for what can be")
-    _alter(name, changes, topic, brokers, timeout)
+    _ask(brokers, timeout, lambda subscriptions: subscriptions.alter(name, changes, topics=topic))
     if as_json:
         given = shown({setting: value for setting, value in changes.items() if value is not None})
         print_json({"subscription": name, "changes": {**changes, **given}, "topics": topic})
@@ -296,16 +307,8 @@ def delete(
     """Delete a subscription; the messages stay in their topics. A person at a terminal is asked first."""
     ask_person(f"Delete subscription {name} and forget what it has delivered?", unless=yes or as_json)
 
-    async def question(client: Client) -> None:
-        from millstream.wire.subscriptions import SubscriptionClient
-
-        await SubscriptionClient(client).delete(name)
-
-    ask(brokers, timeout, question)
-    if as_json:
-        print_json({"subscription": name, "deleted": True})
-    else:
-        print_line(f"Deleted subscription {one_line(name)}.")
+    _ask(brokers, timeout, lambda subscriptions: subscriptions.delete(name))
+    print_answer({"subscription": name, "deleted": True}, f"Deleted subscription {one_line(name)}.", as_json=as_json)
 
 
 @app.command("seek")
@@ -324,13 +327,10 @@ def seek(
 ) -> None:
     """Go on at another place, back or forth. Leases that are out become void."""
     place = place_of(to)
-
-    async def question(client: Client) -> list[dict[str, Any]]:
-        from millstream.wire.subscriptions import SubscriptionClient
-
-        return await SubscriptionClient(client).seek(name, place, topic=topic, partition=partition)
-
-    moved = sorted(ask(brokers, timeout, question), key=lambda queue: (queue["topic"], queue["partition"]))
+    found = _ask(
+        brokers, timeout, lambda subscriptions: subscriptions.seek(name, place, topic=topic, partition=partition)
+    )
+    moved = sorted(found, key=lambda queue: (queue["topic"], queue["partition"]))
     if not moved:
         raise CommandFailed(f"there is nothing to move: subscription {name!r} has no queue there")
     if as_json:
@@ -363,10 +363,7 @@ def pull(
         raise typer.BadParameter("--accept, --release and --reject exclude each other")
     worker = f"cli/{socket.gethostname()}-{os.getpid()}"
 
-    async def question(client: Client) -> list[LeasedMessage]:
-        from millstream.wire.subscriptions import SubscriptionClient
-
-        subscriptions = SubscriptionClient(client)
+    async def question(subscriptions: SubscriptionClient) -> list[LeasedMessage]:
         messages = await subscriptions.receive(name, worker, max_records=number, wait_ms=int(wait * 1000))
         _show(messages, as_json=as_json)
         verb = ACCEPT if accept else RELEASE if release else REJECT if reject is not None else None
@@ -377,7 +374,7 @@ def pull(
                     raise error
         return messages
 
-    messages = ask(brokers, timeout + wait, question)
+    messages = _ask(brokers, timeout + wait, question)
     if not messages and not as_json:
         print_note("No messages now.")
     elif messages and not (accept or release or reject is not None) and not as_json:
@@ -396,30 +393,23 @@ def _show(messages: Iterable[LeasedMessage], *, as_json: bool) -> None:
             print_line(as_text(message.topic, message.partition, message.record, colour=False))
 
 
-def _describe(names: list[str] | None) -> Any:
-    async def question(client: Client) -> list[dict[str, Any]]:
+def _ask(brokers: str, timeout: float, question: Callable[[SubscriptionClient], Awaitable[T]]) -> T:
+    async def asked(client: Client) -> T:
+        # Imported when there is something to ask, so that help is told at once.
         from millstream.wire.subscriptions import SubscriptionClient
 
-        return await SubscriptionClient(client).describe(names)
+        return await question(SubscriptionClient(client))
 
-    return question
-
-
-def _alter(name: str, changes: dict[str, str | None], topics: list[str] | None, brokers: str, timeout: float) -> None:
-    async def question(client: Client) -> None:
-        from millstream.wire.subscriptions import SubscriptionClient
-
-        await SubscriptionClient(client).alter(name, changes, topics=topics)
-
-    ask(brokers, timeout, question)
+    return ask(brokers, timeout, asked)
 
 
 def _set_paused(name: str, value: str | None, *, as_json: bool, brokers: str, timeout: float) -> None:
-    _alter(name, {PAUSED: value}, None, brokers, timeout)
-    if as_json:
-        print_json({"subscription": name, "paused": value is not None})
-    else:
-        print_line(f"{'Paused' if value else 'Resumed'} subscription {one_line(name)}.")
+    _ask(brokers, timeout, lambda subscriptions: subscriptions.alter(name, {PAUSED: value}))
+    print_answer(
+        {"subscription": name, "paused": value is not None},
+        f"{'Paused' if value else 'Resumed'} subscription {one_line(name)}.",
+        as_json=as_json,
+    )
 
 
 def _overrides(

@@ -19,7 +19,7 @@ from millstream.cli.options import (
     ask_person,
     parse_assignments,
 )
-from millstream.cli.output import counted, print_json, print_line, print_note, print_table
+from millstream.cli.output import counted, print_answer, print_json, print_line, print_note, print_table
 from millstream.model.errors import MillstreamError, TopicExists
 from millstream.model.topic import CONTRACT, DESCRIPTION, OWNER
 
@@ -211,10 +211,9 @@ def alter(
             await grow_topic(client, name, partitions)
 
     ask(brokers, timeout, question)
-    if as_json:
-        print_json({"topic": name, "changed": changes, "partitions": partitions})
-    else:
-        print_line(f"Changed topic {name}.")
+    print_answer(
+        {"topic": name, "changed": changes, "partitions": partitions}, f"Changed topic {name}.", as_json=as_json
+    )
 
 
 @app.command("delete")
@@ -235,10 +234,7 @@ def delete(
         await delete_topic(client, name)
 
     ask(brokers, timeout, question)
-    if as_json:
-        print_json({"topic": name, "deleted": True})
-    else:
-        print_line(f"Deleted topic {name}.")
+    print_answer({"topic": name, "deleted": True}, f"Deleted topic {name}.", as_json=as_json)
 
 
 def _card(owner: str | None, description: str | None, contract: str | None) -> dict[str, str]:

@@ -18,7 +18,7 @@ from millstream.cli.options import (
     Yes,
     ask_person,
 )
-from millstream.cli.output import one_line, print_json, print_line, print_table
+from millstream.cli.output import one_line, print_answer, print_json, print_line, print_table
 from millstream.model.ids import PartitionIndex
 from millstream.model.topic import TopicPartition
 
@@ -171,10 +171,11 @@ def _abort_known(transactional_id: str, *, as_json: bool, brokers: str, timeout:
         return await abort_transaction(client, transactional_id)
 
     state = ask(brokers, timeout, question)
-    if as_json:
-        print_json({"transactional_id": transactional_id, "was": state})
-    else:
-        print_line(f"Aborted the transaction of {one_line(transactional_id)}, which was {state}.")
+    print_answer(
+        {"transactional_id": transactional_id, "was": state},
+        f"Aborted the transaction of {one_line(transactional_id)}, which was {state}.",
+        as_json=as_json,
+    )
 
 
 def _abort_hanging(
@@ -186,10 +187,9 @@ def _abort_hanging(
         return await abort_on_partition(client, where, producer_id, force=force)
 
     found = ask(brokers, timeout, question)
-    if as_json:
-        print_json(_opened(found))
-    else:
-        print_line(f"Aborted what producer {producer_id} had open on {one_line(str(where))}.")
+    print_answer(
+        _opened(found), f"Aborted what producer {producer_id} had open on {one_line(str(where))}.", as_json=as_json
+    )
 
 
 def _opened(one: OpenTransaction) -> dict[str, Any]:
