@@ -14,6 +14,7 @@ from millstream.model.ids import NodeId
 
 if TYPE_CHECKING:
     from millstream.client.message import Message
+    from millstream.client.settling import Order
 
 
 class Settler(Protocol):
@@ -28,6 +29,7 @@ class Held:
 
     __slots__ = (
         "_topic_id",
+        "accepting",
         "deadline_ms",
         "is_leased",
         "left",
@@ -69,6 +71,9 @@ class Held:
         self.deadline_ms = deadline_ms
         """By the clock of the broker."""
         self.messages: list[Message] = []
+        """Those that came, until the last of them is settled."""
+        self.accepting: Order | None = None
+        """What is about to be told of those that are accepted."""
         self.left = 0
         """How many are not settled."""
         self.timer: asyncio.TimerHandle | None = None

@@ -17,6 +17,7 @@ from millstream.records.raw_record import records_section
 from millstream.wire.subscription_messages import LeasedRange
 
 _VARINT_BYTES_MAX: Final = 10
+_NULL: Final = 0x01
 
 
 def read_leased(batches: bytes, leases: list[LeasedRange], held: Held, *, aborted: Aborted = ()) -> list[Message]:
@@ -56,6 +57,8 @@ def _read_batch(
         byte = section[at]
         if byte < 0x80:
             end, at = at + 1 + (byte >> 1), at + 1
+        elif (second := section[at + 1]) < 0x80:
+            end, at = at + 2 + ((byte & 0x7F | second << 7) >> 1), at + 2
         else:
             length, at = _number(section, at)
             end = at + length
@@ -80,12 +83,25 @@ def _read_batch(
             first, last, attempt, _ = _fields(waiting[-1])
         if offset < first:
             continue
-        length, place = _number(section, place)
-        key = None if length < 0 else section[place : place + length]
-        place += max(0, length)
-        length, place = _number(section, place)
-        value = None if length < 0 else section[place : place + length]
-        place += max(0, length)
+        byte = section[place]
+        if byte == _NULL:
+            key, place = None, place + 1
+        else:
+            length, place = (byte >> 1, place + 1) if byte < 0x80 else _number(section, place)
+            key = section[place : place + length]
+            place += length
+        byte = section[place]
+        if byte == _NULL:
+            value, place = None, place + 1
+        else:
+            if byte < 0x80:
+                length, place = byte >> 1, place + 1
+            elif (second := section[place + 1]) < 0x80:
+                length, place = (byte & 0x7F | second << 7) >> 1, place + 2
+            else:
+                length, place = _number(section, place)
+            value = section[place : place + length]
+            place += length
         if place >= end or end > len(section):
             raise CorruptBatch(f"the record at offset {offset} is longer than it says")
         timestamp_ms = base_ms + delta_ms if append_ms is None else append_ms

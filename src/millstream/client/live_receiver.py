@@ -93,6 +93,9 @@ class LiveReceiver:
     def tell(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
         """There is nobody to tell."""
 
+    def accept(self, message: Message) -> None:
+        """There is nobody to tell."""
+
     def leave_alone(self, message: Message) -> None:
         """There is nothing to renew."""
 

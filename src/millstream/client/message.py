@@ -24,41 +24,22 @@ EXTEND: Final = 4
 NO_HEADERS: Final = b"\x00"
 
 
-class Message:
-    """One message. Keys, values and headers are bytes; `json()` and `header_text` read them."""
+class Message(msgspec.Struct, eq=False, gc=False):
+    """One message. Keys, values and headers are bytes; `json()` and `header_text` read them.
 
-    __slots__ = (
-        "_header_bytes",
-        "_headers",
-        "_held",
-        "attempt",
-        "is_settled",
-        "key",
-        "offset",
-        "timestamp_ms",
-        "value",
-    )
+    A struct of msgspec, since one is made for every message, and in Python alone that takes four times as long.
+    """
 
-    def __init__(
-        self,
-        held: Held,
-        offset: int,
-        timestamp_ms: int,
-        key: bytes | None,
-        value: bytes | None,
-        header_bytes: bytes,
-        attempt: int,
-    ) -> None:
-        self._held = held
-        self.offset = offset
-        self.timestamp_ms = timestamp_ms
-        self.key = key
-        self.value = value
-        self._header_bytes = header_bytes
-        self.attempt = attempt
-        """How often it was delivered, this time included; 0 for a message of a live stream."""
-        self.is_settled = False
-        self._headers: Headers | None = None
+    _held: Held
+    offset: int
+    timestamp_ms: int
+    key: bytes | None
+    value: bytes | None
+    _header_bytes: bytes
+    attempt: int
+    """How often it was delivered, this time included; 0 for a message of a live stream."""
+    is_settled: bool = False
+    _headers: Headers | None = None
 
     def __repr__(self) -> str:
         return f"<Message {self.topic}/{self.partition}@{self.offset} attempt {self.attempt}>"

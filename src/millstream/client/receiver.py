@@ -64,6 +64,8 @@ class Receiver:
         self._ahead_min = min(self._credit, max(1, ahead))
         self._ahead = self._ahead_min
         """How many of them wait here at most; it follows how quickly they are settled."""
+        self._low = self._ahead * 3 // 4
+        """When so few wait, more are asked for."""
         self._lease_s = lease_s
         self._is_settled_at_once = delivery == AT_MOST_ONCE
         self._loop = asyncio.get_running_loop()
@@ -77,6 +79,8 @@ class Receiver:
         self._idle: deque[asyncio.Future[None]] = deque()
         """Workers that wait for a message."""
         self._left_alone: set[Message] = set()
+        self._helds: set[Held] = set()
+        """All of which a message is not settled."""
         self._stopping = False
         self._asked_nodes = 0.0
         self.error: MillstreamError | None = None
@@ -98,7 +102,8 @@ class Receiver:
         buffer = self._buffer
         while buffer:
             message = buffer.popleft()
-            if self._hungry:
+            waiting = len(buffer)
+            if self._hungry and (waiting == 0 or waiting == self._low):
                 self._feed()
             if message.is_settled or self._loop.time() >= message._held.valid_until:
                 # Its lease is over, so somebody else may have it by now.
@@ -127,14 +132,24 @@ class Receiver:
         if message.is_settled:
             return
         message.is_settled = True
-        self._left_alone.discard(message)
+        if self._left_alone:
+            self._left_alone.discard(message)
         self._held -= 1
         held = message._held
         held.left -= 1
         if held.left == 0:
             self._finished(held)
-        if self._hungry:
+        if self._hungry and not self._buffer:
             self._feed()
+
+    def accept(self, message: Message) -> None:
+        """A message is done, and nobody waits for the answer: it is told with others that came with it."""
+        if message.is_settled:
+            return
+        held = message._held
+        order = held.accepting or self.settling.accepting(held)
+        order.offsets.append(message.offset)
+        self.done(message)
 
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
         """Tell the broker; the future ends when it is durable."""
@@ -153,23 +168,29 @@ class Receiver:
         if not message.is_settled:
             self.done(message)
             if not self._is_settled_at_once:
-                self.settling.tell(Order(message, verb, delay_ms, reason, None))
+                self.settling.tell(Order(message._held, [message.offset], verb, delay_ms, reason))
 
     def _finished(self, held: Held) -> None:
         """All messages of one answer are settled: by how long that took, hold more or fewer ahead."""
         if held.timer is not None:
             held.timer.cancel()
         held.messages.clear()
+        self._helds.discard(held)
         took_s = self._loop.time() - held.received
         if took_s < _QUICK_S:
             self._ahead = min(self._credit, self._ahead * 2)
         elif took_s > _SLOW_S:
             self._ahead = max(self._ahead_min, self._ahead // 2)
+        self._low = self._ahead * 3 // 4
+        if self._hungry:
+            self._feed()
 
-    def _lost(self, message: Message) -> None:
-        """A message that is still here has no lease any more."""
-        if not message.is_settled:
-            self.done(message)
+    def _lost(self, order: Order) -> None:
+        """Messages that are still here have no lease any more."""
+        offsets = set(order.offsets)
+        for message in list(order.held.messages):
+            if message.offset in offsets:
+                self.done(message)
 
     # -- the end --------------------------------------------------------------------------------------------
 
@@ -199,9 +220,10 @@ class Receiver:
     async def close(self) -> None:
         """Stop, and give up what is not settled."""
         await self.stop()
-        for message in self._buffer:
-            self.done(message)
         self._buffer.clear()
+        for held in list(self._helds):
+            for message in list(held.messages):
+                self.done(message)
         await self.settling.close()
 
     # -- asking ---------------------------------------------------------------------------------------------
@@ -312,9 +334,12 @@ class Receiver:
                 deadline_ms=min((lease.deadline_ms for lease in part.leases), default=None),
             )
             messages = read_leased(part.batches, part.leases, held)
+            if not messages:
+                continue
+            self._helds.add(held)
             self._held += len(messages)
             self._buffer += messages
-            if messages and not self._is_settled_at_once:
+            if not self._is_settled_at_once:
                 held.timer = self._loop.call_later(self._lease_s / 2, self._renew, held)
         self._wake(len(self._buffer) - before)
 
@@ -324,8 +349,7 @@ class Receiver:
         open_messages = [one for one in held.messages if not one.is_settled and one not in left_alone]
         if not open_messages:
             return
-        for message in open_messages:
-            self.settling.tell(Order(message, EXTEND, None, "", None))
+        self.settling.tell(Order(held, [message.offset for message in open_messages], EXTEND))
         held.valid_until = self._loop.time() + self._lease_s
         if held.deadline_ms is not None:
             held.deadline_ms += int(self._lease_s * 500)

@@ -13,14 +13,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from millstream.client.held import Held
 from millstream.client.message import ACCEPT, EXTEND, Message
-from millstream.model.errors import (
-    InvalidRecordState,
-    InvalidRequest,
-    MillstreamError,
-    ProtocolViolation,
-    RequestTimedOut,
-)
+from millstream.model.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
 from millstream.model.ids import NodeId
 from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
 from millstream.wire.refusal import TRANSIENT, refusal
@@ -38,25 +33,70 @@ REPEATED: Final = (*TRANSIENT, RequestTimedOut)
 """What is tried again, at whoever leads the partition then."""
 
 
-class Order(NamedTuple):
-    """What is to be told of one message, and who waits for the answer."""
+class Order:
+    """What is to be told of some messages that came together, and who waits for the answer."""
 
-    message: Message
-    verb: int
-    delay_ms: int | None
-    reason: str
-    answer: asyncio.Future[None] | None
+    __slots__ = ("answer", "delay_ms", "held", "is_alone", "offsets", "reason", "verb")
+
+    def __init__(
+        self,
+        held: Held,
+        offsets: list[int],
+        verb: int,
+        delay_ms: int | None = None,
+        reason: str = "",
+        answer: asyncio.Future[None] | None = None,
+        *,
+        is_alone: bool = False,
+    ) -> None:
+        self.held = held
+        self.offsets = offsets
+        self.verb = verb
+        self.delay_ms = delay_ms
+        self.reason = reason
+        self.answer = answer
+        self.is_alone = is_alone
+        """Whether it is sent in a range of its own."""
+
+    def part(self, offsets: list[int], *, is_alone: bool = False) -> Order:
+        """The same of some of the messages."""
+        return Order(self.held, offsets, self.verb, self.delay_ms, self.reason, self.answer, is_alone=is_alone)
+
+    def is_like(self, other: Order) -> bool:
+        """Whether both may be told in one range."""
+        mine = (self.verb, self.delay_ms, self.reason)
+        return mine == (other.verb, other.delay_ms, other.reason) and not (self.is_alone or other.is_alone)
 
 
 Told = Callable[[Order, MillstreamError | None], None]
 """Called with what came of an order."""
 
 
+class _Range(NamedTuple):
+    """Consecutive messages of which the same is told."""
+
+    first: int
+    last: int
+    orders: list[Order]
+
+    def settled(self) -> SettledRange:
+        order = self.orders[0]
+        return SettledRange(self.first, self.last, order.verb, order.delay_ms, order.reason)
+
+
 class SettleLane:
     """Settles messages at one node, one request at a time."""
 
     def __init__(
-        self, client: Client, subscription: str, worker: str, node: NodeId | None, *, told: Told, elsewhere: Told
+        self,
+        client: Client,
+        subscription: str,
+        worker: str,
+        node: NodeId | None,
+        *,
+        told: Told,
+        elsewhere: Told,
+        more: Callable[[int], None],
     ) -> None:
         self._client = client
         self._subscription = subscription
@@ -65,29 +105,26 @@ class SettleLane:
         self._told = told
         self._elsewhere = elsewhere
         """Told of orders that this node could not take."""
+        self._more = more
+        """Told by how much the number of orders has grown, since one was told in parts."""
         self._waiting: list[Order] = []
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is to be told."""
-        return self._task is None
 
     def add(self, order: Order) -> None:
         """Tell this with the next request."""
         self._waiting.append(order)
         self._begin()
 
-    def _begin(self) -> None:
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
-            self._task.add_done_callback(self._ended)
-
     async def close(self) -> None:
         """Give up."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    def _begin(self) -> None:
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None
@@ -100,85 +137,90 @@ class SettleLane:
     async def _run(self) -> None:
         while self._waiting:
             orders, self._waiting = self._waiting, []
+            places: dict[tuple[str, int], list[_Range]] = {}
+            for place, listed in _by_place(orders).items():
+                ranges = places[place] = list(_ranges(listed))
+                self._more(sum(len(one.orders) for one in ranges) - len(listed))
             try:
-                await self._send(orders)
+                await self._send(places)
             except MillstreamError as error:
-                for order in orders:
-                    (self._elsewhere if isinstance(error, REPEATED) else self._told)(order, error)
+                tell = self._elsewhere if isinstance(error, REPEATED) else self._told
+                for ranges in places.values():
+                    for one in ranges:
+                        for order in one.orders:
+                            tell(order, error)
 
-    async def _send(self, orders: list[Order]) -> None:
-        places: dict[tuple[str, int], list[Order]] = {}
-        for order in orders:
-            places.setdefault(order.message._held.place, []).append(order)
-        ranges = [list(_ranges(listed)) for listed in places.values()]
-        singles = await self._ask(list(places), ranges)
-        if singles:
-            # A range is taken as a whole or not at all: one message in it is not held any more, the others may be.
-            await self._ask(
-                [place for place, _ in singles], [[_Range(order, [order]) for order in listed] for _, listed in singles]
-            )
-
-    async def _ask(
-        self, places: Sequence[tuple[str, int]], ranges: Sequence[list[_Range]]
-    ) -> list[tuple[tuple[str, int], list[Order]]]:
-        """Send ranges; returns the orders of those that have to be sent one by one."""
+    async def _send(self, places: dict[tuple[str, int], list[_Range]]) -> None:
         settles = [
-            PartitionSettles(topic, partition, [one.settled for one in listed])
-            for (topic, partition), listed in zip(places, ranges, strict=True)
+            PartitionSettles(topic, partition, [one.settled() for one in ranges])
+            for (topic, partition), ranges in places.items()
         ]
         body = msgspec.msgpack.encode(SettleRequest(self._subscription, self._worker, settles))
         answer = _read(await self._client.private(self._node, SETTLE_KEY, body))
         if answer.error:
             raise refusal(answer.error, answer.message)
-        if [len(told) for told in answer.results] != [len(listed) for listed in ranges]:
+        if [len(told) for told in answer.results] != [len(ranges) for ranges in places.values()]:
             raise ProtocolViolation("the broker does not answer for each of the messages that were settled")
-        singles: list[tuple[tuple[str, int], list[Order]]] = []
-        for place, listed, results in zip(places, ranges, answer.results, strict=True):
-            again: list[Order] = []
-            for one, (code, text) in zip(listed, results, strict=True):
-                again += self._conclude(one, refusal(code, text) if code else None)
-            if again:
-                singles.append((place, again))
-        return singles
+        for ranges, results in zip(places.values(), answer.results, strict=True):
+            for one, (code, text) in zip(ranges, results, strict=True):
+                self._conclude(one, refusal(code, text) if code else None)
 
-    def _conclude(self, one: _Range, error: MillstreamError | None) -> list[Order]:
-        if isinstance(error, InvalidRecordState) and len(one.orders) > 1:
-            return one.orders
+    def _conclude(self, one: _Range, error: MillstreamError | None) -> None:
+        if isinstance(error, InvalidRecordState) and one.first < one.last:
+            # A range is taken as a whole or not at all: one message in it is not held any more, the others may be.
+            for order in one.orders:
+                self._more(len(order.offsets) - 1)
+                self._waiting += [order.part([offset], is_alone=True) for offset in order.offsets]
+            return
+        tell = self._elsewhere if isinstance(error, REPEATED) else self._told
         for order in one.orders:
-            (self._elsewhere if isinstance(error, REPEATED) else self._told)(order, error)
-        return []
+            tell(order, error)
 
 
-class _Range:
-    """Consecutive messages of which the same is told."""
-
-    __slots__ = ("orders", "settled")
-
-    def __init__(self, first: Order, orders: list[Order]) -> None:
-        self.orders = orders
-        self.settled = SettledRange(
-            first.message.offset, orders[-1].message.offset, first.verb, first.delay_ms, first.reason
-        )
+def _by_place(orders: Sequence[Order]) -> dict[tuple[str, int], list[Order]]:
+    places: dict[tuple[str, int], list[Order]] = {}
+    for order in orders:
+        held = order.held
+        if held.accepting is order:
+            # What is accepted from now on goes with the next request.
+            held.accepting = None
+        places.setdefault(held.place, []).append(order)
+    return places
 
 
 def _ranges(orders: list[Order]) -> Iterator[_Range]:
-    """Orders of one partition, merged where the same is told of neighbours."""
+    """Orders of one partition as ranges: those about one message are merged where the same is told of neighbours."""
+    singles = [order for order in orders if len(order.offsets) == 1]
+    for order in orders:
+        if len(order.offsets) > 1:
+            yield from _runs(order)
+    # A message may be extended and settled in the same request; the first of both comes first.
+    singles.sort(key=lambda order: (order.verb != EXTEND, order.offsets[0]))
     together: list[Order] = []
-    for order in sorted(orders, key=_in_order):
+    for order in singles:
         if together:
             before = together[-1]
-            # A message may be extended and settled in the same request; then two verbs speak of one offset.
-            follows = order.message.offset == before.message.offset + 1
-            if not follows or order[1:4] != before[1:4]:
-                yield _Range(together[0], together)
+            if order.offsets[0] != before.offsets[0] + 1 or not order.is_like(before):
+                yield _Range(together[0].offsets[0], before.offsets[0], together)
                 together = []
         together.append(order)
     if together:
-        yield _Range(together[0], together)
+        yield _Range(together[0].offsets[0], together[-1].offsets[0], together)
 
 
-def _in_order(order: Order) -> tuple[int, int]:
-    return (0 if order.verb == EXTEND else 1, order.message.offset)
+def _runs(order: Order) -> Iterator[_Range]:
+    offsets = order.offsets
+    offsets.sort()
+    first, last = offsets[0], offsets[-1]
+    if last - first == len(offsets) - 1:
+        yield _Range(first, last, [order])
+        return
+    start = 0
+    for at in range(1, len(offsets) + 1):
+        if at == len(offsets) or offsets[at] != offsets[at - 1] + 1:
+            part = offsets[start:at]
+            yield _Range(part[0], part[-1], [order.part(part)])
+            start = at
 
 
 def _read(body: memoryview) -> SettleAnswer:
@@ -191,12 +233,12 @@ def _read(body: memoryview) -> SettleAnswer:
 class Settling:
     """Settles the messages of one worker, wherever their partitions are led."""
 
-    def __init__(self, client: Client, subscription: str, worker: str, *, lost: Callable[[Message], None]) -> None:
+    def __init__(self, client: Client, subscription: str, worker: str, *, lost: Callable[[Order], None]) -> None:
         self._client = client
         self._subscription = subscription
         self._worker = worker
         self._lost = lost
-        """Told of a message whose lease could not be kept."""
+        """Told of messages whose lease could not be kept."""
         self._loop = asyncio.get_running_loop()
         self._lanes: dict[NodeId | None, SettleLane] = {}
         self._moving: list[Order] = []
@@ -207,17 +249,19 @@ class Settling:
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
         """Tell it; the future ends when it is durable."""
         answer: asyncio.Future[None] = self._loop.create_future()
-        self.tell(Order(message, verb, delay_ms, reason, answer))
+        self.tell(Order(message._held, [message.offset], verb, delay_ms, reason, answer))
         return answer
 
-    def accept(self, message: Message) -> None:
-        """A message is done, and nobody waits for the answer."""
-        self.tell(Order(message, ACCEPT, None, "", None))
+    def accepting(self, held: Held) -> Order:
+        """An order to which accepted messages are added until it is sent."""
+        order = held.accepting = Order(held, [], ACCEPT)
+        self.tell(order)
+        return order
 
     def tell(self, order: Order) -> None:
         """Tell it with the next request."""
         self._open += 1
-        self._lane(order.message._held.node).add(order)
+        self._lane(order.held.node).add(order)
 
     async def flush(self) -> None:
         """Wait until everything has been told."""
@@ -237,23 +281,35 @@ class Settling:
         lane = self._lanes.get(node)
         if lane is None:
             lane = self._lanes[node] = SettleLane(
-                self._client, self._subscription, self._worker, node, told=self._told, elsewhere=self._elsewhere
+                self._client,
+                self._subscription,
+                self._worker,
+                node,
+                told=self._told,
+                elsewhere=self._elsewhere,
+                more=self._more,
             )
         return lane
+
+    def _more(self, count: int) -> None:
+        self._open += count
 
     def _told(self, order: Order, error: MillstreamError | None) -> None:
         self._open -= 1
         if error is not None:
-            self._lost(order.message)
+            self._lost(order)
+            if order.verb != EXTEND and order.answer is None:
+                place, count = f"{order.held.topic}-{order.held.partition}", len(order.offsets)
+                _logger.warning(
+                    "%d messages of %s from %d on are not settled: %s", count, place, order.offsets[0], error
+                )
         if order.answer is not None and not order.answer.done():
             if error is None:
                 order.answer.set_result(None)
             else:
                 order.answer.set_exception(error)
-                # Whoever does not look at it, as the renewal of leases, has been told of the loss.
+                # A caller that was cancelled does not look at it.
                 order.answer.exception()
-        elif error is not None and order.verb != EXTEND:
-            _logger.warning("message %s was handled, but not settled: %s", order.message.id, error)
         if self._open == 0:
             idle, self._idle = self._idle, []
             for waiting in idle:
@@ -263,9 +319,8 @@ class Settling:
     # -- when leaders move ----------------------------------------------------------------------------------
 
     def _elsewhere(self, order: Order, error: MillstreamError | None) -> None:
-        held = order.message._held
-        if self._loop.time() >= held.valid_until or (order.verb == EXTEND and order.message.is_settled):
-            self._told(order, error or InvalidRequest("the lease is over"))
+        if self._loop.time() >= order.held.valid_until:
+            self._told(order, error)
             return
         self._moving.append(order)
         self._begin_to_move()
@@ -292,15 +347,14 @@ class Settling:
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, BACKOFF_S_MAX)
             moving, self._moving = self._moving, []
-            topics = sorted({order.message.topic for order in moving})
             try:
-                found = await self._client.metadata(topics)
+                found = await self._client.metadata(sorted({order.held.topic for order in moving}))
             except REPEATED as error:
                 for order in moving:
                     self._elsewhere(order, error)
                 continue
             for order in moving:
-                held = order.message._held
+                held = order.held
                 topic = found.topics.get(held.topic)
                 partitions = () if topic is None else topic.partitions.values()
                 leader = next((one.leader_id for one in partitions if one.partition == held.partition), -1)

@@ -41,6 +41,9 @@ class Source(Protocol):
     def tell(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
         """Settle a message without waiting for the answer."""
 
+    def accept(self, message: Message) -> None:
+        """Settle a message as done, without waiting for the answer."""
+
     def leave_alone(self, message: Message) -> None:
         """Do not renew the lease of a message any more."""
 

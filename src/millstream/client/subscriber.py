@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from millstream.client import tracing
-from millstream.client.message import ACCEPT, REJECT, RELEASE, Message
+from millstream.client.message import REJECT, RELEASE, Message
 from millstream.client.outcome import Reject, RetryLater
 from millstream.client.source import Source
 
@@ -120,7 +120,7 @@ class Subscriber:
     # -- handling -------------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        source = self._source
+        source, handler = self._source, self._handler
         handled = 0
         while True:
             message = source.take()
@@ -130,32 +130,40 @@ class Subscriber:
                 await source.arrival()
                 handled = 0
                 continue
-            await self._handle(message)
+            try:
+                if self._is_async and not tracing.is_on():
+                    tracing.working_on(message)
+                    await handler(message)
+                else:
+                    await self._call(message)
+            except (Exception, asyncio.CancelledError) as error:
+                self._failed(message, error)
+            else:
+                source.accept(message)
             handled += 1
             if handled == _TURN:
                 handled = 0
                 await asyncio.sleep(0)
 
-    async def _handle(self, message: Message) -> None:
+    async def _call(self, message: Message) -> None:
+        with tracing.handling(message):
+            if self._is_async:
+                await self._handler(message)
+            else:
+                await asyncio.to_thread(self._handler, message)
+
+    def _failed(self, message: Message, error: BaseException) -> None:
         tell = self._source.tell
-        try:
-            with tracing.handling(message):
-                if self._is_async:
-                    await self._handler(message)
-                else:
-                    await asyncio.to_thread(self._handler, message)
-        except asyncio.CancelledError:
+        if isinstance(error, asyncio.CancelledError):
             tell(message, RELEASE, 0, "the worker was stopped")
-            raise
-        except Reject as error:
+            raise error
+        if isinstance(error, Reject):
             tell(message, REJECT, None, _reason(error))
-        except RetryLater as error:
+        elif isinstance(error, RetryLater):
             tell(message, RELEASE, max(0, int(error.seconds * 1000)), _reason(error))
-        except Exception as error:
+        else:
             _logger.warning("the handler of %r failed at message %s", self.name, message.id, exc_info=error)
             tell(message, RELEASE, None, _reason(error))
-        else:
-            tell(message, ACCEPT)
 
 
 def _is_async(handler: Handler) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from millstream.records.record import Headers
 
@@ -89,14 +89,8 @@ class Placed(Protocol):
         """Its place there."""
 
 
-class _Origin(NamedTuple):
-    """What a message that is published now comes out of."""
-
-    correlation_id: str | None
-    handled: Handled | None
-
-
-_origin: ContextVar[_Origin | None] = ContextVar("millstream_origin", default=None)
+_origin: ContextVar[str | Handled | None] = ContextVar("millstream_origin", default=None)
+"""What a message that is published now comes out of: a correlation id, or a message that is being handled."""
 
 
 # -- correlation --------------------------------------------------------------------------------------------
@@ -108,17 +102,15 @@ def correlation_id() -> str | None:
     In a handler that is the one of the handled message, or its message id when it has none.
     """
     origin = _origin.get()
-    if origin is None:
-        return None
-    if origin.handled is None:
-        return origin.correlation_id
-    return origin.handled.correlation_id or origin.handled.id
+    if origin is None or isinstance(origin, str):
+        return origin
+    return origin.correlation_id or origin.id
 
 
 @contextmanager
 def correlated(identifier: str) -> Iterator[None]:
     """Give every message that is published within this block a correlation id, as that of a web request."""
-    token = _origin.set(_Origin(identifier, None))
+    token = _origin.set(identifier)
     try:
         yield
     finally:
@@ -147,8 +139,8 @@ def _trace() -> Mapping[str, str]:
 
         propagate.inject(carrier)
     origin = _origin.get()
-    if not carrier and origin is not None and origin.handled is not None:
-        return _texts(origin.handled, _TRACE_HEADERS)
+    if not carrier and origin is not None and not isinstance(origin, str):
+        return _texts(origin, _TRACE_HEADERS)
     return carrier
 
 
@@ -213,6 +205,11 @@ def publish_span(
         yield PublishSpan(span)
 
 
+def working_on(message: Handled) -> None:
+    """What `handling` does when nobody wants spans, for a task that handles one message after the other."""
+    _origin.set(message)
+
+
 class handling:  # noqa: N801
     """Around the work on a message: what is published there carries its correlation id and goes on with its trace.
 
@@ -226,7 +223,7 @@ class handling:  # noqa: N801
         self._span: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
-        self._token = _origin.set(_Origin(None, self._message))
+        self._token = _origin.set(self._message)
         if is_on():
             self._span = _process_span(self._message)
             self._span.__enter__()
