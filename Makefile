@@ -13,7 +13,7 @@ SOAK_ARGS ?=
 CHAOS_ARGS ?=
 SIMULATE_ARGS ?=
 
-.PHONY: help demo test check bench bench-cluster bench-filters bench-http bench-queues bench-transactions serve kill-trial chaos chaos-cluster chaos-transactions conformance compare fuzz simulate docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-filters bench-http bench-queues bench-transactions serve kill-trial chaos chaos-cluster chaos-push chaos-transactions conformance compare fuzz simulate docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -89,6 +89,9 @@ chaos: $(DEV_STAMP) ## Kill brokers while subscriptions deliver to workers that 
 
 chaos-cluster: $(DEV_STAMP) ## Let 200 faults happen to a loaded cluster of real processes, and check every message (half an hour)
 	@$(BIN)/python -m benchmarks.chaos_cluster $(CHAOS_ARGS)
+
+chaos-push: $(DEV_STAMP) ## Kill nodes, push processes and the endpoint while messages are pushed, and check every message (4 minutes)
+	@$(BIN)/python -m benchmarks.chaos_push $(CHAOS_ARGS)
 
 chaos-transactions: $(DEV_STAMP) ## Kill programs and brokers 100 times while they work in transactions, and check every effect (20 minutes)
 	@$(BIN)/python -m benchmarks.chaos_transactions $(CHAOS_ARGS)

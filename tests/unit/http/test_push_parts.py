@@ -15,15 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.http.push.address import Addresses, is_public
-from millstream.http.push.endpoint import DOWN_AFTER, REST_S_MAX, Endpoint
+from millstream.http.push.endpoint import DOWN_AFTER, REST_S_MAX, REST_S_MIN, Endpoint
 from millstream.http.push.event import Content, content_of
 from millstream.http.push.signature import signature
 from millstream.http.push.verdict import Answer, Verdict, retry_after
+from millstream.kafka.setting_view import group_settings
 from millstream.model.errors import InvalidSetting, PolicyViolation
 from millstream.model.ids import Offset
 from millstream.model.push import BINARY, RAW, STRUCTURED, check_push, headers_of, keys_of
 from millstream.model.setting import HIDDEN
-from millstream.model.subscription import SubscriptionSettings, shown
+from millstream.model.subscription import Subscription, SubscriptionSettings, shown
 from millstream.records.record import Headers, Record
 from millstream.wire.subscriptions import LeasedMessage
 
@@ -93,6 +94,11 @@ def test_secrets_are_not_shown() -> None:
     assert told["millstream.push.secret"] == HIDDEN
     assert SubscriptionSettings().as_strings()["millstream.push.secret"] == ""
     assert headers_of('{"Authorization": "Bearer x"}') == {"Authorization": "Bearer x"}
+    declared = Subscription(name="s", subscription_id=UUID(int=1), topics=(), overrides=given, created_ms=0)
+    views = {view.declared.name: view for view in group_settings(declared)}
+    assert views["millstream.push.secret"].value is None
+    assert views["millstream.push.secret"].declared.is_secret
+    assert views["millstream.push.format"].value == BINARY
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------
@@ -221,10 +227,28 @@ def test_failures_of_one_moment_count_once() -> None:
     endpoint.failed(began=0.5, now=1.1)
     assert endpoint.limit == 32
     endpoint.failed(began=1.0, now=2.0)
+    assert (endpoint.limit, endpoint.state) == (16, "failing")
+
+
+def test_an_endpoint_is_down_when_everything_fails_that_was_under_way() -> None:
+    endpoint = Endpoint(100)
+    for _ in range(9):
+        endpoint.succeeded(endpoint.limit)
+    assert endpoint.limit == 10
+    for _ in range(9):
+        endpoint.failed(began=0.0, now=1.0)
+    assert endpoint.state == "failing"
+    endpoint.failed(began=0.0, now=1.0)
     assert endpoint.is_down
-    assert endpoint.room(0, 2.5) == 0
-    assert endpoint.room(0, 3.0) == 1
-    assert endpoint.room(1, 3.0) == 0
+    assert endpoint.rest_left(1.0) == REST_S_MIN
+    assert (endpoint.room(0, 1.5), endpoint.room(0, 2.0), endpoint.room(1, 2.0)) == (0, 1, 0)
+    # Others that began before say nothing new; a probe does.
+    endpoint.failed(began=0.0, now=1.5)
+    assert endpoint.rest_left(1.5) == 0.5
+    endpoint.failed(began=2.0, now=3.0)
+    assert endpoint.rest_left(3.0) == 2 * REST_S_MIN
+    endpoint.succeeded(1)
+    assert (endpoint.state, endpoint.limit) == ("up", 2)
 
 
 @settings(max_examples=100)

@@ -1,9 +1,9 @@
 """How much an endpoint takes: found out by its answers, as TCP finds out how much a network takes.
 
 It begins with one request at a time. While all goes well the limit grows, first by one with each answer, later by one
-with each round of them; a failure halves it. After some failures in a row the endpoint counts as down: it is left alone
-for a while, and then asked with one message, until it answers. So an endpoint that is down does not use up the
-attempts of everything that waits for it.
+with each round of them; a failure halves it. When everything that is under way fails, and three requests at least, the
+endpoint counts as down: it is left alone for a while, and then asked with one message, until it answers. So an endpoint
+that is down does not use up the attempts of everything that waits for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 DOWN_AFTER: Final = 3
-"""So many failures in a row, without a success between them, and the endpoint is down."""
+"""So many failures in a row at least, without a success between them, and the endpoint is down."""
 REST_S_MIN: Final = 1.0
 REST_S_MAX: Final = 60.0
 
@@ -24,6 +24,8 @@ class Endpoint:
         self._limit = 1.0
         self._threshold = self._cap
         self._failures = 0
+        # How many failures in a row are too many: as many as could be under way when the first came.
+        self._failures_max = DOWN_AFTER
         self._rest_s = REST_S_MIN
         self._shrunk_at = float("-inf")
         self._resting_until = float("-inf")
@@ -72,14 +74,16 @@ class Endpoint:
     def failed(self, began: float, now: float) -> None:
         """It has not answered, or said that it cannot; `began` is when it was asked."""
         self.is_used = True
+        if not self._failures:
+            self._failures_max = max(DOWN_AFTER, self.limit)
         self._failures += 1
-        if began < self._shrunk_at:
-            # Others that were under way at the same time have said the same already.
-            return
-        self._limit = max(1.0, self._limit / 2)
-        self._threshold = max(2.0, self._limit)
-        self._shrunk_at = now
-        if self._failures >= DOWN_AFTER or self.is_down:
+        # Of those that were under way at the same time, the first has said what there is to say.
+        is_news = began >= self._shrunk_at
+        if is_news:
+            self._limit = max(1.0, self._limit / 2)
+            self._threshold = max(2.0, self._limit)
+            self._shrunk_at = now
+        if self._failures >= self._failures_max and (is_news or not self.is_down):
             self.is_down = True
             self.rest(self._rest_s, now)
             self._rest_s = min(2 * self._rest_s, REST_S_MAX)

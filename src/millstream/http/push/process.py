@@ -40,6 +40,7 @@ DRAIN_S: Final = 5.0
 GIVE_BACK_S: Final = 2.0
 REPORT_S: Final = 0.5
 """How often what has changed is told at most."""
+RATES_S: Final = 2.0
 ANSWER_S: Final = 30.0
 LINE_BYTES_MAX: Final = 64 * 1024 * 1024
 
@@ -134,6 +135,7 @@ class PushProcess:
         # Also those that end because they are not wanted any more.
         self._running: dict[asyncio.Task[None], Pusher] = {}
         self._news = asyncio.Event()
+        self._has_rates = False
 
     async def declare(self, subscriptions: list[PushSubscription]) -> None:
         """Push these from now on, and nothing else."""
@@ -162,10 +164,14 @@ class PushProcess:
         await self._client.close()
 
     async def report(self) -> bytes:
-        """What has changed, as a line, when something has."""
-        await self._news.wait()
+        """What has changed, as a line, when something has; rates change also when nothing happens any more."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RATES_S if self._has_rates else None):
+                await self._news.wait()
         self._news.clear()
-        return msgspec.json.encode(Reports([pusher.report() for pusher in self._pushers.values()])) + b"\n"
+        reports = [pusher.report() for pusher in self._pushers.values()]
+        self._has_rates = any(one.accepted_per_s or one.failed_per_s for one in reports)
+        return msgspec.json.encode(Reports(reports)) + b"\n"
 
     def _begin(self, known: str, declared: PushSubscription) -> None:
         worker = self._options.worker
@@ -224,7 +230,8 @@ async def push(options: Options) -> None:
     finally:
         reporting.cancel()
         await asyncio.gather(reporting, return_exceptions=True)
-        transport.abort()
+        if not transport.is_closing():
+            transport.abort()
 
 
 async def _tell(process: PushProcess, said: asyncio.StreamWriter) -> None:

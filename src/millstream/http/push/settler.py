@@ -137,7 +137,11 @@ def _tell(said: _Said, error: Exception | None) -> None:
     if error is not None:
         _logger.info(
             "a lease could not be settled",
-            extra={"topic": said.message.topic, "partition": said.message.partition, "error": str(error)},
+            extra={
+                "topic": said.message.topic,
+                "partition": said.message.partition,
+                "error": str(error) or type(error).__name__,
+            },
         )
     if not said.done.done():
         said.done.set_result(error is None)
