@@ -112,6 +112,11 @@ class _Case:
         accepts = [one for one in self.settlements[place] if one.verb == Verb.ACCEPT]
         return any(one.is_sure if surely else one.is_possible for one in accepts)
 
+    def attempt_of(self, settlement: Settlement) -> int:
+        """Which delivery a settlement was about: a worker that was given a message twice has settled the later one."""
+        given = [one for one in self.deliveries.get(settlement.place, ()) if one.worker == settlement.worker]
+        return max((one.attempt for one in given if one.from_ms <= (settlement.answered_ms or 0)), default=0)
+
     def settlements_of(self, delivery: Delivery) -> list[Settlement]:
         """What the worker of a delivery said, in order."""
         return [
@@ -296,7 +301,7 @@ def _came_back(case: _Case) -> Iterator[str]:
         if not accepts:
             continue
         accepted_ms = min(one.answered_ms or 0 for one in accepts)
-        attempt, nodes = min(one.attempt for one in accepts), {one.node for one in accepts}
+        attempt, nodes = min(map(case.attempt_of, accepts)), {one.node for one in accepts}
         for one in ones:
             is_later = one.from_ms > accepted_ms
             if case.promise.delivery == EXACTLY_ONCE:
@@ -316,7 +321,9 @@ def _dishonoured(case: _Case) -> Iterator[str]:
             for first in case.settlements_of(one)[:1]:
                 if first.taken or first.answered_ms is None or first.answered_ms >= one.deadline_ms:
                     continue
-                if not case.is_stepped(one.from_ms, first.answered_ms):
+                # It may have settled it already, as what it was given before.
+                settled = any(each.taken and each.worker == one.worker for each in case.settlements[place])
+                if not settled and not case.is_stepped(one.from_ms, first.answered_ms):
                     yield f"{place}: {first.verb.name} of {one.worker} was refused before its lease ended"
 
 
@@ -357,6 +364,8 @@ def _released_until_ms(case: _Case, delivery: Delivery) -> int:
         one.sent_ms + one.delay_ms
         for one in case.settlements[delivery.place]
         if one.verb == Verb.RELEASE and one.is_sure and one.delay_ms and one.attempt == delivery.attempt - 1
+        # Attempts that were forgotten are counted again.
+        if one.sent_ms <= delivery.to_ms
     ]
     return min(delays, default=0)
 

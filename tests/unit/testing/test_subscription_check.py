@@ -215,6 +215,10 @@ def test_what_was_accepted_does_not_come_back_and_a_live_lease_is_honoured() -> 
     told = [one._replace(node=3) for one in done]
     assert judge(same, told, expected=one, struck=struck, delivery=AT_LEAST_ONCE) == came_back
     assert judge(same, [done[0]._replace(node=2)], expected=one, struck=struck, delivery=AT_LEAST_ONCE) == []
+    # A worker that was given it twice has settled it by whichever.
+    twice = [given(A, "one", 1, 1000), given(A, "one", 2, 1200)]
+    by_first = [accepted(A, "one", 1210, 1), said(A, "one", Verb.ACCEPT, 1220, attempt=2, taken=False)]
+    assert judge(twice, by_first, expected=one) == []
     refused = [said(A, "one", Verb.ACCEPT, 1010, taken=False), accepted(A, "two", 1210, 2)]
     assert judge(again, refused, expected=one) == ["refused although the lease lasts"]
 
@@ -234,6 +238,8 @@ def test_nothing_comes_before_its_time() -> None:
     early = {A: Published(b"k", 1001, 7), B: Published(b"k", 1070, 7)}
     assert judge(*GOOD, expected=early) == ["delivered early"]
     assert judge(*GOOD, expected=early, stepped=(Span(990, 995),)) == []
+    later = [*GOOD[1], said(A, "three", Verb.RELEASE, 1300)._replace(delay_ms=11)]
+    assert judge(GOOD[0], later) == []
     waits = [said(A, "one", Verb.RELEASE, 1040)._replace(delay_ms=11), *GOOD[1][1:]]
     assert judge(GOOD[0], waits) == ["delivered early"]
 
