@@ -144,6 +144,7 @@ class Terminals:
         return text
 
 
+@pytest.mark.timeout(300)
 def test_the_tour_works_as_written(server: Server, tmp_path: Path) -> None:
     with Terminals(tmp_path, server) as terminals:
         for step in steps():

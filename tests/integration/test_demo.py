@@ -62,6 +62,7 @@ def demo_folder(tmp_path: Path) -> Iterator[Path]:
     assert left == []
 
 
+@pytest.mark.timeout(300)
 def test_the_whole_story_holds_and_can_be_kept(demo_folder: Path) -> None:
     with RunningDemo(demo_folder, DEMO_KEEP="1") as demo:
         demo.read_until("keeps running")

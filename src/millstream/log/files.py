@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import resource
+from contextlib import suppress
 from typing import Protocol
 
 from millstream.log.file_system import sync_file_system
@@ -152,8 +153,10 @@ class DiskFiles:
             holder = _holder(os.pread(descriptor, _PID_DIGITS_MAX, 0))
             os.close(descriptor)
             raise DataFolderInUse(f"{holder} holds {path}; stop it, or use another data folder") from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+        # For whoever finds the folder taken. A full disk has no room for it, and must not keep a broker from starting.
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
         return descriptor
 
     def free_bytes(self, path: str, /) -> int:
