@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from random import SystemRandom
 from typing import TYPE_CHECKING
 from uuid import UUID
@@ -161,9 +162,12 @@ class SubscriptionService:
 
     def worker_gone(self, worker: str) -> None:
         """Give what a worker holds of any subscription to others."""
-        if self._engine is not None and not self._closed:
-            for subscription in self.declared.all():
-                self._engine.worker_gone(subscription, worker)
+        if self._engine is None or self._closed:
+            return
+        for delivery in self._engine.deliveries:
+            # One that is led elsewhere now, or begins anew, lets the lease run out.
+            with suppress(MillstreamError):
+                delivery.worker_gone(worker)
 
     async def ask_node(self, node: NodeId, key: int, body: bytes) -> memoryview:
         """Send another node one of Millstream's own requests."""
