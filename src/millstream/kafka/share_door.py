@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -55,6 +54,9 @@ class AcknowledgementBatch(Protocol):
 
 Acknowledgements = dict[SharePartition, Sequence[AcknowledgementBatch]]
 """What a request acknowledges."""
+
+Settled = dict[SharePartition, "Delivery | MillstreamError"]
+"""The queues in which it was settled, or why not."""
 
 
 class Leader(NamedTuple):
@@ -123,30 +125,48 @@ class ShareDoor:
     async def acknowledge(
         self, subscription: Subscription, member_id: str, asked: Acknowledgements, *, renews: bool
     ) -> dict[SharePartition, MillstreamError | None]:
-        """Settle what a member acknowledges: of each partition everything, or nothing."""
-        results = await asyncio.gather(
-            *(self._acknowledge(subscription, member_id, place, batches, renews) for place, batches in asked.items())
-        )
-        return dict(zip(asked, results, strict=True))
+        """Settle what a member acknowledges: of each partition everything, or nothing. Ends when it is durable."""
+        return await self.confirm(await self.settle(subscription, member_id, asked, renews=renews))
 
-    async def _acknowledge(
+    async def settle(
+        self, subscription: Subscription, member_id: str, asked: Acknowledgements, *, renews: bool
+    ) -> Settled:
+        """The same, without the wait: `confirm` tells when it may be answered."""
+        return {
+            place: await self._settle(subscription, member_id, place, batches, renews)
+            for place, batches in asked.items()
+        }
+
+    async def confirm(self, settled: Settled) -> dict[SharePartition, MillstreamError | None]:
+        """Wait until what was settled is durable; what went wrong with each partition."""
+        results: dict[SharePartition, MillstreamError | None] = {}
+        for place, delivery in settled.items():
+            results[place] = delivery if isinstance(delivery, MillstreamError) else None
+            if not isinstance(delivery, MillstreamError):
+                try:
+                    await delivery.durable()
+                except MillstreamError as error:
+                    results[place] = error
+        return results
+
+    async def _settle(
         self,
         subscription: Subscription,
         member_id: str,
         place: SharePartition,
         batches: Sequence[AcknowledgementBatch],
         renews: bool,
-    ) -> MillstreamError | None:
+    ) -> Delivery | MillstreamError:
         # Loaded with the first subscription; the node has one now.
         from millstream.subscriptions.settling import settle_all
 
         try:
             verbs, gaps = verbs_of(batches, renews=renews)
             delivery = await self.delivery(subscription, place)
-            await settle_all(delivery, self.worker(member_id), verbs, gaps)
+            settle_all(delivery, self.worker(member_id), verbs, gaps)
         except MillstreamError as error:
             return error
-        return None
+        return delivery
 
     def release(self, session: ShareSession) -> None:
         """A session has ended: others get what its member holds."""

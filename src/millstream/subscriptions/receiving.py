@@ -97,12 +97,14 @@ async def receive(
     wait_s: float,
     first: int = 0,
     until: asyncio.Future[None] | None = None,
+    beside: asyncio.Future[Any] | None = None,
 ) -> list[Given]:
     """Lease messages to a worker, beginning with one of the queues; wait for some when there are none, or `until`.
 
-    What comes back may be told to the worker: where the subscription promises it, the leases are durable. A queue that
-    cannot give anything now does not keep others from it; an error is raised when no queue can. The messages count as
-    memory of clients until the loop's next turn: whoever encodes and sends them does so before.
+    `beside` is something else that the answer waits for, after them. What comes back may be told to the worker: where
+    the subscription promises it, the leases are durable. A queue that cannot give anything now does not keep others
+    from it; an error is raised when no queue can. The messages count as memory of clients until the loop's next turn:
+    whoever encodes and sends them does so before.
     """
     if not deliveries:
         # Nothing is led here yet. Whoever asks again and again is not answered again and again.
@@ -121,7 +123,7 @@ async def receive(
             for delivery in deliveries:
                 await delivery.looked(patience_s=FILTER_S)
             given = _look_round(deliveries, wanted, first, room)
-        return await _certain(given, wanted.worker)
+        return await _certain(given, wanted.worker, beside)
     finally:
         asyncio.get_running_loop().call_soon(room.give_back)
 
@@ -173,11 +175,13 @@ async def _wait(
     return [] if found is None else [found]
 
 
-async def _certain(given: list[Given], worker: str) -> list[Given]:
+async def _certain(given: list[Given], worker: str, beside: asyncio.Future[Any] | None) -> list[Given]:
     """Wait until what is given may be told; of several queues, some may lose their partition meanwhile."""
     certain: list[Given] = []
     errors: list[MillstreamError] = []
     try:
+        if beside is not None:
+            await asyncio.wait([beside])
         for one in given:
             try:
                 await one.delivery.handed_out()

@@ -11,10 +11,11 @@ from millstream.subscriptions.lease import Settle, Verb
 from millstream.subscriptions.queue import Queue
 
 
-async def settle_all(delivery: Delivery, worker: str, verbs: Sequence[Settle], gaps: Sequence[Settle] = ()) -> None:
-    """Carry out what a worker says of its leases, durably, or raise and change nothing; no range is named twice.
+def settle_all(delivery: Delivery, worker: str, verbs: Sequence[Settle], gaps: Sequence[Settle] = ()) -> None:
+    """Carry out what a worker says of its leases, or raise and change nothing; no range is named twice.
 
-    Gaps are what the worker has found no message in: whether it holds these does not matter.
+    Gaps are what the worker has found no message in: whether it holds these does not matter. `durable` of the delivery
+    tells when it may be answered.
     """
     end = delivery.partition.high_watermark
     if any(verb.last >= end for verb in (*verbs, *gaps)):
@@ -28,7 +29,6 @@ async def settle_all(delivery: Delivery, worker: str, verbs: Sequence[Settle], g
                     f"{worker} does not hold messages {verb.first} to {verb.last}, or not any more"
                 )
     results = delivery.settle_now(worker, [*verbs, *gaps])
-    await delivery.durable()
     refused = next((error for error in results[: len(verbs)] if error is not None), None)
     if refused is not None:
         raise refused

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 from kio.schema.errors import ErrorCode
@@ -102,14 +102,20 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         told = _Told()
         try:
             subscription = await self._door.service.declared.find(group_id)
-            told.acknowledged = await self._door.acknowledge(
-                subscription, member_id, acknowledged, renews=request.is_renew_ack
-            )
+            settled = await self._door.settle(subscription, member_id, acknowledged, renews=request.is_renew_ack)
         finally:
             if epoch == CLOSES:
                 self._door.release(session)
-        if epoch != CLOSES and request.max_records > 0:
-            await self._acquire(request, subscription, session, told)
+        # What is settled becomes durable while more is acquired.
+        confirming = asyncio.ensure_future(self._door.confirm(settled)) if settled else None
+        try:
+            if epoch != CLOSES and request.max_records > 0:
+                await self._acquire(request, subscription, session, confirming, told)
+            if confirming is not None:
+                told.acknowledged = await confirming
+        finally:
+            if confirming is not None:
+                confirming.cancel()
         client.fetched_bytes += sum(map(len, told.records.values()))
         return self._answer(subscription, told)
 
@@ -122,7 +128,12 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         return _refused(error_code(error), error_message(error))
 
     async def _acquire(
-        self, request: ShareFetchRequest, subscription: Subscription, session: ShareSession, told: _Told
+        self,
+        request: ShareFetchRequest,
+        subscription: Subscription,
+        session: ShareSession,
+        confirming: asyncio.Future[Any] | None,
+        told: _Told,
     ) -> None:
         # Loaded with the first subscription; the node has one now.
         from millstream.subscriptions.delivery import Wanted
@@ -141,8 +152,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             max(1, min(request.max_bytes, self._bytes_max, _BYTES_MAX)),
             whole_batches=request.share_acquire_mode != _RECORD_LIMIT,
         )
-        failed = told.failed or any(told.acknowledged.values())
-        patience_ms = 0 if failed else _ACKNOWLEDGED_MS_MAX if told.acknowledged else _WAIT_MS_MAX
+        patience_ms = 0 if told.failed else _WAIT_MS_MAX if confirming is None else _ACKNOWLEDGED_MS_MAX
         wait_ms = min(request.max_wait // _MILLISECOND, patience_ms)
         if any(_code(error) == ErrorCode.unknown_server_error for error in told.failed.values()):
             # The client asks again at once.
@@ -154,6 +164,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             self._door.service.budget,
             wait_s=max(0, wait_ms) / 1000,
             first=session.turn % max(1, len(deliveries)),
+            beside=confirming,
         )
         for delivery, received in given:
             place = places[delivery.key]
