@@ -66,8 +66,9 @@ class ShareTopics:
                 with suppress(MillstreamError):
                     told = json.loads(bytes(await self._ask_node(node.node_id, LIST_KEY, body)))
                     found |= {topic for one in told.get("subscriptions", ()) for topic in one["topics"]}
-        if len(self._known) >= KNOWN_MAX:
-            self._known.clear()
         topics = tuple(sorted(found))
-        self._known[subscription.subscription_id] = (now_s + KNOWN_S, topics)
+        if topics:
+            if len(self._known) >= KNOWN_MAX:
+                self._known.clear()
+            self._known[subscription.subscription_id] = (now_s + KNOWN_S, topics)
         return topics

@@ -200,7 +200,7 @@ class Engine:
         if not queue.is_started:
             now_ms = around.clock.now_ms()
             queue.begin(_start_of(declared, settings, partition, now_ms), now_ms=now_ms)
-        elif queue.next_look > partition.log.end_offset:
+        elif queue.fold.window.end > partition.log.end_offset:
             _go_back(queue, partition, around.clock.now_ms())
         sieve = self._sieve_for(settings, partition)
         delivery = Delivery(
@@ -392,7 +392,7 @@ def _go_back(queue: Queue, partition: Partition, now_ms: int) -> None:
     place = min(queue.oldest, partition.log.end_offset)
     _logger.warning(
         "a queue goes back, since its partition has lost messages",
-        extra={"partition": str(partition.log.partition), "from": queue.next_look, "to": place},
+        extra={"partition": str(partition.log.partition), "from": queue.fold.window.end, "to": place},
     )
     queue.seek(place, now_ms=now_ms)
 
