@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
+import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,8 +40,9 @@ class Reply:
 class Webhook:
     """A small HTTP server on a free port."""
 
-    def __init__(self, answer: Callable[[Request], Reply] | None = None) -> None:
+    def __init__(self, answer: Callable[[Request], Reply] | None = None, *, tls: ssl.SSLContext | None = None) -> None:
         self.answer: Callable[[Request], Reply] = answer or (lambda _request: Reply())
+        self._tls = tls
         self.requests: list[Request] = []
         self.under_way = 0
         self.under_way_max = 0
@@ -62,7 +64,7 @@ class Webhook:
 
     async def start(self) -> None:
         """Take connections, on the same port as before if there was one."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port, ssl=self._tls)
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:

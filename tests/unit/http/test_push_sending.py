@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import ssl
+import subprocess
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from time import time
 from uuid import UUID
 
@@ -138,6 +142,37 @@ async def test_the_address_that_was_checked_is_connected_to(hook: Webhook, monke
     answer = await post(hook, url=f"http://rebound.invalid:{port}/hook")
     assert answer.status == 204
     assert hook.requests[0].headers["host"] == f"rebound.invalid:{port}"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
+async def test_certificates_are_checked_against_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"-keyout": tmp_path / "key.pem", "-out": tmp_path / "certificate.pem"}
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=hook.example"]
+    made += ["-addext", "subjectAltName=DNS:hook.example"]
+    for option, path in files.items():
+        made += [option, str(path)]
+    await asyncio.to_thread(subprocess.run, made, check=True, capture_output=True)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(files["-out"], files["-keyout"])
+    trust = trusted()
+    trust.load_verify_locations(files["-out"])
+
+    async def found(_addresses: Addresses) -> list[str]:
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(Addresses, "find", found)
+    async with Webhook(tls=server) as hook:
+        port = hook.url.split(":")[2].split("/")[0]
+        answers = {}
+        for host in ("hook.example", "other.example"):
+            target = Target(url=f"https://{host}:{port}/", headers={}, keys=(), timeout_s=WAIT_S)
+            sending = Sender(target, trust, private_allowed=False)
+            answers[host] = await sending.post(CONTENT)
+            await sending.close()
+    assert answers["hook.example"].status == 204
+    assert answers["other.example"].status == 0
+    assert "other.example" in answers["other.example"].text
+    assert [request.headers["host"] for request in hook.requests] == [f"hook.example:{port}"]
 
 
 # -- what becomes of messages ------------------------------------------------------------------------------------
