@@ -29,14 +29,15 @@ from millstream.model.errors import (
     NotLeader,
     OffsetOutOfRange,
 )
+from millstream.model.heap import give_back
 from millstream.model.ids import Epoch, Offset
 from millstream.model.metric import LATENCY_BOUNDS_S, Histogram
 from millstream.model.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSettings
-from millstream.records.batch import Buffer, iterate_whole_headers
+from millstream.records.batch import iterate_whole_headers
 from millstream.replication.partition import Partition
 from millstream.subscriptions.endings import Endings
 from millstream.subscriptions.lease import Lease, Settle, Verb
-from millstream.subscriptions.look_ahead import Stretch, batches_with, look, read, readable_end
+from millstream.subscriptions.look_ahead import Stretch, batch_ends, batches_with, look, read, readable_end
 from millstream.subscriptions.queue import Queue
 from millstream.subscriptions.sieve import QueueSieve
 from millstream.subscriptions.state_store import QueueWrite, StateStore
@@ -54,6 +55,8 @@ LOOKS_AT_ONCE: Final = 8
 WAITING_MAX: Final = 10_000
 SIEVE_RETRY_S: Final = 1.0
 STARVED_S: Final = 0.5
+TRIM_OFFSETS, TRIM_S = 100_000, 0.5
+"""When so many more messages wait in memory, what is not needed of it is given back, after a moment."""
 LEASES_S: Final = 0.02
 """How long a lease that may be forgotten after a crash waits for something else to be written with. Many messages are
 accepted by then; else each would cost two writes."""
@@ -129,6 +132,7 @@ class Delivery:
         self._is_starved = False
         # How large a message is, by what was read last.
         self._message_bytes = 1024
+        self._looked = 0
         self._last_write: asyncio.Future[None] | None = None
         self.endings = Endings()
         self._closed: MillstreamError | None = None
@@ -330,7 +334,7 @@ class Delivery:
         except DamagedRange as damage:
             self._give_up(oldest, damage)
             return NOTHING
-        ends, until = _ends(records)
+        ends, until = batch_ends(records)
         if until <= oldest:
             return NOTHING
         self._message_bytes = len(records) // (until - oldest) + 1
@@ -452,6 +456,10 @@ class Delivery:
             keys=seen.keys,
             due=seen.due,
         )
+        self._looked += seen.next_offset - seen.first
+        if self._looked >= TRIM_OFFSETS and self.queue.fold.unfinished >= TRIM_OFFSETS:
+            self._looked = 0
+            asyncio.get_running_loop().call_later(TRIM_S, give_back)
 
     def _after(self) -> None:
         """What follows from every change."""
@@ -589,9 +597,3 @@ class Delivery:
             self._after()
         except Exception as error:
             self._failed(error)
-
-
-def _ends(records: Buffer) -> tuple[list[int], Offset]:
-    """The last offset of every batch, and the offset after all of them."""
-    ends = [int(header.last_offset) for header in iterate_whole_headers(records)]
-    return ends, Offset(ends[-1] + 1 if ends else -1)

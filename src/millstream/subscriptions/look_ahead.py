@@ -192,3 +192,9 @@ def batches_with(records: Buffer, leased: list[tuple[int, int]]) -> Iterator[mem
         end = header.end_position
     if end > begin:
         yield view[begin:end]
+
+
+def batch_ends(records: Buffer) -> tuple[list[int], Offset]:
+    """The last offset of every batch, and the offset after all of them."""
+    ends = [int(header.last_offset) for header in iterate_whole_headers(records)]
+    return ends, Offset(ends[-1] + 1 if ends else -1)
