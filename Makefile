@@ -13,7 +13,7 @@ SOAK_ARGS ?=
 CHAOS_ARGS ?=
 SIMULATE_ARGS ?=
 
-.PHONY: help demo test check bench bench-cluster bench-filters bench-http bench-queues bench-transactions serve kill-trial chaos chaos-cluster chaos-push chaos-transactions conformance compare fuzz simulate docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-filters bench-http bench-queues bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-push chaos-transactions conformance compare fuzz simulate docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -86,6 +86,9 @@ fuzz: $(DEV_STAMP) ## Throw broken frames, requests, data folders and records at
 
 chaos: $(DEV_STAMP) ## Kill brokers while subscriptions deliver to workers that misbehave, and check every message (8 minutes)
 	@$(BIN)/python -m benchmarks.chaos_subscriptions $(CHAOS_ARGS)
+
+chaos-http: $(DEV_STAMP) ## Kill nodes of a cluster while messages are published, leased and settled over HTTP through any of them (4 minutes)
+	@$(BIN)/python -m benchmarks.chaos_http $(CHAOS_ARGS)
 
 chaos-cluster: $(DEV_STAMP) ## Let 200 faults happen to a loaded cluster of real processes, and check every message (half an hour)
 	@$(BIN)/python -m benchmarks.chaos_cluster $(CHAOS_ARGS)

@@ -137,8 +137,9 @@ def from_batch(message: NewMessage) -> Placed:
     if message.deliver_at is not None or message.delay is not None:
         due_ms = _time_ms(message.deliver_at) if message.deliver_at is not None else _after_ms(message.delay or 0)
         stored.append((DELIVER_AT, b"%d" % due_ms))
-    known = {name for name, _ in stored}
-    stored += [(name, _encoded(value)) for name, value in message.headers.items() if name not in known]
+    if message.headers:
+        known = {name for name, _ in stored}
+        stored += [(name, _encoded(value)) for name, value in message.headers.items() if name not in known]
     message_id = None if message.id is None else message.id.encode()
     return Placed(NewRecord(_key(message), _value(message), tuple(stored)), message.partition, message_id)
 
