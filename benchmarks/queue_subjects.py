@@ -255,6 +255,8 @@ class OwnClient(MillstreamSubject):
 
     name = OWN
     module = "benchmarks.queue_own"
+    # A batch comes whole, also when only some of it is leased.
+    batch = 2000
 
     def settings(self) -> str:
         """How the client is set."""
@@ -368,7 +370,7 @@ class ClassicQueue(RabbitQueue):
 
     name = CLASSIC
     kind = "rabbitmq-classic"
-    durability = "published: synced; accepted: not synced, and not answered"
+    durability = "published: synced, unless it is accepted before that; accepted: not synced, and not answered"
 
 
 class RedisStream(GoSubject):

@@ -72,26 +72,20 @@ def write_frame(header: FrameHeader, deltas: Sequence[Delta]) -> bytes:
     """The bytes of deltas."""
     texts: dict[str, int] = {"": 0}
     extras: list[bytes] = []
-    rows = bytearray()
     pack = _ROW.pack
+    rows: list[bytes] = []
     for kind, first, last, attempt, due_ms, worker, time_ms, reason, extra in deltas:
+        named = texts.get(worker)
+        if named is None:
+            named = texts[worker] = len(texts)
+        why = texts.setdefault(reason, len(texts)) if reason else 0
         if extra:
             extras.append(extra)
-        rows += pack(
-            kind,
-            attempt,
-            0,
-            texts.setdefault(worker, len(texts)),
-            texts.setdefault(reason, len(texts)),
-            len(extras) if extra else 0,
-            first,
-            last,
-            due_ms,
-            time_ms,
-        )
-    blobs = [text.encode("utf-8", "replace") for text in texts][1:]
-    lengths = b"".join(len(blob).to_bytes(4, "little") for blob in [*blobs, *extras])
-    body = b"".join((lengths, rows, *blobs, *extras))
+        rows.append(pack(kind, attempt, 0, named, why, len(extras) if extra else 0, first, last, due_ms, time_ms))
+    del texts[""]
+    blobs = [text.encode("utf-8", "replace") for text in texts]
+    lengths = b"".join([len(blob).to_bytes(4, "little") for blob in (*blobs, *extras)])
+    body = b"".join((lengths, *rows, *blobs, *extras))
     flags = 0
     if len(body) >= _COMPRESS_MIN:
         body = compress(COMPRESSION_ZSTD, body)
