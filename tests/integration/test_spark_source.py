@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
 WAIT_S = 60.0
+# A call into the JVM that is interrupted leaves the session unusable, and the first ones take long on a slow machine.
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
