@@ -7,6 +7,7 @@ import base64
 import json
 import os
 import re
+import signal
 import sys
 import time
 from asyncio.subprocess import PIPE
@@ -21,6 +22,7 @@ import pytest
 from millstream.model.subscription import ATTEMPTS, BACKOFF_MIN, DEAD_LETTER_TOPIC, LEASE
 from millstream.records.record import Headers, NewRecord, decode_records, encode_batch
 from millstream.testing.command import CommandLine
+from millstream.testing.push_trial import PROCESS, push_processes
 from millstream.testing.server import Server
 from millstream.testing.webhook import Reply, Request, Webhook
 from millstream.wire.client import Client
@@ -229,10 +231,21 @@ async def test_the_process_is_there_only_while_something_is_pushed(server: Serve
     async with desk(server, "process") as work:
         await work.publish("x")
         await work.ended(1)
-        assert len(_push_processes(server)) == 1
+        assert len(push_processes(server.pid)) == 1
     async with asyncio.timeout(WAIT_S):
-        while _push_processes(server):
+        while push_processes(server.pid):
             await asyncio.sleep(0.05)
+
+
+async def test_what_a_killed_process_held_comes_again_at_once(server: Server) -> None:
+    async with desk(server, "held", {LEASE: "600000"}) as work:
+        work.hook.answer = lambda request: Reply(after_s=WAIT_S if request.headers["ce-attempt"] == "1" else 0)
+        await work.publish("x")
+        await work.hook.until(lambda: work.hook.under_way == 1, wait_s=WAIT_S)
+        for pid in push_processes(server.pid):
+            os.kill(pid, signal.SIGKILL)
+        assert await work.ended(1) == ["accepted"]
+        assert [request.headers["ce-attempt"] for request in work.hook.requests] == ["1", "2"]
 
 
 async def test_every_message_arrives_when_the_broker_is_killed(tmp_path: Path) -> None:
@@ -240,7 +253,7 @@ async def test_every_message_arrives_when_the_broker_is_killed(tmp_path: Path) -
         async with desk(killed, "killed", {LEASE: "2000"}) as work:
             await work.publish(*map(str, range(60)))
             await work.hook.until(lambda: len(work.hook.requests) >= 10, wait_s=WAIT_S)
-            orphans = _push_processes(killed)
+            orphans = push_processes(killed.pid)
             assert len(orphans) == 1
             killed.kill_main()
             killed.restart(clean=False)
@@ -254,24 +267,8 @@ async def test_every_message_arrives_when_the_broker_is_killed(tmp_path: Path) -
         assert killed.stop() == 0
 
 
-def _push_processes(server: Server) -> list[int]:
-    """Children of the server that push."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            command = Path(f"/proc/{entry}/cmdline").read_bytes()
-            parent = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()[1]
-        except OSError:
-            continue
-        if b"millstream.http.push.process" in command and int(parent) == server.pid:
-            found.append(int(entry))
-    return found
-
-
 def _is_alive(pid: int) -> bool:
     try:
-        return b"millstream.http.push.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return PROCESS in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False

@@ -112,6 +112,7 @@ class Webhook:
         self.requests.append(request)
         self.under_way += 1
         self.under_way_max = max(self.under_way_max, self.under_way)
+        self._came.set()
         try:
             reply = self.answer(request)
             if reply.after_s:

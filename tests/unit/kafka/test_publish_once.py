@@ -82,6 +82,14 @@ async def test_a_message_that_comes_again_is_not_stored_again() -> None:
     assert door.api.duplicates == 2
 
 
+async def test_a_message_without_a_time_is_of_now() -> None:
+    door = Door()
+    batch = bytes(encode_batch([NewRecord(None, b"x", (("message-id", b"a"),))]))
+    for is_new in (True, False):
+        ((offset, timestamp_ms, was_new),) = (await door.api.handle(PublishOnceRequest("orders", 0, batch))).placed
+        assert (offset, timestamp_ms, was_new) == (0, door.bench.clock.now_ms(), is_new)
+
+
 async def test_what_came_through_another_door_counts() -> None:
     door = Door()
     door.publish_otherwise("a", COMPRESSION_ZSTD)

@@ -126,10 +126,14 @@ class PushChild(SupervisedChild):
     async def _hear(self, process: Process) -> None:
         if process.stdout is None:
             return
-        while line := await process.stdout.readline():
+        while True:
             try:
+                line = await process.stdout.readline()
+                if not line:
+                    return
                 self._board.take(msgspec.json.decode(line, type=_Reports).reports)
-            except msgspec.MsgspecError as error:
+            except ValueError as error:
+                # Also a line that is too long; reading goes on behind it.
                 _logger.warning("a report of the push process cannot be read", extra={"error": str(error)})
 
     def _look(self) -> None:

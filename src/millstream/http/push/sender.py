@@ -30,6 +30,7 @@ TEXT_BYTES_MAX: Final = 300
 """How much of an answer that says no is kept for the reason."""
 READ_BYTES_MAX: Final = 64 * 1024
 """How much of an answer is read so that its connection can be used again; of a longer one it is closed."""
+PLACED_MAX: Final = 64
 _REDIRECTS: Final = frozenset({301, 302, 307, 308})
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 _USER_AGENT: Final = f"Millstream/{__version__}".encode()
@@ -56,7 +57,9 @@ class Sender:
         for name, value in ((b"user-agent", _USER_AGENT), (b"accept", b"*/*"), (b"accept-encoding", b"identity")):
             if name.decode() not in named:
                 self._fixed.append((name, value))
-        self._addresses = Addresses(self._url.host, private_allowed=private_allowed)
+        self._host = self._url.raw_host.decode("ascii")
+        self._addresses = Addresses(self._host, private_allowed=private_allowed)
+        self._placed: dict[tuple[httpx.URL, str], httpx.URL] = {}
         self._lanes = Lanes(trust)
 
     async def close(self) -> None:
@@ -122,14 +125,23 @@ class Sender:
         timeout_s = self._target.timeout_s
         return httpx.Request(
             "POST",
-            url.copy_with(host=address),
+            self._at(url, address),
             headers=headers,
             content=content.body,
             extensions={
-                "sni_hostname": url.host,
+                "sni_hostname": self._host,
                 "timeout": dict.fromkeys(("connect", "read", "write", "pool"), timeout_s),
             },
         )
+
+    def _at(self, url: httpx.URL, address: str) -> httpx.URL:
+        """The URL with the address in the place of the host."""
+        found = self._placed.get((url, address))
+        if found is None:
+            if len(self._placed) >= PLACED_MAX:
+                self._placed.clear()
+            found = self._placed[url, address] = url.copy_with(host=address)
+        return found
 
 
 def trusted() -> ssl.SSLContext:

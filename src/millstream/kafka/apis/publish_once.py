@@ -68,7 +68,7 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
         if partition.topic.is_internal:
             raise InvalidTopicName(f"topic {partition.topic.name!r} is internal; clients may not write to it")
         window_ms = _window(request.window_ms, partition.log.settings.deduplication_window_ms)
-        records = _read(request.batch)
+        records = _read(request.batch, partition.log.clock.now_ms())
         try:
             async with asyncio.timeout(min(max(request.timeout_ms, 1), TIMEOUT_MS_MAX) / 1000):
                 placed, end = await self._publish(partition, records, request.batch, window_ms)
@@ -141,7 +141,8 @@ def _window(asked_ms: int | None, most_ms: int) -> int:
     return asked_ms
 
 
-def _read(batch: bytes) -> list[Record]:
+def _read(batch: bytes, now_ms: int) -> list[Record]:
+    """The messages; those without a time are of now, or they could not be known by it later."""
     header = read_header(batch)
     if header.end_position != len(batch):
         raise InvalidBatch("messages that are published once come as one record batch")
@@ -153,11 +154,12 @@ def _read(batch: bytes) -> list[Record]:
     records = list(decode_batch(batch, header))
     if any(id_of(record.headers) is None for record in records):
         raise InvalidRequest(f"every message that is published once needs a {MESSAGE_ID} header")
-    return records
+    return [record if record.timestamp_ms >= 0 else record._replace(timestamp_ms=now_ms) for record in records]
 
 
 def _batch_of(new: Sequence[Record], records: Sequence[Record], batch: bytes) -> bytearray:
-    if len(new) == len(records):
+    header = read_header(batch)
+    if len(new) == len(records) and header.base_timestamp_ms >= 0 and header.max_timestamp_ms >= 0:
         return bytearray(batch)
     left = [NewRecord(record.key, record.value, record.headers, record.timestamp_ms) for record in new]
-    return encode_batch(left, compression=read_header(batch).compression)
+    return encode_batch(left, compression=header.compression)
