@@ -80,6 +80,13 @@ class LiveReceiver:
             self._room.set()
         return message
 
+    def take_many(self, count: int) -> list[Message]:
+        """The next messages, at most so many; none if none are here."""
+        taken = [self._buffer.popleft() for _ in range(min(count, len(self._buffer)))]
+        if not self._buffer:
+            self._room.set()
+        return taken
+
     async def arrival(self) -> None:
         """Wait until there may be a message, or the end."""
         self._idle.append(self._loop.create_future())
@@ -95,6 +102,10 @@ class LiveReceiver:
 
     def accept(self, message: Message) -> None:
         """There is nobody to tell."""
+
+    def accept_many(self, messages: Sequence[Message]) -> list[asyncio.Future[None]]:
+        """There is nobody to tell."""
+        return []
 
     def leave_alone(self, message: Message) -> None:
         """There is nothing to renew."""

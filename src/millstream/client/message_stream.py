@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Self
 
 from millstream.client.message import Message
@@ -41,6 +41,26 @@ class MessageStream:
             if receiver.is_over:
                 raise StopAsyncIteration
             await receiver.arrival()
+
+    async def batches(self, count: int = 1000) -> AsyncIterator[list[Message]]:
+        """The messages that are there, at most so many at a time; `ack` settles them together."""
+        source = await self._started()
+        while True:
+            messages = source.take_many(count)
+            if messages:
+                yield messages
+                continue
+            if source.error is not None:
+                raise source.error
+            if source.is_over:
+                return
+            await source.arrival()
+
+    async def ack(self, messages: Sequence[Message]) -> None:
+        """These are done: none of them is delivered again. Returns when that is durable."""
+        source = await self._started()
+        for answer in source.accept_many(messages):
+            await answer
 
     async def _started(self) -> Source:
         if self._receiver is None:

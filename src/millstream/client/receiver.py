@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final
 
@@ -18,7 +18,7 @@ import msgspec
 
 from millstream.client.held import Held
 from millstream.client.leased_records import read_leased
-from millstream.client.message import EXTEND, RELEASE, Message
+from millstream.client.message import ACCEPT, EXTEND, RELEASE, Message
 from millstream.client.settling import REPEATED, Order, Settling
 from millstream.model.errors import MillstreamError, ProtocolViolation
 from millstream.model.ids import NodeId
@@ -114,6 +114,23 @@ class Receiver:
             return message
         return None
 
+    def take_many(self, count: int) -> list[Message]:
+        """The next messages, at most so many; none if none are here."""
+        buffer = self._buffer
+        taken = [buffer.popleft() for _ in range(min(count, len(buffer)))]
+        now = self._loop.time()
+        if any(message.is_settled or now >= message._held.valid_until for message in taken):
+            over = [one for one in taken if one.is_settled or now >= one._held.valid_until]
+            taken = [one for one in taken if one not in over]
+            for message in over:
+                self.done(message)
+        if self._is_settled_at_once:
+            for message in taken:
+                self.done(message)
+        if self._hungry:
+            self._feed()
+        return taken
+
     async def arrival(self) -> None:
         """Wait until there may be a message, or the end."""
         waiting: asyncio.Future[None] = self._loop.create_future()
@@ -162,6 +179,19 @@ class Receiver:
             answer.set_result(None)
             return answer
         return self.settling.settle(message, verb, delay_ms, reason)
+
+    def accept_many(self, messages: Sequence[Message]) -> list[asyncio.Future[None]]:
+        """Tell the broker that messages are done; the futures end when that is durable."""
+        by_held: dict[Held, list[int]] = {}
+        for message in messages:
+            if not message.is_settled:
+                by_held.setdefault(message._held, []).append(message.offset)
+                self.done(message)
+        answers: list[asyncio.Future[None]] = []
+        for held, offsets in by_held.items():
+            answers.append(self._loop.create_future())
+            self.settling.tell(Order(held, offsets, ACCEPT, None, "", answers[-1]))
+        return answers
 
     def tell(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
         """As `settle`, for whoever does not wait for the answer."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Protocol
 
 from millstream.client.message import Message
@@ -31,6 +33,9 @@ class Source(Protocol):
     def take(self) -> Message | None:
         """The next message, if one is here."""
 
+    def take_many(self, count: int) -> list[Message]:
+        """The next messages, at most so many; none if none are here."""
+
     async def arrival(self) -> None:
         """Wait until there may be a message, or the end."""
 
@@ -43,6 +48,9 @@ class Source(Protocol):
 
     def accept(self, message: Message) -> None:
         """Settle a message as done, without waiting for the answer."""
+
+    def accept_many(self, messages: Sequence[Message]) -> list[asyncio.Future[None]]:
+        """Settle messages as done; the futures end when that is durable."""
 
     def leave_alone(self, message: Message) -> None:
         """Do not renew the lease of a message any more."""
