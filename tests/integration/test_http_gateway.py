@@ -280,6 +280,7 @@ def test_groups_clients_transactions_and_the_cluster_over_http(http: httpx.Clien
         ("POST", "/topics/t/messages?deduplicate=perhaps", {"content": b"x"}, 422),
         ("POST", "/topics/t/messages", {"content": b"x", "headers": {"sec-fetch-site": "cross-site"}}, 403),
         ("POST", "/subscriptions", {"data": {"name": "x"}}, 415),
+        ("POST", "/topics/t/messages", {"content": b"x", "headers": {"content-encoding": "gzip"}}, 415),
         ("POST", "/subscriptions", {"content": b"{", "headers": {"content-type": "application/json"}}, 400),
         ("POST", "/subscriptions", {"json": {"name": "s", "topics": []}}, 422),
         ("POST", "/subscriptions/s/messages:settle", {"json": {"accept": ["nonsense"]}}, 422),

@@ -7,6 +7,7 @@ import json
 from contextlib import closing
 from typing import Any
 
+import httpx
 from aiokafka import AIOKafkaConsumer
 from confluent_kafka import Consumer, Producer, TopicPartition
 from kafka import KafkaProducer
@@ -15,6 +16,7 @@ from millstream.testing.server import Server
 from millstream.wire.client import Client
 
 NODE_STATUS_KEY = 32000
+GATEWAY = "millstream-gateway"
 WAIT_S = 60.0
 PRODUCER, CONSUMER = "producer_byte_rate", "consumer_byte_rate"
 MESSAGES = 40
@@ -167,6 +169,16 @@ def test_other_clients_are_not_held_up(server: Server, topic: str) -> None:
     assert held.flush(WAIT_S) == 0
     fill(server, topic)
     set_quota(server, topic, producer_byte_rate=None)
+
+
+def test_publishers_over_http_are_told_when_to_come_again(server: Server, topic: str) -> None:
+    set_quota(server, GATEWAY, producer_byte_rate=1000.0)
+    with httpx.Client(base_url=f"http://{server.http}", timeout=WAIT_S) as http:
+        answers = [http.post(f"/v1/topics/{topic}/messages", content=bytes(5000)) for _ in range(6)]
+    set_quota(server, GATEWAY, producer_byte_rate=None)
+    assert answers[0].status_code == 201
+    assert answers[-1].status_code == 429
+    assert int(answers[-1].headers["retry-after"]) >= 1
 
 
 def test_quotas_outlive_a_restart(start_server: Any) -> None:

@@ -73,6 +73,8 @@ class Api:
         try:
             asked = Asked(reader.path(path), reader.query(scope["query_string"]), None, headers, room)
             if route.body is not Nothing:
+                if b"content-encoding" in headers:
+                    raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "bodies are taken as they are, not compressed")
                 asked.body = reader.body(headers, await room.read(headers, receive))
             if lane is Lane.WAIT:
                 await self._wait(route, asked, receive, send)

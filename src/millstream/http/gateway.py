@@ -25,6 +25,8 @@ from millstream.model.log_line import set_up_logging
 from millstream.wire.lean_kio import import_lean_kio
 
 DRAIN_S = 3
+KEEP_ALIVE_S = 75
+"""Longer than load balancers keep connections that nobody uses, so that none is closed while one sends a request."""
 
 
 class Server(uvicorn.Server):
@@ -42,6 +44,7 @@ class Server(uvicorn.Server):
             server_header=False,
             date_header=False,
             proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=DRAIN_S,
         )
         super().__init__(config)

@@ -7,22 +7,20 @@ own. When one has answered, the others are hung up on, which they take as that n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Final
-from uuid import UUID
 
 import msgspec
 
 from millstream.model.errors import MillstreamError, NotFound, ProtocolViolation
 from millstream.model.ids import NodeId
-from millstream.records.record import decode_records
 from millstream.wire.client import Client
 from millstream.wire.codec import response_body_at
 from millstream.wire.refusal import TRANSIENT, refusal
-from millstream.wire.subscription_messages import RECEIVE_KEY, PartitionMessages, Receive, ReceiveAnswer
-from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
+from millstream.wire.subscription_messages import RECEIVE_KEY, Receive, ReceiveAnswer
+from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient, leased_messages
 
 NODES_S: Final = 1.0
 """For how long it is not asked again which nodes there are."""
@@ -50,7 +48,10 @@ class Leasing:
         """Lease messages, and wait for some if there are none now."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.wait_ms / 1000
-        messages = await self._at_once(await self._all_nodes(), msgspec.structs.replace(request, wait_ms=0))
+        nodes = await self._all_nodes()
+        messages: list[LeasedMessage] = []
+        if len(nodes) > 1 or not request.wait_ms:
+            messages = await self._at_once(nodes, msgspec.structs.replace(request, wait_ms=0))
         while not messages and (left_s := deadline - loop.time()) > 0:
             asked_at = loop.time()
             waiting = msgspec.structs.replace(request, wait_ms=int(left_s * 1000) + 1)
@@ -90,20 +91,23 @@ class Leasing:
     async def _first(self, nodes: Sequence[NodeId], request: Receive) -> list[LeasedMessage]:
         """All nodes at once, until one has something; nothing when none has."""
         asking = [asyncio.ensure_future(self._from(node, request)) for node in nodes]
+        wanted = 0
+        messages: list[LeasedMessage] = []
         try:
             for answered in asyncio.as_completed(asking):
                 with suppress(*TRANSIENT):
                     if await answered:
                         break
+            wanted = request.max_records
         finally:
             for task in asking:
                 task.cancel()
             await asyncio.wait(asking)
-        told = [task.result() for task in asking if not task.cancelled() and task.exception() is None]
-        messages = list(chain.from_iterable(told))
-        surplus = messages[request.max_records :]
-        await self.give_back(request.subscription, request.worker, surplus)
-        return messages[: request.max_records]
+            told = [task.result() for task in asking if not task.cancelled() and task.exception() is None]
+            messages += chain.from_iterable(told)
+            # More than was asked for, or all of it when nobody asks any more.
+            await self.give_back(request.subscription, request.worker, messages[wanted:])
+        return messages[:wanted]
 
     async def _from(self, node: NodeId, request: Receive) -> list[LeasedMessage]:
         pool = await self._client.pool_of(node)
@@ -116,7 +120,7 @@ class Leasing:
             raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
         if answer.error:
             raise _refused(answer, request.subscription)
-        return list(chain.from_iterable(_messages(node, part) for part in answer.partitions))
+        return leased_messages(node, answer)
 
     async def _all_nodes(self) -> list[NodeId]:
         now = asyncio.get_running_loop().time()
@@ -129,15 +133,3 @@ class Leasing:
 def _refused(answer: ReceiveAnswer, subscription: str) -> MillstreamError:
     error = refusal(answer.error, answer.message)
     return error if answer.message or not isinstance(error, NotFound) else NotFound(f"no subscription {subscription!r}")
-
-
-def _messages(node: NodeId, part: PartitionMessages) -> Iterable[LeasedMessage]:
-    """What is leased of the batches that came."""
-    leases = iter(part.leases)
-    lease = next(leases, None)
-    topic_id = UUID(bytes=part.topic_id)
-    for record in decode_records(part.batches):
-        while lease is not None and record.offset > lease.last:
-            lease = next(leases, None)
-        if lease is not None and record.offset >= lease.first:
-            yield LeasedMessage(node, part.topic, topic_id, part.partition, lease.attempt, lease.deadline_ms, record)
