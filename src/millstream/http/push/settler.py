@@ -135,7 +135,7 @@ class Settler:
 
 def _tell(said: _Said, error: Exception | None) -> None:
     if error is not None:
-        _logger.info(
+        _logger.debug(
             "a lease could not be settled",
             extra={
                 "topic": said.message.topic,
