@@ -216,10 +216,12 @@ class SubscriptionClient:
         refused: list[range] = []
         for own, told in zip(asked.values(), answer.results, strict=True):
             for run, (code, text) in zip(own, told, strict=True):
+                if not code:
+                    results[run.start : run.stop] = [None] * len(run)
+                    continue
                 for at in run:
-                    about = f"message {listed[at].record.offset}"
-                    results[at] = refusal(code, text, about=about) if code else None
-                if code and len(run) > 1:
+                    results[at] = refusal(code, text, about=f"message {listed[at].record.offset}")
+                if len(run) > 1:
                     refused.append(run)
         return refused
 

@@ -1,0 +1,86 @@
+"""How the client settles: messages that follow each other as one range, and alone where a range is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID
+
+import msgspec
+import pytest
+
+from millstream.model.errors import BrokerUnreachable, MillstreamError
+from millstream.model.ids import NodeId, Offset
+from millstream.records.record import Record
+from millstream.wire.subscription_messages import SettleAnswer, SettleRequest
+from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
+
+ACCEPT = 1
+REFUSED = 121
+
+
+class Broker:
+    """In place of a client: takes every range that none of the lost messages is in."""
+
+    def __init__(self, *lost: int, unreachable: int = -1) -> None:
+        self.lost = set(lost)
+        self.unreachable = unreachable
+        self.asked: list[list[tuple[str, int, int, int]]] = []
+
+    async def private(self, node: NodeId | None, _key: int, body: bytes, **_given: Any) -> memoryview:
+        if node == self.unreachable:
+            raise BrokerUnreachable("gone")
+        request = msgspec.msgpack.decode(body, type=SettleRequest)
+        self.asked.append(
+            [(part.topic, part.partition, one.first, one.last) for part in request.partitions for one in part.verbs]
+        )
+        results: list[list[tuple[int, str | None]]] = [
+            [
+                (REFUSED, "not yours") if self.lost & set(range(one.first, one.last + 1)) else (0, None)
+                for one in part.verbs
+            ]
+            for part in request.partitions
+        ]
+        return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, results)))
+
+
+def leased(offset: int, *, partition: int = 0, node: int = 1) -> LeasedMessage:
+    """A message that the worker holds."""
+    record = Record(Offset(offset), 0, None, b"", ())
+    return LeasedMessage(NodeId(node), "orders", UUID(int=1), partition, 1, 0, record)
+
+
+async def settled(broker: Broker, *messages: LeasedMessage) -> list[MillstreamError | None]:
+    """What settling them says."""
+    client: Any = broker
+    return await SubscriptionClient(client).settle("billing", "one", messages, ACCEPT)
+
+
+async def test_messages_that_follow_each_other_are_one_range() -> None:
+    broker = Broker()
+    messages = [leased(3), leased(4), leased(5), leased(7), leased(8, partition=1), leased(9, partition=1)]
+    assert await settled(broker, *messages) == [None] * 6
+    assert broker.asked == [[("orders", 0, 3, 5), ("orders", 0, 7, 7), ("orders", 1, 8, 9)]]
+
+
+async def test_of_a_range_that_is_refused_each_message_is_settled_alone() -> None:
+    broker = Broker(4)
+    results = await settled(broker, leased(3), leased(4), leased(5))
+    assert [error is None for error in results] == [True, False, True]
+    assert broker.asked[1] == [("orders", 0, 3, 3), ("orders", 0, 4, 4), ("orders", 0, 5, 5)]
+
+
+@pytest.mark.parametrize("unreachable", [1, 2])
+async def test_a_node_that_is_gone_keeps_nobody_from_settling_with_others(unreachable: int) -> None:
+    broker = Broker(unreachable=unreachable)
+    results = await settled(broker, leased(3, node=1), leased(4, node=1), leased(5, node=2))
+    assert [isinstance(error, BrokerUnreachable) for error in results] == [
+        unreachable == 1,
+        unreachable == 1,
+        unreachable == 2,
+    ]
+
+
+async def test_nothing_is_said_of_nothing() -> None:
+    broker = Broker()
+    assert await settled(broker) == []
+    assert broker.asked == []
