@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from millstream.client.outcome import RetryLater as RetryLater
     from millstream.client.payload import NewMessage as NewMessage
     from millstream.client.receipt import Receipt as Receipt
+    from millstream.client.receipt_book import check_receipts as check_receipts
     from millstream.client.subscriber import Subscriber as Subscriber
     from millstream.client.sync_connection import SyncConnection as SyncConnection
     from millstream.client.sync_connection import SyncMessage as SyncMessage
@@ -48,6 +49,7 @@ _PLACES = {
     "SyncMessage": "client.sync_connection",
     "SyncSubscriber": "client.sync_connection",
     "TransactionalHandler": "client.idempotent_handler",
+    "check_receipts": "client.receipt_book",
     "connect": "client.connection",
     "connect_sync": "client.sync_connection",
     "correlated": "client.tracing",

@@ -148,6 +148,7 @@ class ConnectOptions(TypedDict, total=False):
     acks: int
     batch_bytes: int
     buffer_bytes: int
+    receipts: str | Path | None
 
 
 @asynccontextmanager

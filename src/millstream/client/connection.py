@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Final, Self
 
 from millstream.client import tracing
@@ -20,10 +21,11 @@ from millstream.client.message_stream import MessageStream
 from millstream.client.payload import Delay, GivenHeaders, NewMessage, encoded, headers_of, key_bytes
 from millstream.client.publisher import ACKS_ALL, BATCH_BYTES, BUFFER_BYTES, Publisher
 from millstream.client.receipt import Receipt
+from millstream.client.receipt_book import ReceiptBook
 from millstream.client.receiver import Receiver
 from millstream.client.source import Source
 from millstream.client.subscriber import DRAIN_S, Handler, Subscriber
-from millstream.model.errors import InvalidRequest, InvalidSubscription, UnknownTopic
+from millstream.model.errors import InvalidRequest, InvalidSubscription, PublishFailed, UnknownTopic
 from millstream.records.record import Headers, NewRecord
 from millstream.wire.client import Client
 from millstream.wire.delivery_state import MessageDelivery
@@ -43,11 +45,13 @@ def connect(
     acks: int = ACKS_ALL,
     batch_bytes: int = BATCH_BYTES,
     buffer_bytes: int = BUFFER_BYTES,
+    receipts: str | Path | None = None,
 ) -> Connection:
     """A connection to the cluster of which one node at least listens at the addresses; enter it to connect.
 
     `timeout` holds for questions, in seconds, and `publish_timeout` for a publish, which is repeated through failures
     until then. `linger` has messages wait for others that long; without, they go at once and batches grow under load.
+    `receipts` names a file in which every acknowledged message is noted, to be held against the log later.
     """
     client = Client.connect(",".join(addresses), client_id=client_id, timeout_s=timeout, waiting_max=_WAITING_MAX)
 
@@ -62,23 +66,29 @@ def connect(
             timeout_s=publish_timeout,
         )
 
-    return Connection(client, publisher, client_id=client_id)
+    book = None if receipts is None else ReceiptBook(receipts)
+    return Connection(client, publisher, client_id=client_id, book=book)
 
 
 class Connection:
     """Everything that a program does with Millstream. Use it as a context manager, on one event loop."""
 
-    def __init__(self, client: Client, publisher: Callable[[], Publisher], *, client_id: str) -> None:
+    def __init__(
+        self, client: Client, publisher: Callable[[], Publisher], *, client_id: str, book: ReceiptBook | None = None
+    ) -> None:
         self.client = client
         """The client of the wire protocol below, for what this class does not do."""
         self._client_id = client_id
         self._make_publisher = publisher
         self._publisher: Publisher | None = None
+        self._book = book
         self._subscriptions = SubscriptionClient(client)
         self._subscribers: list[Subscriber] = []
         self._streams: list[MessageStream] = []
 
     async def __aenter__(self) -> Self:
+        if self._book is not None:
+            self._book.__enter__()
         await self.client.__aenter__()
         self._publisher = self._make_publisher()
         return self
@@ -97,6 +107,8 @@ class Connection:
                 await self._publisher.close()
         finally:
             await self.client.close()
+            if self._book is not None:
+                self._book.close()
 
     # -- publishing -----------------------------------------------------------------------------------------
 
@@ -135,7 +147,7 @@ class Connection:
                 span.placed([receipt])
                 return receipt
         written = tracing.outgoing(written, correlation_id)
-        if deduplicate:
+        if deduplicate or self._book is not None:
             return await self._send(topic, key_bytes(key), content, written, partition, deduplicate)
         return await self.publisher.send(topic, key_bytes(key), content, written, -1, partition)
 
@@ -147,10 +159,10 @@ class Connection:
         if tracing.is_on():
             messages = list(values)
             with tracing.publish_span(topic, count=len(messages), client_id=self._client_id) as span:
-                receipts = await self.publisher.publish_many(topic, [*map(_record, messages)], partition=partition)
+                receipts = await self._send_many(topic, [*map(_record, messages)], partition)
                 span.placed(receipts)
                 return receipts
-        return await self.publisher.publish_many(topic, [*map(_record, values)], partition=partition)
+        return await self._send_many(topic, [*map(_record, values)], partition)
 
     async def flush(self) -> None:
         """Wait until everything that was published has its answer."""
@@ -171,11 +183,33 @@ class Connection:
         partition: int | None,
         deduplicate: bool,
     ) -> Receipt:
-        if not deduplicate:
-            return await self.publisher.send(topic, key, value, headers, -1, partition)
-        from millstream.client.publishing_once import publish_deduplicated
+        if deduplicate:
+            from millstream.client.publishing_once import publish_deduplicated
 
-        return await publish_deduplicated(self.client, topic, NewRecord(key, value, headers), partition)
+            receipt = await publish_deduplicated(self.client, topic, NewRecord(key, value, headers), partition)
+        else:
+            receipt = await self.publisher.send(topic, key, value, headers, -1, partition)
+        if self._book is not None:
+            self._book.keep([receipt], [value])
+        return receipt
+
+    async def _send_many(self, topic: str, records: list[NewRecord], partition: int | None) -> list[Receipt]:
+        try:
+            receipts = await self.publisher.publish_many(topic, records, partition=partition)
+        except PublishFailed as error:
+            self._keep(records, error.outcomes)
+            raise
+        self._keep(records, receipts)
+        return receipts
+
+    def _keep(self, records: Sequence[NewRecord], outcomes: Sequence[object]) -> None:
+        """Note what was acknowledged; others of the same call may have failed."""
+        if self._book is None:
+            return
+        stored = [
+            (one, record.value) for one, record in zip(outcomes, records, strict=True) if isinstance(one, Receipt)
+        ]
+        self._book.keep([one for one, _ in stored], [value for _, value in stored])
 
     # -- subscribing ----------------------------------------------------------------------------------------
 

@@ -64,8 +64,7 @@ class Link:
             return await client.__aenter__()
         except BrokerUnreachable:
             raise BrokerUnreachable(
-                f"no broker answers at {self._brokers}; "
-                "is it running, and is the option kafka.bootstrap.servers right?"
+                f"no broker answers at {self._brokers}; is it running, and is the option kafka.bootstrap.servers right?"
             ) from None
 
 

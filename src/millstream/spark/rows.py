@@ -20,6 +20,7 @@ from millstream.records.decoder import FIELDS, Batches, decode_columns, find_bat
 from millstream.spark.link import Link, link_to
 from millstream.spark.options import ReadOptions
 from millstream.spark.payload import parse_payloads
+from millstream.spark.position import OFFSET_EARLIEST
 from millstream.spark.ranges import Range
 from millstream.spark.shape import Column, Shape
 from millstream.subscriptions.filter.batch import ColumnBatch
@@ -98,8 +99,8 @@ def _fetched(link: Link, one: Range, options: ReadOptions) -> Iterator[tuple[Bat
     while True:
         try:
             answer = coming.result()
-        except OffsetOutOfRange as error:
-            position = _skip_lost(one, position, error, options)
+        except OffsetOutOfRange:
+            position = _skip_lost(link, one, position, options)
             if position >= one.end:
                 return
             coming = _ask(link, one, position, options)
@@ -144,9 +145,12 @@ def _ask(link: Link, one: Range, offset: int, options: ReadOptions) -> Future[Fe
     )
 
 
-def _skip_lost(one: Range, position: int, error: OffsetOutOfRange, options: ReadOptions) -> int:
+def _skip_lost(link: Link, one: Range, position: int, options: ReadOptions) -> int:
     """Where to go on after offsets that are gone; raise unless the query lives with that."""
-    first = min(max(error.start, position), one.end) if error.start > position else one.end
+    # The refusal itself need not tell where the partition starts.
+    listed = link.call(link.client.list_offsets(one.topic, {one.partition: OFFSET_EARLIEST}))
+    start = int(listed[one.partition].offset)
+    first = min(start, one.end) if start > position else one.end
     lost = LostData([(one.topic, one.partition, position, first)])
     if options.fail_on_data_loss:
         raise lost

@@ -1,0 +1,167 @@
+"""A file of receipts: what was acknowledged to this program, kept to be held against the log later.
+
+Every line is JSON: the id of a message, where it lies, and a digest of its value. A publisher that keeps such a book
+can show, without trusting the broker, that everything it was told is stored is there, once and unchanged:
+
+    async with millstream.connect("localhost:9092", receipts="receipts.jsonl") as ms:
+        await ms.publish("orders", {"order_id": 1})
+    ...
+    findings = await millstream.check_receipts("localhost:9092", "receipts.jsonl")
+
+A line is written when the acknowledgement has come and before the publisher hears of it. A crash of the program may
+leave the last line torn, which is left out when the book is read; what the machine had not written when its power
+failed may be missing. The book grows until it is moved away: it is the publisher's own, and opened anew each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Final, Self
+
+import msgspec
+
+from millstream.client.receipt import Receipt
+from millstream.model.errors import InvalidRequest, OffsetOutOfRange
+from millstream.records.record import Record, decode_records
+from millstream.wire.client import Client
+
+_DIGEST_BYTES: Final = 16
+_FETCH_BYTES: Final = 1024 * 1024
+_LATEST, _EARLIEST = -1, -2
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=False):
+    """One line of the book."""
+
+    id: str
+    topic: str
+    topic_id: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    digest: str
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """A message that the log does not have as the book says."""
+
+    kept: Kept
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.kept.id} at {self.kept.topic}-{self.kept.partition}@{self.kept.offset}: {self.what}"
+
+
+def digest_of(value: bytes | None) -> str:
+    """What the book keeps of a value; a message without one has none."""
+    return "" if value is None else hashlib.blake2b(value, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+class ReceiptBook:
+    """A book that is written to."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._file: BinaryIO | None = None
+        self._encoder = msgspec.json.Encoder()
+
+    def __enter__(self) -> Self:
+        # Without a buffer: a line that was written outlives the program.
+        self._file = self._path.open("ab", buffering=0)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def keep(self, receipts: Sequence[Receipt], values: Sequence[bytes | None]) -> None:
+        """Write down what was acknowledged."""
+        if self._file is None:
+            raise InvalidRequest("the book of receipts is closed")
+        lines = [
+            self._encoder.encode(
+                Kept(
+                    receipt.id,
+                    receipt.topic,
+                    receipt.topic_id,
+                    receipt.partition,
+                    receipt.offset,
+                    receipt.timestamp_ms,
+                    digest_of(value),
+                )
+            )
+            for receipt, value in zip(receipts, values, strict=True)
+        ]
+        self._file.write(b"".join(line + b"\n" for line in lines))
+
+
+def read_book(path: str | Path) -> Iterator[Kept]:
+    """Yield what a book has; a last line that was torn by a crash is left out."""
+    decoder = msgspec.json.Decoder(Kept)
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield decoder.decode(line)
+            except msgspec.MsgspecError as error:
+                raise InvalidRequest(f"line {number} of {path} is no receipt: {error}") from None
+
+
+async def check_receipts(brokers: str, path: str | Path) -> list[Finding]:
+    """Hold a book against the log: every message that is missing or is another one, and ids that stand there twice."""
+    by_partition: dict[tuple[str, int], dict[int, Kept]] = {}
+    findings: list[Finding] = []
+    for kept in read_book(path):
+        known = by_partition.setdefault((kept.topic, kept.partition), {})
+        if kept.offset in known and known[kept.offset] != kept:
+            findings.append(Finding(kept, f"the book has {known[kept.offset].id} at the same place"))
+        known[kept.offset] = kept
+    async with Client.connect(brokers) as client:
+        for (topic, partition), expected in sorted(by_partition.items()):
+            findings += await _check_partition(client, topic, partition, expected)
+    return findings
+
+
+async def _check_partition(client: Client, topic: str, partition: int, expected: dict[int, Kept]) -> list[Finding]:
+    findings: list[Finding] = []
+    left = dict(sorted(expected.items()))
+    while left:
+        wanted = next(iter(left))
+        try:
+            answer = await client.fetch(topic, partition, wanted, max_bytes=_FETCH_BYTES, max_wait_ms=0)
+        except OffsetOutOfRange:
+            start, end = await _bounds(client, topic, partition)
+            gone = [offset for offset in left if not start <= offset < end]
+            why = "retention has deleted it, or the topic was made anew"
+            findings += [Finding(left.pop(offset), why) for offset in gone]
+            continue
+        found: dict[int, Record] = {record.offset: record for record in decode_records(bytes(answer.records))}
+        reached = max(found, default=wanted)
+        for offset in [offset for offset in left if offset <= reached]:
+            what = _difference(left[offset], found.get(offset))
+            if what is not None:
+                findings.append(Finding(left[offset], what))
+            del left[offset]
+    return findings
+
+
+async def _bounds(client: Client, topic: str, partition: int) -> tuple[int, int]:
+    """Where a partition starts and ends; the refusal of a fetch need not tell."""
+    earliest = (await client.list_offsets(topic, {partition: _EARLIEST}))[partition].offset
+    return earliest, (await client.list_offsets(topic, {partition: _LATEST}))[partition].offset
+
+
+def _difference(kept: Kept, record: Record | None) -> str | None:
+    if record is None:
+        return "the log has no message there"
+    if digest_of(record.value) != kept.digest:
+        return "the log has another value there"
+    return None

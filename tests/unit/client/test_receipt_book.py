@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from millstream.client.receipt import Receipt
+from millstream.client.receipt_book import ReceiptBook, digest_of, read_book
+from millstream.model.errors import InvalidRequest
+
+
+def receipt(offset: int) -> Receipt:
+    return Receipt("orders", 0, offset, 1000 + offset, "topic-id")
+
+
+def test_what_was_kept_is_read_again_and_a_book_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "receipts.jsonl"
+    for offset in range(3):
+        with ReceiptBook(path) as book:
+            book.keep([receipt(offset)], [b"value %d" % offset])
+    kept = list(read_book(path))
+    assert [one.offset for one in kept] == [0, 1, 2]
+    assert kept[1].id == "topic-id/0/1"
+    assert kept[1].digest == digest_of(b"value 1") != digest_of(b"value 2")
+    assert digest_of(None) == ""
+
+
+def test_a_line_that_a_crash_has_torn_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "receipts.jsonl"
+    with ReceiptBook(path) as book:
+        book.keep([receipt(0), receipt(1)], [b"a", None])
+    path.write_bytes(path.read_bytes()[:-5])
+    assert [one.offset for one in read_book(path)] == [0]
+    path.write_bytes(b"nonsense\n")
+    with pytest.raises(InvalidRequest, match=r"line 1 of .* is no receipt"):
+        list(read_book(path))
+
+
+def test_a_closed_book_takes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="closed"):
+        ReceiptBook(tmp_path / "receipts.jsonl").keep([receipt(0)], [b"a"])
