@@ -21,6 +21,7 @@ import threading
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import TypedDict, Unpack
 
 from millstream.client.at_exit import end_before_exit
