@@ -326,6 +326,7 @@ async def in_no_time(message: Taken) -> None:
 ROWS = st.none() | st.builds(Row, st.booleans(), st.sampled_from(("me", "you")), st.integers(0, 20))
 
 
+@settings(deadline=None)
 @given(row=ROWS, verb=st.sampled_from(Verb), now_ms=st.integers(0, 20))
 def test_nobody_takes_what_counts_as_anothers(row: Row | None, verb: Verb, now_ms: int) -> None:
     after, answer = decide(row, Operation(verb, "1", "me", 99), now_ms)

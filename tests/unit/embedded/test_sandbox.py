@@ -142,10 +142,12 @@ async def test_a_trace_goes_from_message_to_message(sandbox: Sandbox, monkeypatc
 
 
 PROGRAM = """
-import sys, threading
+import signal, sys, threading, time
 from millstream.client.sync_connection import connect_sync
 
 def handle(message):
+    while sys.argv[3] == "runs" and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        time.sleep(0.01)  # The main thread does not run until it is stopped yet.
     print("handling", flush=True)
     release.wait(60)
     print("handled", flush=True)
