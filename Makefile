@@ -87,7 +87,7 @@ compare: $(DEV_STAMP) ## Ask Apache Kafka and Millstream the same odd questions 
 fuzz: $(DEV_STAMP) ## Throw broken frames, requests, data folders and records at the broker, a minute each
 	@$(BIN)/python -m benchmarks.fuzz_run $(FUZZ_ARGS)
 
-chaos: $(DEV_STAMP) ## Kill brokers while subscriptions deliver to workers that misbehave, and check every message (8 minutes)
+chaos: $(DEV_STAMP) ## Kill workers and strike nodes while subscriptions deliver, and check every message (20 minutes)
 	@$(BIN)/python -m benchmarks.chaos_subscriptions $(CHAOS_ARGS)
 
 chaos-http: $(DEV_STAMP) ## Kill nodes of a cluster while messages are published, leased and settled over HTTP through any of them (4 minutes)
