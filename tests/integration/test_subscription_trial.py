@@ -50,6 +50,6 @@ async def test_nodes_of_a_cluster_are_killed_and_cut_off_while_they_deliver(tmp_
 @pytest.mark.parametrize("bug", sorted(BUGS))
 async def test_a_bug_is_found(tmp_path: Path, bug: str) -> None:
     cluster = TrialSolo(tmp_path, settings=SETTINGS, program=planted(bug))
-    plan = short(13, faults=5, load_s=(1.0, 2.0), delayed_share=0.2, drain_s_max=20.0)
+    plan = short(13, faults=4, load_s=(1.0, 2.0), delayed_share=0.2, drain_s_max=20.0)
     outcome = await run(tmp_path, cluster, plan)
     assert not outcome.ok
