@@ -55,13 +55,13 @@ def parse_position(text: str, *, now_ms: int | None = None) -> Position:
     text = text.strip()
     if text.lower() in _NAMES:
         return Position(Kind(_NAMES[text.lower()]))
-    if text.isdigit():
+    if text.isascii() and text.isdigit():
         return Position(Kind.OFFSET, int(text))
     ago = _AGO.match(text)
     if ago is not None:
         now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
         return Position(Kind.TIME, max(0, now_ms - int(ago[1]) * _UNIT_MS[ago[2]]))
     try:
-        return Position(Kind.TIME, int(datetime.fromisoformat(text).astimezone().timestamp() * 1000))
+        return Position(Kind.TIME, max(0, int(datetime.fromisoformat(text).astimezone().timestamp() * 1000)))
     except (ValueError, OverflowError):
         raise InvalidRequest(f"{text!r} is no position; give {HELP}") from None
