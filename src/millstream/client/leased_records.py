@@ -48,68 +48,123 @@ def read_leased(batches: bytes, leases: list[LeasedRange], held: Held, *, aborte
 def _read_batch(
     section: bytes, header: BatchHeader, waiting: list[LeasedRange], held: Held, messages: list[Message]
 ) -> None:
-    first, last, attempt, _ = _fields(waiting[-1])
-    base_offset, base_ms = header.base_offset, header.base_timestamp_ms
-    append_ms = header.max_timestamp_ms if header.attributes & TIMESTAMP_TYPE_FLAG else None
-    at = 0
-    for _ in range(header.record_count):
-        # Most numbers take one or two bytes: these are read here, since a call costs more than all the rest.
+    if header.record_count != header.last_offset_delta + 1:
+        _read_sparse(section, header, waiting, held, messages)
+        return
+    # Nothing of the batch is missing, so a record's place in it gives its offset.
+    offset, at = int(header.base_offset), 0
+    while waiting and waiting[-1].first <= header.last_offset:
+        lease = waiting[-1]
+        while offset < lease.first:
+            length, at = _number(section, at)
+            at += length
+            offset += 1
+        last = min(lease.last, header.last_offset)
+        at = _read_run(section, header, at, range(offset, last + 1), held, lease.attempt, messages)
+        offset = last + 1
+        if lease.last > header.last_offset:
+            return
+        waiting.pop()
+
+
+def _read_run(
+    section: bytes,
+    header: BatchHeader,
+    at: int,
+    offsets: range,
+    held: Held,
+    attempt: int,
+    messages: list[Message],
+) -> int:
+    """Read consecutive records; says where the next begins.
+
+    Most numbers take one or two bytes: these are read here, since a call costs more than all the rest.
+    """
+    base_ms, append_ms = header.base_timestamp_ms, _append_ms(header)
+    for offset in offsets:
         byte = section[at]
         if byte < 0x80:
-            end, at = at + 1 + (byte >> 1), at + 1
+            at += 1
+            end = at + (byte >> 1)
         elif (second := section[at + 1]) < 0x80:
-            end, at = at + 2 + ((byte & 0x7F | second << 7) >> 1), at + 2
+            at += 2
+            end = at + ((byte & 0x7F | second << 7) >> 1)
         else:
             length, at = _number(section, at)
             end = at + length
         byte = section[at + 1]
+        at += 2
         if byte < 0x80:
-            delta_ms, place = (byte >> 1) ^ -(byte & 1), at + 2
+            delta_ms = (byte >> 1) ^ -(byte & 1)
         else:
-            delta_ms, place = _number(section, at + 1)
-        byte = section[place]
-        if byte < 0x80:
-            offset, place = base_offset + (byte >> 1), place + 1
-        else:
-            delta, place = _number(section, place)
-            offset = base_offset + delta
-        at = end
-        if offset < first:
-            continue
-        while offset > last:
-            waiting.pop()
-            if not waiting:
-                return
-            first, last, attempt, _ = _fields(waiting[-1])
-        if offset < first:
-            continue
-        byte = section[place]
+            delta_ms, at = _number(section, at - 1)
+        while section[at] > 0x7F:
+            at += 1
+        byte = section[at + 1]
+        at += 2
         if byte == _NULL:
-            key, place = None, place + 1
+            key = None
         else:
-            length, place = (byte >> 1, place + 1) if byte < 0x80 else _number(section, place)
-            key = section[place : place + length]
-            place += length
-        byte = section[place]
+            length = byte >> 1
+            if byte > 0x7F:
+                length, at = _number(section, at - 1)
+            key = section[at : at + length]
+            at += length
+        byte = section[at]
         if byte == _NULL:
-            value, place = None, place + 1
+            value, at = None, at + 1
         else:
             if byte < 0x80:
-                length, place = byte >> 1, place + 1
-            elif (second := section[place + 1]) < 0x80:
-                length, place = (byte & 0x7F | second << 7) >> 1, place + 2
+                at += 1
+                stop = at + (byte >> 1)
+            elif (second := section[at + 1]) < 0x80:
+                at += 2
+                stop = at + ((byte & 0x7F | second << 7) >> 1)
             else:
-                length, place = _number(section, place)
-            value = section[place : place + length]
-            place += length
-        if place >= end or end > len(section):
+                length, at = _number(section, at)
+                stop = at + length
+            value = section[at:stop]
+            at = stop
+        if at >= end or end > len(section):
             raise CorruptBatch(f"the record at offset {offset} is longer than it says")
         timestamp_ms = base_ms + delta_ms if append_ms is None else append_ms
-        messages.append(Message(held, offset, timestamp_ms, key, value, section[place:end], attempt))
+        messages.append(Message(held, offset, timestamp_ms, key, value, section[at:end], attempt))
+        at = end
+    return at
 
 
-def _fields(lease: LeasedRange) -> tuple[int, int, int, int]:
-    return lease.first, lease.last, lease.attempt, lease.deadline_ms
+def _read_sparse(
+    section: bytes, header: BatchHeader, waiting: list[LeasedRange], held: Held, messages: list[Message]
+) -> None:
+    """Read a batch from which compaction has taken records."""
+    at, append_ms = 0, _append_ms(header)
+    for _ in range(header.record_count):
+        length, at = _number(section, at)
+        end = at + length
+        delta_ms, at = _number(section, at + 1)
+        offset_delta, at = _number(section, at)
+        offset = header.base_offset + offset_delta
+        while waiting and offset > waiting[-1].last:
+            waiting.pop()
+        if not waiting:
+            return
+        if offset >= waiting[-1].first:
+            key, at = _field(section, at)
+            value, at = _field(section, at)
+            if at >= end or end > len(section):
+                raise CorruptBatch(f"the record at offset {offset} is longer than it says")
+            timestamp_ms = header.base_timestamp_ms + delta_ms if append_ms is None else append_ms
+            messages.append(Message(held, offset, timestamp_ms, key, value, section[at:end], waiting[-1].attempt))
+        at = end
+
+
+def _append_ms(header: BatchHeader) -> int | None:
+    return header.max_timestamp_ms if header.attributes & TIMESTAMP_TYPE_FLAG else None
+
+
+def _field(section: bytes, at: int) -> tuple[bytes | None, int]:
+    length, at = _number(section, at)
+    return (None, at) if length < 0 else (section[at : at + length], at + length)
 
 
 def _number(section: bytes, at: int) -> tuple[int, int]:

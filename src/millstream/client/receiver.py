@@ -166,7 +166,13 @@ class Receiver:
         held = message._held
         order = held.accepting or self.settling.accepting(held)
         order.offsets.append(message.offset)
-        self.done(message)
+        message.is_settled = True
+        self._held -= 1
+        held.left -= 1
+        if held.left == 0:
+            self._finished(held)
+        if self._hungry and not self._buffer:
+            self._feed()
 
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
         """Tell the broker; the future ends when it is durable."""

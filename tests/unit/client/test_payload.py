@@ -1,0 +1,88 @@
+"""What programs publish, as bytes and headers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from millstream.client.declaration import wanted_settings
+from millstream.client.payload import due_ms, encoded, headers_of, key_bytes
+from millstream.model.errors import InvalidRequest, InvalidSetting, InvalidSubscription
+
+NOTHING: dict[str, Any] = dict.fromkeys(
+    ("filter", "delivery", "ordered", "lease", "attempts", "backoff", "dead_letter", "start", "expires")
+)
+
+
+@dataclass
+class Order:
+    order_id: int
+
+
+@pytest.mark.parametrize(
+    ("value", "content", "kind"),
+    [
+        (b"x", b"x", None),
+        (None, None, None),
+        (memoryview(b"x"), b"x", None),
+        ("é", "é".encode(), b"text/plain; charset=utf-8"),
+        ({"a": 1}, b'{"a":1}', b"application/json"),
+        (True, b"true", b"application/json"),
+        (Order(7), b'{"order_id":7}', b"application/json"),
+    ],
+)
+def test_values_become_bytes(value: object, content: bytes | None, kind: bytes | None) -> None:
+    assert encoded(value) == (content, () if kind is None else (("content-type", kind),))
+
+
+def test_what_cannot_be_said_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="object"):
+        encoded(object())
+    with pytest.raises(InvalidRequest, match="key"):
+        key_bytes(7)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="header 'a'"):
+        headers_of({"a": object()}, ())  # type: ignore[dict-item]
+    with pytest.raises(InvalidRequest, match="empty"):
+        headers_of((), (), message_id="")
+    with pytest.raises(InvalidRequest, match="time zone"):
+        due_ms(datetime(2026, 1, 1))
+
+
+def test_headers_say_what_a_message_is_and_when_it_is_due() -> None:
+    kind = (("content-type", b"application/json"),)
+    assert headers_of((), kind) is kind
+    assert headers_of({"content-type": "x", "n": 5, "none": None}, kind) == (
+        ("content-type", b"x"),
+        ("n", b"5"),
+        ("none", None),
+    )
+    assert headers_of([("a", b"1"), ("a", "2")], kind, "m-1") == (
+        ("a", b"1"),
+        ("a", b"2"),
+        *kind,
+        ("message-id", b"m-1"),
+    )
+    moment = datetime(2026, 1, 1, tzinfo=UTC)
+    assert headers_of((), (), delay=moment) == (("deliver-at", b"1767225600000"),)
+    assert due_ms(1.5, moment) == due_ms(timedelta(seconds=1.5), moment) == 1767225601500
+
+
+def test_what_is_asked_for_has_the_names_of_settings() -> None:
+    assert wanted_settings(**NOTHING) == {}
+    asked = NOTHING | {"ordered": True, "lease": 1.5, "backoff": (1, 60), "start": timedelta(hours=1)}
+    assert wanted_settings(**asked) == {
+        "millstream.ordered": "true",
+        "share.record.lock.duration.ms": "1500",
+        "millstream.backoff.min.ms": "1000",
+        "millstream.backoff.max.ms": "60000",
+        "share.auto.offset.reset": "by_duration:PT3600S",
+    }
+    at = wanted_settings(**NOTHING | {"start": datetime(2026, 1, 1, tzinfo=UTC)})
+    assert at == {"share.auto.offset.reset": "at:1767225600000"}
+    with pytest.raises(InvalidSubscription, match="time zone"):
+        wanted_settings(**NOTHING | {"start": datetime(2026, 1, 1)})
+    with pytest.raises(InvalidSetting):
+        wanted_settings(**NOTHING | {"delivery": "sometimes"})
