@@ -1,0 +1,132 @@
+"""What the push process says of leases: together, to this node, and to the new leader when the partition has moved."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+from uuid import UUID
+
+import msgspec
+import pytest
+
+from millstream.http.push import settler as settling
+from millstream.http.push.settler import ACCEPT, RELEASE, Settler
+from millstream.model.errors import BrokerUnreachable
+from millstream.model.ids import NodeId, Offset
+from millstream.records.record import Record
+from millstream.wire.client import Client
+from millstream.wire.subscription_messages import SettleAnswer, SettleRequest
+from millstream.wire.subscriptions import LeasedMessage
+
+OK, NOT_LEADER, NOT_HELD = 0, 6, 121
+LEADER = NodeId(2)
+
+
+def message(offset: int, partition: int = 0) -> LeasedMessage:
+    return LeasedMessage(None, "orders", UUID(int=7), partition, 1, 0, Record(Offset(offset), 0, None, b"", ()))
+
+
+class Node:
+    """A node that takes down what it is told, and answers for each partition."""
+
+    def __init__(self) -> None:
+        self.requests: list[SettleRequest] = []
+        self.codes: dict[int, int] = {}
+        self.error = 0
+        self.is_away = False
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def ask(self, _key: int, body: bytes) -> memoryview:
+        request = msgspec.msgpack.decode(body, type=SettleRequest)
+        self.requests.append(request)
+        await self.may_answer.wait()
+        if self.is_away:
+            raise BrokerUnreachable("away")
+        results = [[(self.codes.get(part.partition, OK), None)] * len(part.verbs) for part in request.partitions]
+        return memoryview(msgspec.msgpack.encode(SettleAnswer(self.error, None, cast("Any", results))))
+
+    def offsets(self) -> list[list[int]]:
+        return [[verb.first for part in request.partitions for verb in part.verbs] for request in self.requests]
+
+
+class Others:
+    """A client that knows where the leader is."""
+
+    def __init__(self, leader: Node) -> None:
+        self.leader = leader
+
+    async def at_leader(
+        self, _topic: str, _partition: int, attempt: Callable[[NodeId], Awaitable[SettleAnswer]]
+    ) -> SettleAnswer:
+        return await attempt(LEADER)
+
+    async def private(self, node: NodeId, key: int, body: bytes) -> memoryview:
+        assert node == LEADER
+        return await self.leader.ask(key, body)
+
+
+class Desk:
+    """A settler between its node and another one."""
+
+    def __init__(self) -> None:
+        self.here, self.there = Node(), Node()
+        self.settler = Settler("billing", "push/1", self.here.ask, cast("Client", Others(self.there)))
+
+    def accept(self, offset: int, partition: int = 0) -> asyncio.Future[bool]:
+        return asyncio.ensure_future(self.settler.settle(message(offset, partition), ACCEPT))
+
+
+@pytest.fixture
+async def desk() -> Desk:
+    return Desk()
+
+
+async def test_what_is_said_meanwhile_goes_together(desk: Desk) -> None:
+    desk.here.may_answer.clear()
+    first = [desk.accept(0), desk.accept(1)]
+    while not desk.here.requests:
+        await asyncio.sleep(0)
+    later = [desk.accept(2), desk.accept(3, partition=1), desk.accept(4)]
+    await asyncio.sleep(0)
+    desk.here.may_answer.set()
+    assert await asyncio.gather(*first, *later) == [True] * 5
+    assert desk.here.offsets() == [[0, 1], [2, 4, 3]]
+    assert desk.here.requests[0].worker == "push/1"
+
+
+async def test_a_release_carries_its_delay_and_reason(desk: Desk) -> None:
+    assert await desk.settler.settle(message(3), RELEASE, delay_ms=700, reason="the endpoint answered 503")
+    (verb,) = desk.here.requests[0].partitions[0].verbs
+    assert (verb.first, verb.verb, verb.delay_ms, verb.reason) == (3, RELEASE, 700, "the endpoint answered 503")
+
+
+async def test_a_lease_that_is_over_is_not_asked_for_elsewhere(desk: Desk) -> None:
+    desk.here.codes = {0: NOT_HELD}
+    assert [*await asyncio.gather(desk.accept(0), desk.accept(0, partition=1))] == [False, True]
+    assert not desk.there.requests
+
+
+async def test_a_partition_that_has_moved_is_settled_at_its_leader(desk: Desk) -> None:
+    desk.here.codes = {0: NOT_LEADER}
+    assert [*await asyncio.gather(desk.accept(0), desk.accept(1, partition=1), desk.accept(2))] == [True] * 3
+    assert desk.there.offsets() == [[0, 2]]
+
+
+@pytest.mark.parametrize("error", [NOT_LEADER, None])
+async def test_a_node_that_does_not_answer_is_not_the_end(desk: Desk, error: int | None) -> None:
+    desk.here.is_away = error is None
+    desk.here.error = error or 0
+    assert await desk.accept(0)
+    assert desk.there.offsets() == [[0]]
+
+
+async def test_when_nobody_answers_the_lease_runs_out(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settling, "ELSEWHERE_S", 0.05)
+    desk.here.is_away = True
+    desk.there.may_answer.clear()
+    assert await desk.accept(0) is False
+    desk.there.is_away = True
+    desk.there.may_answer.set()
+    assert await desk.accept(0) is False
