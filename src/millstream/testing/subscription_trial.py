@@ -178,6 +178,7 @@ class SubscriptionTrial:
 
     async def run(self) -> Outcome:
         """Load, strike, let all queues run empty, and judge."""
+        await self._whole("the start")
         await self._declare()
         publishing = asyncio.ensure_future(self._publish())
         watching = asyncio.ensure_future(self._watch.run())
@@ -330,7 +331,8 @@ class SubscriptionTrial:
         while (left := deadline - time.monotonic()) > 0:
             await asyncio.sleep(min(left, _TEND_S))
             for worker in self._workers:
-                worker.tend()
+                if worker.lives:
+                    worker.tend()
 
     async def _drain(self) -> list[Finding]:
         """Wait until every queue is empty; what is left if that takes too long."""
