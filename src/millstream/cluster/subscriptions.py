@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from uuid import UUID
 
 from millstream.cluster.declarations import Declarations
@@ -110,6 +111,15 @@ class Subscriptions:
             await self._look_up(name)
         return self.existing(name)
 
+    async def ensure(self, name: str) -> Subscription:
+        """The subscription of this name; where there is none it is declared, without topics, as a share group is."""
+        with suppress(UnknownSubscription):
+            return await self.find(name)
+        # Another node may be faster.
+        with suppress(SubscriptionExists):
+            return await self.create(name, (), {})
+        return await self.find(name)
+
     async def create(
         self,
         name: str,
@@ -156,7 +166,7 @@ class Subscriptions:
 
         `starts` says where the queues of further topics begin.
         """
-        found = self.existing(name)
+        found = await self.find(name)
 
         def changed(now: Subscription) -> Subscription:
             merged: dict[str, str | None] = {**now.overrides, **changes}
@@ -198,6 +208,7 @@ class Subscriptions:
 
     async def delete(self, name: str) -> Subscription:
         """Take a subscription out, durably; what its queues hold goes after that."""
+        await self.find(name)
         async with self._changing:
             found = self.existing(name)
             now_ms = self._clock.now_ms()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from millstream.cluster.membership import Membership
@@ -11,7 +10,7 @@ from millstream.kafka.apis.subscription_forget import SubscriptionForget, Unwant
 from millstream.kafka.apis.subscription_list import SubscriptionList, WantedSubscriptions
 from millstream.kafka.apis.subscription_seek import AT_OFFSET, Sought, SubscriptionSeek
 from millstream.kafka.subscription_service import SubscriptionService
-from millstream.model.errors import NotLeader, SubscriptionExists
+from millstream.model.errors import NotLeader
 from millstream.model.topic import Topic
 from millstream.wire.refusal import refusal
 
@@ -66,10 +65,7 @@ class ShareOffsets:
 
     async def declare(self, name: str) -> None:
         """Make sure that a group has its subscription."""
-        if self._service.declared.get(name) is None:
-            # Another node may have been faster.
-            with suppress(SubscriptionExists):
-                await self._service.declared.create(name, (), {})
+        await self._service.declared.ensure(name)
 
     async def move(self, name: str, topic: Topic, partition: int, offset: int) -> None:
         """Have a group go on at an offset of one partition."""

@@ -161,3 +161,16 @@ async def test_a_catalog_that_is_away_is_not_asked_by_each_who_waits(counted: Co
     counted.is_away = False
     with pytest.raises(UnknownSubscription):
         await here.find("a")
+
+
+async def test_what_another_node_has_declared_is_changed_and_deleted_and_not_declared_twice(catalog: Catalog) -> None:
+    here, there = make(catalog), make(catalog)
+    billing = await there.create("billing", ["orders"], {})
+    assert await here.ensure("billing") == billing
+    group = await here.ensure("group")
+    assert (group.topics, await there.ensure("group")) == ((), group)
+    shipping = await there.create("shipping", ["orders"], {})
+    assert (await here.alter("shipping", {ORDERED: "true"})).subscription_id == shipping.subscription_id
+    await there.create("brief", ["orders"], {})
+    await here.delete("brief")
+    assert [one.name for one in catalog.subscriptions()] == ["billing", "group", "shipping"]

@@ -13,8 +13,6 @@ group (GROUP_MAX_SIZE_REACHED), and a group that does not exist or is of another
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from kio.schema.errors import ErrorCode
 from kio.schema.share_group_heartbeat.v1.request import ShareGroupHeartbeatRequest
 from kio.schema.share_group_heartbeat.v1.response import (
@@ -31,7 +29,7 @@ from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code, error_message
 from millstream.kafka.group_answer import check_text, milliseconds, partitions_by_topic
 from millstream.kafka.throttle import NO_THROTTLE
-from millstream.model.errors import InvalidRequest, MillstreamError, SubscriptionExists
+from millstream.model.errors import InvalidRequest, MillstreamError
 from millstream.model.subscription import SubscriptionSettings
 
 
@@ -64,7 +62,7 @@ class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatRes
         )
         answer = await self._groups.share_heartbeat(heartbeat)
         if request.member_epoch == JOIN_EPOCH:
-            await self._declare(request.group_id)
+            await self._subscriptions.ensure(request.group_id)
         return _accepted(answer)
 
     def failure(self, error: MillstreamError, request: ShareGroupHeartbeatRequest) -> ShareGroupHeartbeatResponse:
@@ -80,12 +78,6 @@ class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatRes
     def _settings(self, group_id: str) -> SubscriptionSettings:
         declared = self._subscriptions.get(group_id)
         return SubscriptionSettings() if declared is None else self._subscriptions.settings_of(declared)
-
-    async def _declare(self, group_id: str) -> None:
-        if self._subscriptions.get(group_id) is None:
-            # Another node may have been faster.
-            with suppress(SubscriptionExists):
-                await self._subscriptions.create(group_id, (), {})
 
 
 def _check(message: ShareGroupHeartbeatRequest) -> None:
