@@ -116,8 +116,26 @@ class QueueState(msgspec.Struct, frozen=True):
     redelivered: int
 
 
+class PushState(msgspec.Struct, frozen=True):
+    """How one node gets on with the endpoint that a subscription's messages are pushed to."""
+
+    node: int
+    state: str
+    concurrency: int
+    in_flight: int
+    accepted: int
+    refused: int
+    failed: int
+    unreachable: int
+    accepted_per_s: float
+    failed_per_s: float
+    last_status: int
+    last_error: str
+    last_error_ms: int
+
+
 class SubscriptionDescription(msgspec.Struct, frozen=True):
-    """A subscription with its settings and queues."""
+    """A subscription with its settings and queues; secret settings are not told."""
 
     name: str
     subscription_id: str
@@ -126,6 +144,7 @@ class SubscriptionDescription(msgspec.Struct, frozen=True):
     overrides: dict[str, str]
     created_ms: int
     queues: list[QueueState]
+    push: list[PushState] = []
 
 
 class Seek(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
