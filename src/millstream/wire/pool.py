@@ -79,6 +79,8 @@ class Pool:
     @property
     def pause_s(self) -> float:
         """For how much longer the broker asks to be left alone."""
+        if not self._muted_until:
+            return 0.0
         return max(0.0, self._muted_until - asyncio.get_running_loop().time())
 
     async def unmuted(self) -> float:
