@@ -20,6 +20,17 @@ if TYPE_CHECKING:
     from millstream.sandbox import Sandbox
 
 
+def pytest_plugin_registered(manager: pytest.PytestPluginManager) -> None:
+    """Have the modules of Millstream imported as they are.
+
+    pytest would rewrite the assertions of every module of a distribution that has a plugin. Here that finds nothing and
+    takes time, and until Python 3.11.8 two threads that import at the same time may break it, as a broker's do.
+    """
+    marked = getattr(manager.rewrite_hook, "_must_rewrite", None)
+    if isinstance(marked, set):
+        marked.discard(__package__)
+
+
 @pytest.fixture(scope="session")
 def millstream_broker() -> Iterator[Sandbox]:
     """One broker for all tests of the process; each test uses names of its own, as `unique` makes them."""

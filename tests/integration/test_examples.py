@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from millstream import sandbox
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE_S_MAX = 100.0
 
@@ -59,8 +61,9 @@ def test_the_plugin_costs_a_run_without_it_nothing(tmp_path: Path) -> None:
     assert "1 passed" in run_pytest(tmp_path, "test_other.py")
 
 
-def test_pytest_finds_the_plugin(request: pytest.FixtureRequest) -> None:
+def test_pytest_finds_the_plugin_and_leaves_the_rest_alone(request: pytest.FixtureRequest) -> None:
     assert request.config.pluginmanager.has_plugin("millstream")
+    assert "_pytest" not in type(sandbox.__spec__.loader).__module__
 
 
 def test_no_example_is_forgotten() -> None:
