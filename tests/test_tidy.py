@@ -136,7 +136,7 @@ def test_the_public_names_are_pinned_and_imported_when_used() -> None:
     names = (
         "Connection IdempotentHandler Message MessageStream MillstreamError NewMessage PublishFailed Receipt "
         "Reject RetryLater Sandbox Subscriber SyncConnection SyncMessage SyncSubscriber TransactionalHandler "
-        "connect connect_sync correlated correlation_id open open_sync"
+        "check_receipts connect connect_sync correlated correlation_id open open_sync"
     )
     assert " ".join(millstream._PLACES) == names
     checked = [

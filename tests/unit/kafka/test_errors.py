@@ -21,6 +21,8 @@ INTERNAL: set[type[errors.MillstreamError]] = {
     errors.ClusterForgotten,
     errors.CorruptState,
     errors.RequestRefused,
+    errors.PublishFailed,
+    errors.LostData,
 }
 
 
