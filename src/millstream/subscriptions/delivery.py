@@ -284,7 +284,7 @@ class Delivery:
             self._looking.cancel()
         if self._sieve is not None:
             self._sieve.close()
-        self.endings.changed()
+        self.endings.closed()
         waiting, self._waiting = self._waiting, {}
         for waiter in waiting:
             waiter.refuse(reason)
@@ -466,7 +466,7 @@ class Delivery:
         self._write()
         if self.queue.has_leases and self._leases_timer is None:
             self._leases_timer = asyncio.get_running_loop().call_later(LEASES_S, self._write_leases)
-        self.endings.changed()
+        self.endings.changed(self.queue.fold)
         if self.queue.counts.rejecting:
             self.when_rejecting()
         if self._waiting and not self._is_serving and self._has_available:

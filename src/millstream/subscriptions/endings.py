@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from millstream.model.errors import PolicyViolation
 from millstream.subscriptions.delta import Delta, DeltaKind
+from millstream.subscriptions.fold import Fold
 from millstream.subscriptions.frame import read_frame
+from millstream.subscriptions.message_state import DONE
 
-FRAMES_BYTES_MAX: Final = 256 * 1024
-"""How much is remembered of one queue."""
+FRAMES_BYTES_MAX: Final = 32 * 1024
+"""How much is remembered of one queue; there may be very many of them."""
 WATCHERS_MAX: Final = 256
 """How many may wait to be told of messages of one queue."""
 
@@ -40,38 +43,58 @@ class Endings:
     def __init__(self) -> None:
         self._frames: deque[bytes] = deque()
         self._bytes = 0
-        self._watchers: set[asyncio.Future[None]] = set()
+        # Who waits, and for which message.
+        self._watchers: dict[asyncio.Future[Delta | None], int] = {}
 
     def wrote(self, frame: bytes) -> None:
-        """Keep a frame; the oldest ones go."""
+        """Keep a frame; the oldest ones go. Whoever waits for one of its messages is told how that has ended."""
         self._frames.append(frame)
         self._bytes += len(frame)
         while self._bytes > FRAMES_BYTES_MAX:
             self._bytes -= len(self._frames.popleft())
+        if self._watchers:
+            deltas = read_frame(frame).deltas
+            for watcher, offset in self._watchers.items():
+                ended = _end_of(offset, deltas)
+                if ended is not None and not watcher.done():
+                    watcher.set_result(ended)
 
-    def changed(self) -> None:
-        """Something has happened: tell whoever waits."""
-        watchers, self._watchers = self._watchers, set()
-        for watcher in watchers:
+    def changed(self, fold: Fold) -> None:
+        """Something has happened: have those look again whose message has ended, although that is not written yet."""
+        for watcher, offset in self._watchers.items():
+            if offset < fold.window.end and fold.state_of(offset) == DONE and not watcher.done():
+                watcher.set_result(None)
+
+    def closed(self) -> None:
+        """The queue has gone: tell everybody who waits."""
+        for watcher in self._watchers:
             if not watcher.done():
                 watcher.set_result(None)
 
-    def next_change(self) -> asyncio.Future[None]:
-        """Done when something has happened."""
-        self._watchers = {watcher for watcher in self._watchers if not watcher.done()}
+    def end_of(self, offset: int) -> asyncio.Future[Delta | None]:
+        """Done when a message has ended, with how, if that is written already; or when the queue has gone."""
+        self._watchers = {watcher: one for watcher, one in self._watchers.items() if not watcher.done()}
         if len(self._watchers) >= WATCHERS_MAX:
             raise PolicyViolation(f"{WATCHERS_MAX} wait to be told of messages of this queue already; ask without wait")
-        watcher = asyncio.get_running_loop().create_future()
-        self._watchers.add(watcher)
+        watcher: asyncio.Future[Delta | None] = asyncio.get_running_loop().create_future()
+        self._watchers[watcher] = offset
         return watcher
 
     def how(self, offset: int) -> Delta | None:
         """How a message has ended, if that is remembered."""
         for frame in reversed(self._frames):
-            for delta in reversed(read_frame(frame).deltas):
-                if delta.kind in _ENDS and _is_about(delta, offset):
-                    return delta
+            ended = _end_of(offset, read_frame(frame).deltas)
+            if ended is not None:
+                return ended
         return None
+
+
+def _end_of(offset: int, deltas: Sequence[Delta]) -> Delta | None:
+    """The last of some events that ends a message."""
+    for delta in reversed(deltas):
+        if delta.kind in _ENDS and _is_about(delta, offset):
+            return delta
+    return None
 
 
 def _is_about(delta: Delta, offset: int) -> bool:

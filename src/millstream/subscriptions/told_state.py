@@ -15,7 +15,7 @@ import asyncio
 from typing import Final, NamedTuple
 
 from millstream.subscriptions.delivery import Delivery
-from millstream.subscriptions.delta import DeltaKind
+from millstream.subscriptions.delta import Delta, DeltaKind
 from millstream.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
 
 _STATES: Final = {
@@ -62,10 +62,18 @@ async def told_state(delivery: Delivery, offset: int, *, start: int | None, wait
         if found.is_final or left_s <= 0:
             await delivery.durable()
             return found
-        await asyncio.wait([delivery.endings.next_change()], timeout=left_s)
-        if delivery.is_closed:
-            # Raises why.
+        ending = delivery.endings.end_of(offset)
+        try:
+            await asyncio.wait([ending], timeout=left_s)
+            ended = ending.result() if ending.done() else None
+        finally:
+            # Whoever gives up makes room for others.
+            ending.cancel()
+        if ended is not None or delivery.is_closed:
+            # If it is closed, this raises why.
             await delivery.durable()
+        if ended is not None:
+            return _final(ended)
 
 
 def _state_now(delivery: Delivery, offset: int, start: int | None) -> ToldState | None:
@@ -87,8 +95,12 @@ def _state_now(delivery: Delivery, offset: int, start: int | None) -> ToldState 
 def _ended(delivery: Delivery, offset: int) -> ToldState:
     ended = delivery.endings.how(offset)
     if ended is not None:
-        return ToldState(_ENDS[ended.kind], ended.attempt, is_final=True)
+        return _final(ended)
     counters = delivery.queue.fold.counters
     # Where nothing has ever ended in another way, this has not either.
     is_certain = not any(counters[kind] for kind in _OTHER_ENDS)
     return ToldState("accepted" if is_certain else "done", is_final=True)
+
+
+def _final(ended: Delta) -> ToldState:
+    return ToldState(_ENDS[ended.kind], ended.attempt, is_final=True)

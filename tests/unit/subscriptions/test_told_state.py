@@ -96,6 +96,22 @@ async def test_an_end_that_is_forgotten(bench: Workbench, monkeypatch: pytest.Mo
     assert await state(delivery, 0) == "done"
 
 
+async def test_whoever_waits_is_told_the_end_however_much_happens(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endings, "FRAMES_BYTES_MAX", 0)
+    delivery = await bench.open()
+    bench.publish("a", "b", "c")
+    delivery.try_receive(wanted(3))
+    waiting = [asyncio.ensure_future(told_state(delivery, offset, start=0, wait_s=WAIT_S)) for offset in range(3)]
+    await turns()
+    # All in one turn, so that nobody can look in between.
+    delivery.settle_now("one", settle(2, Verb.REJECT))
+    delivery.settle_now("one", settle(0, Verb.ACCEPT))
+    delivery.settle_now("one", settle(1, Verb.ACCEPT))
+    assert [(await one).state for one in waiting] == ["accepted", "accepted", "dropped"]
+
+
 async def test_at_most_once_accepts_what_it_hands_out(bench: Workbench) -> None:
     delivery = await bench.open(delivery=AT_MOST_ONCE)
     bench.publish("a")
@@ -123,3 +139,9 @@ async def test_not_everybody_may_wait(bench: Workbench, monkeypatch: pytest.Monk
         await told_state(delivery, 0, start=0, wait_s=WAIT_S)
     waiting.cancel()
     await asyncio.wait([waiting])
+    again = asyncio.ensure_future(told_state(delivery, 0, start=0, wait_s=WAIT_S))
+    await turns()
+    assert not again.done()
+    delivery.try_receive(wanted())
+    delivery.settle_now("one", settle(0, Verb.ACCEPT))
+    assert (await again).state == "accepted"
