@@ -24,7 +24,7 @@ def pytest_plugin_registered(manager: pytest.PytestPluginManager) -> None:
     """Have the modules of Millstream imported as they are.
 
     pytest would rewrite the assertions of every module of a distribution that has a plugin. Here that finds nothing and
-    takes time, and in early versions of Python 3.11 two threads that import at the same time break it, as a broker's do.
+    takes time, and early versions of Python 3.11 break when two threads do it at the same time, as a broker's would.
     """
     marked = getattr(manager.rewrite_hook, "_must_rewrite", None)
     if isinstance(marked, set):
