@@ -44,6 +44,9 @@ COMPRESSIONS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
 
 MESSAGE_ID: Final = "message-id"
 _CLOSE_S_MAX: Final = 30.0
+_TURN: Final = 2048
+"""So many records are written before others may use the loop."""
+
 _RECORD_BYTES: Final = 32
 """What a record takes beside its key, value and headers, about."""
 
@@ -142,6 +145,9 @@ class Publisher:
         for index, (key, value, headers, _) in enumerate(records):
             if self._buffered >= self._buffer_bytes:
                 await self._ready(topic)
+            if index % _TURN == _TURN - 1:
+                # What is written already goes out, and others have their turn.
+                await asyncio.sleep(0)
             self._add(route.choose(key, partition), _plain(key), _plain(value), headers, together, index)
         await together.future
         return _receipts(together)

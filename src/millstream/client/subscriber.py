@@ -120,10 +120,11 @@ class Subscriber:
     # -- handling -------------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        source, handler = self._source, self._handler
+        source, handler, is_async = self._source, self._handler, self._is_async
+        take, accept, is_on, working_on = source.take, source.accept, tracing.is_on, tracing.working_on
         handled = 0
         while True:
-            message = source.take()
+            message = take()
             if message is None:
                 if source.is_over:
                     return
@@ -131,15 +132,15 @@ class Subscriber:
                 handled = 0
                 continue
             try:
-                if self._is_async and not tracing.is_on():
-                    tracing.working_on(message)
+                if is_async and not is_on():
+                    working_on(message)
                     await handler(message)
                 else:
                     await self._call(message)
             except (Exception, asyncio.CancelledError) as error:
                 self._failed(message, error)
             else:
-                source.accept(message)
+                accept(message)
             handled += 1
             if handled == _TURN:
                 handled = 0
