@@ -123,6 +123,7 @@ async def test_too_many_ids_are_forgotten_and_counted(monkeypatch: pytest.Monkey
 
 async def test_partitions_that_were_not_asked_for_lately_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "NODE_IDS_MAX", 1)
+    monkeypatch.setattr(api, "COUNT_EVERY", 1)
     door = Door()
     first = door.bench.partition
     for _ in range(2):

@@ -33,6 +33,8 @@ RECORDS_MAX: Final = 10_000
 TIMEOUT_MS_MAX: Final = 600_000
 NODE_IDS_MAX: Final = 1_000_000
 """How many ids a node remembers; beyond, partitions that were not asked for lately are read again when they are."""
+COUNT_EVERY: Final = 64
+"""After so many requests the ids of all partitions are counted."""
 _ACKS_ALL: Final = -1
 
 
@@ -48,6 +50,7 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
         self._ids: OrderedDict[Partition, PublishedIds] = OrderedDict()
         self.duplicates = 0
         self._forgotten = 0
+        self._turn = 0
 
     def metrics(self) -> Iterable[Metric]:
         """What was found to be there already, and what is remembered for that."""
@@ -121,8 +124,10 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
             found = self._ids[partition] = PublishedIds(partition, window_ms)
         found.window_ms = window_ms
         self._ids.move_to_end(partition)
-        while len(self._ids) > 1 and sum(map(len, self._ids.values())) > NODE_IDS_MAX:
-            self._drop(next(iter(self._ids)))
+        self._turn += 1
+        if self._turn % COUNT_EVERY == 0:
+            while len(self._ids) > 1 and sum(map(len, self._ids.values())) > NODE_IDS_MAX:
+                self._drop(next(iter(self._ids)))
         return found
 
     def _drop(self, partition: Partition) -> None:
