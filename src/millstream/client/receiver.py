@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Collection, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -29,6 +30,7 @@ from millstream.wire.refusal import refusal
 from millstream.wire.subscription_messages import RECEIVE_KEY, PartitionMessages, Receive, ReceiveAnswer
 
 _logger = logging.getLogger(__name__)
+_is_settled = attrgetter("is_settled")
 
 WAIT_MS: Final = 30_000
 _ANSWER_S_MAX: Final = 30.0
@@ -119,8 +121,9 @@ class Receiver:
         buffer = self._buffer
         taken = [buffer.popleft() for _ in range(min(count, len(buffer)))]
         now = self._loop.time()
-        if any(message.is_settled or now >= message._held.valid_until for message in taken):
-            over = [one for one in taken if one.is_settled or now >= one._held.valid_until]
+        if any(map(_is_settled, taken)) or any(now >= held.valid_until for held in self._helds):
+            # The lease of some is over, so somebody else may have them by now.
+            over = {one for one in taken if one.is_settled or now >= one._held.valid_until}
             taken = [one for one in taken if one not in over]
             for message in over:
                 self.done(message)
@@ -191,12 +194,19 @@ class Receiver:
         by_held: dict[Held, list[int]] = {}
         for message in messages:
             if not message.is_settled:
+                message.is_settled = True
                 by_held.setdefault(message._held, []).append(message.offset)
-                self.done(message)
+        self._left_alone.difference_update(messages)
         answers: list[asyncio.Future[None]] = []
         for held, offsets in by_held.items():
             answers.append(self._loop.create_future())
             self.settling.tell(Order(held, offsets, ACCEPT, None, "", answers[-1]))
+            self._held -= len(offsets)
+            held.left -= len(offsets)
+            if held.left == 0:
+                self._finished(held)
+        if self._hungry:
+            self._feed()
         return answers
 
     def tell(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
