@@ -34,7 +34,7 @@ _is_settled = attrgetter("is_settled")
 
 WAIT_MS: Final = 30_000
 _ANSWER_S_MAX: Final = 30.0
-_BYTES_MAX: Final = 4 * 1024 * 1024
+_BYTES_MAX: Final = 1024 * 1024
 _QUICK_S: Final = 0.25
 _SLOW_S: Final = 2.0
 _NODES_S: Final = 5.0
