@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from millstream.http.leasing import Leasing
+from millstream.model.errors import BrokerUnreachable, NotFound
+from millstream.records.record import NewRecord, encode_batch
+from millstream.wire.client import Client
+from millstream.wire.subscription_messages import (
+    LeasedRange,
+    PartitionMessages,
+    Receive,
+    ReceiveAnswer,
+    SettleAnswer,
+    SettleRequest,
+)
+
+HEADER = b"\0\0\0\0\0"
+NOT_FOUND = 69
+
+
+class Node:
+    """A node of a made-up cluster: gives what it has, or holds its answer back."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.messages = 0
+        self.error: Exception | int | None = None
+        self.asked: list[Receive] = []
+        self.came = asyncio.Event()
+        self.hung_up = 0
+
+    @asynccontextmanager
+    async def borrowed(self) -> AsyncIterator[Node]:
+        yield self
+
+    async def exchange(self, key: int, version: int, body: list[bytes], *, timeout_s: float) -> memoryview:
+        request = msgspec.msgpack.decode(body[0], type=Receive)
+        self.asked.append(request)
+        if isinstance(self.error, Exception):
+            raise self.error
+        if request.wait_ms and not self.messages:
+            try:
+                async with asyncio.timeout(request.wait_ms / 1000):
+                    await self.came.wait()
+            except TimeoutError:
+                pass
+            except asyncio.CancelledError:
+                self.hung_up += 1
+                raise
+        return memoryview(HEADER + msgspec.msgpack.encode(self._answer(request)))
+
+    def _answer(self, request: Receive) -> ReceiveAnswer:
+        if isinstance(self.error, int):
+            return ReceiveAnswer(self.error, "no such subscription")
+        count = min(self.messages, request.max_records)
+        self.messages -= count
+        if not count:
+            return ReceiveAnswer(0, None)
+        batch = bytes(encode_batch([NewRecord(None, b"x", (), 1)] * count))
+        lease = LeasedRange(0, count - 1, 1, 1000)
+        return ReceiveAnswer(0, None, [PartitionMessages("t", bytes(16), self.number, [lease], batch)])
+
+
+class Cluster:
+    """What `Leasing` sees of a client."""
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes = {number: Node(number) for number in range(1, nodes + 1)}
+        self.released: list[SettleRequest] = []
+
+    async def metadata(self, topics: Any = None) -> Any:
+        return SimpleNamespace(nodes=self.nodes)
+
+    async def pool_of(self, node: int) -> Node:
+        return self.nodes[node]
+
+    async def private(self, node: int, key: int, body: bytes, **_: Any) -> memoryview:
+        request = msgspec.msgpack.decode(body, type=SettleRequest)
+        self.released.append(request)
+        return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, [[(0, None)]] * len(request.partitions))))
+
+
+def leasing(cluster: Cluster) -> Leasing:
+    return Leasing(cast("Client", cluster))
+
+
+def request(**changes: int) -> Receive:
+    return msgspec.structs.replace(Receive("s", "w", 10, 1000, 60_000), **changes)
+
+
+async def test_what_is_there_is_taken_from_one_node_after_the_other() -> None:
+    cluster = Cluster(3)
+    for node in cluster.nodes.values():
+        node.messages = 4
+    messages = await leasing(cluster).receive(request())
+    assert len(messages) == 10
+    assert sum(node.messages for node in cluster.nodes.values()) == 2
+    assert not cluster.released
+
+
+async def test_whoever_waits_gets_what_comes_to_any_node_and_hangs_up_on_the_others() -> None:
+    cluster = Cluster(3)
+    waiting = asyncio.create_task(leasing(cluster).receive(request()))
+    while not waiting.done() and not all(len(node.asked) == 2 for node in cluster.nodes.values()):
+        await asyncio.sleep(0)
+    cluster.nodes[2].messages = 1
+    cluster.nodes[2].came.set()
+    (message,) = await waiting
+    assert message.node == 2
+    assert [node.hung_up for node in cluster.nodes.values()] == [1, 0, 1]
+
+
+async def test_more_than_was_asked_for_goes_back() -> None:
+    cluster = Cluster(2)
+    waiting = asyncio.create_task(leasing(cluster).receive(request(max_records=1)))
+    while not waiting.done() and not all(len(node.asked) == 2 for node in cluster.nodes.values()):
+        await asyncio.sleep(0)
+    for node in cluster.nodes.values():
+        node.messages = 1
+        node.came.set()
+    assert len(await waiting) == 1
+    assert [(one.worker, len(one.partitions)) for one in cluster.released] in ([], [("w", 1)])
+
+
+async def test_one_node_alone_is_asked_once() -> None:
+    cluster = Cluster(1)
+    cluster.nodes[1].messages = 1
+    assert len(await leasing(cluster).receive(request())) == 1
+    assert len(cluster.nodes[1].asked) == 1
+
+
+async def test_a_node_that_is_away_keeps_nobody_from_the_others() -> None:
+    cluster = Cluster(2)
+    cluster.nodes[1].error = BrokerUnreachable("gone")
+    cluster.nodes[2].messages = 1
+    assert len(await leasing(cluster).receive(request())) == 1
+    cluster.nodes[2].error = BrokerUnreachable("gone, too")
+    with pytest.raises(BrokerUnreachable):
+        await leasing(cluster).receive(request(wait_ms=0))
+
+
+async def test_a_subscription_that_is_not_there_is_told() -> None:
+    cluster = Cluster(2)
+    for node in cluster.nodes.values():
+        node.error = NOT_FOUND
+    with pytest.raises(NotFound, match="no such subscription"):
+        await leasing(cluster).receive(request())
+
+
+async def test_nobody_waits_for_longer_than_was_said() -> None:
+    assert await leasing(Cluster(2)).receive(request(wait_ms=20)) == []
