@@ -132,9 +132,17 @@ def decode_records(
 
 
 def decode_batch(
-    buffer: Buffer, header: BatchHeader, *, decompressed_bytes_max: int = DECOMPRESSED_BYTES_MAX
+    buffer: Buffer,
+    header: BatchHeader,
+    *,
+    decompressed_bytes_max: int = DECOMPRESSED_BYTES_MAX,
+    first: int = _INT64_MIN,
+    last: int = _INT64_MAX,
 ) -> Iterator[Record]:
-    """Yield the records of one batch, decompressing it; the CRC is the caller's job."""
+    """Yield the records of one batch, decompressing it; the CRC is the caller's job.
+
+    With `first` and `last`, others are stepped over, which costs little, or not looked at.
+    """
     check_offsets(header)
     section = memoryview(buffer)[header.position + HEADER_BYTES : header.end_position]
     if header.compression != COMPRESSION_NONE and len(section):
@@ -144,7 +152,12 @@ def decode_batch(
     append_time_ms = header.max_timestamp_ms if header.attributes & TIMESTAMP_TYPE_FLAG else None
     reader = _Reader(section)
     delta_before = -1
-    for _ in range(header.record_count):
+    if header.record_count == header.last_offset_delta + 1:
+        # Nothing of the batch is missing, so a record's place in it gives its offset.
+        delta_before += min(max(first - header.base_offset, 0), header.record_count)
+        for _ in range(delta_before + 1):
+            reader.position = reader.begin_record()
+    for _ in range(header.record_count - delta_before - 1):
         end = reader.begin_record()
         timestamp_delta = reader.varlong()
         offset_delta = reader.varint()
@@ -153,6 +166,8 @@ def decode_batch(
                 f"offset delta {offset_delta} behind {delta_before} in a batch that ends at {header.last_offset_delta}"
             )
         delta_before = offset_delta
+        if header.base_offset + offset_delta > last:
+            return
         record = Record(
             Offset(header.base_offset + offset_delta),
             _timestamp(header.base_timestamp_ms + timestamp_delta) if append_time_ms is None else append_time_ms,
@@ -162,7 +177,8 @@ def decode_batch(
         )
         if reader.position != end:
             raise CorruptBatch(f"a record ends {end - reader.position} bytes away from where its length says")
-        yield record
+        if record.offset >= first:
+            yield record
     if reader.position != len(section):
         raise CorruptBatch(f"{len(section) - reader.position} bytes lie behind the last record of a batch")
 

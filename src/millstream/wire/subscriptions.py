@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 from uuid import UUID
 
@@ -12,7 +12,8 @@ import msgspec
 
 from millstream.model.errors import MillstreamError, ProtocolViolation
 from millstream.model.ids import NodeId
-from millstream.records.record import Record, decode_records
+from millstream.records.batch import check_crc, iterate_whole_headers
+from millstream.records.record import Record, decode_batch
 from millstream.wire.client import Client
 from millstream.wire.refusal import refusal
 from millstream.wire.subscription_messages import (
@@ -23,6 +24,8 @@ from millstream.wire.subscription_messages import (
     RECEIVE_KEY,
     SEEK_KEY,
     SETTLE_KEY,
+    LeasedRange,
+    PartitionMessages,
     PartitionSettles,
     Receive,
     ReceiveAnswer,
@@ -278,24 +281,38 @@ def leased_messages(node: NodeId | None, answer: ReceiveAnswer) -> list[LeasedMe
     """The messages that an answer of a node leases."""
     messages: list[LeasedMessage] = []
     for part in answer.partitions:
-        leases = iter(part.leases)
-        lease = next(leases, None)
-        for record in decode_records(part.batches):
-            while lease is not None and record.offset > lease.last:
-                lease = next(leases, None)
-            if lease is not None and record.offset >= lease.first:
-                messages.append(
-                    LeasedMessage(
-                        node,
-                        part.topic,
-                        UUID(bytes=part.topic_id),
-                        part.partition,
-                        lease.attempt,
-                        lease.deadline_ms,
-                        record,
-                    )
-                )
+        topic_id = UUID(bytes=part.topic_id)
+        for lease, record in _leased_records(part):
+            place = (node, part.topic, topic_id, part.partition)
+            messages.append(LeasedMessage(*place, lease.attempt, lease.deadline_ms, record))
     return messages
+
+
+def _leased_records(part: PartitionMessages) -> Iterator[tuple[LeasedRange, Record]]:
+    """The records of the leases, which ascend; others of their batches are stepped over."""
+    waiting = list(reversed(part.leases))
+    for header in iterate_whole_headers(part.batches):
+        while waiting and waiting[-1].last < header.base_offset:
+            waiting.pop()
+        if header.is_control or not waiting or waiting[-1].first > header.last_offset:
+            continue
+        check_crc(part.batches, header)
+        last = _last_wanted(waiting, header.last_offset)
+        for record in decode_batch(part.batches, header, first=waiting[-1].first, last=last):
+            while waiting[-1].last < record.offset:
+                waiting.pop()
+            if waiting[-1].first <= record.offset:
+                yield waiting[-1], record
+
+
+def _last_wanted(waiting: Sequence[LeasedRange], batch_end: int) -> int:
+    """The last leased offset of a batch, or one behind it; of the leases the first comes last."""
+    last = waiting[-1].last
+    for lease in reversed(waiting):
+        if lease.first > batch_end:
+            break
+        last = lease.last
+    return last
 
 
 def _read(body: memoryview, kind: type[T]) -> T:

@@ -28,6 +28,7 @@ from millstream.model.push import headers_of, keys_of
 from millstream.wire.channel import Channel
 from millstream.wire.client import Client
 from millstream.wire.codec import response_body_at
+from millstream.wire.lean_kio import import_lean_kio
 from millstream.wire.pool import Pool
 from millstream.wire.refusal import refusal
 from millstream.wire.subscription_messages import RECEIVE_KEY, Receive, ReceiveAnswer
@@ -246,6 +247,7 @@ def main() -> None:
     """Run as the broker asks."""
     options = msgspec.json.decode(sys.argv[1], type=Options)
     set_up_logging(options.log_level, options.log_format, stream=sys.stderr)
+    import_lean_kio()
     asyncio.run(push(options))
 
 

@@ -131,7 +131,9 @@ class Pusher:
     def _room(self) -> int:
         if self._bytes >= IN_FLIGHT_BYTES_MAX:
             return 0
-        return self._endpoint.room(len(self._in_flight), self._now)
+        room = self._endpoint.room(len(self._in_flight), self._now)
+        # While most of what may be under way is, asking for one message at a time would cost more than it brings.
+        return 0 if self._in_flight and 4 * room < self._endpoint.limit else room
 
     async def _take(self, room: int) -> list[LeasedMessage]:
         """Lease some messages, unless `stop` comes first."""
