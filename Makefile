@@ -13,7 +13,7 @@ SOAK_ARGS ?=
 CHAOS_ARGS ?=
 SIMULATE_ARGS ?=
 
-.PHONY: help demo test check bench bench-cluster bench-filters bench-http bench-queues bench-sdk bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-push chaos-transactions conformance compare fuzz simulate docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-push chaos-transactions conformance compare fuzz simulate docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -71,6 +71,9 @@ bench-http: $(DEV_STAMP) ## Measure publishing over HTTP against the same server
 
 bench-sdk: $(DEV_STAMP) ## Measure the Python SDK against aiokafka, confluent-kafka's asyncio client, aio-pika and nats-py (8 minutes; BENCH_ARGS=--quick: 2)
 	@$(BIN)/python -m benchmarks.sdk $(BENCH_ARGS)
+
+bench-spark: $(DEV_STAMP) ## Measure Spark on topics against Parquet, a row-by-row source and Spark's own connector (25 minutes; BENCH_ARGS=--quick: 4)
+	@$(BIN)/python -m benchmarks.spark $(BENCH_ARGS)
 
 bench-filters: $(DEV_STAMP) ## Measure what the filters of subscriptions cost per message (seconds)
 	@$(BIN)/python -m benchmarks.filters $(BENCH_ARGS)

@@ -1,0 +1,330 @@
+"""`make bench-spark`: `format("millstream")` beside Parquet, a row-by-row source and Spark's own connector to Kafka.
+
+    python -m benchmarks.spark [--quick] [--rounds N] [--codec NAME] [--out FILE]
+
+The same rows with the same columns are read from a topic or from Parquet with the same codec, and dropped or written
+to Parquet; and they are written from Parquet to a topic or to Parquet. In each round every way has its turn in the same
+session, and what is shown are the medians; a first turn warms up and is not counted. CPU is that of everything:
+the driver, the JVM, its Python workers and the brokers. Before that, what each way reads is checked: a sum over the
+hashes of all keys and values. Spark's connector is fetched by Maven; Apache Kafka too. Where they cannot be had, they
+are left out, and the report says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from benchmarks import machine
+from benchmarks.peers import kafka, spark_connector
+from benchmarks.peers.unavailable import PeerUnavailable
+from benchmarks.processes import cpu_of
+from benchmarks.report import Table
+from benchmarks.spark_rows import Nothing, RowByRow
+from benchmarks.spark_ways import JVM, JVM_KAFKA, LIMIT, OURS, PARTITIONS, ROWS, Load, Rows, Stage, Way, to_parquet
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+from rich.console import Console
+
+from millstream.spark.session import session
+from millstream.testing.server import Server
+
+OUT: Final = Path("build/bench/spark.md")
+LOADS: Final = (Load(10_000_000, 100), Load(1_000_000, 1024))
+NOOP, PARQUET, TOPIC = "read and dropped", "read, written to Parquet", "written from Parquet"
+TASKS: Final = (NOOP, PARQUET, TOPIC)
+TRIGGERS: Final = 30
+TRIGGERS_WARM: Final = 8
+TRIGGER_ROWS: Final = 1000
+TRIGGERS_S_MAX: Final = 180.0
+LEAST: Final = {LIMIT: 0.5, ROWS: 5.0, JVM: 1.0, JVM_KAFKA: 1.0}
+"""How many times the rate of the others ours should be."""
+
+OVERHEAD_MAX: Final = 1.3
+
+Numbers = dict[str, float]
+Found = dict[tuple[str, str], dict[str, list[Numbers]]]
+"""By load and task, then by way: the rounds."""
+
+
+class WrongRows(Exception):
+    """A way did not read what was written."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, tell and write it down; 1 when something was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.spark", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the rows, one round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--codec", default="none", help="none, gzip, snappy, lz4 or zstd; of topics and of Parquet")
+    parser.add_argument("--ways", default="", help="beginnings of the names of ways; default: all")
+    parser.add_argument("--master", default=f"local[{os.cpu_count()}]")
+    parser.add_argument("--out", type=Path, default=OUT)
+    given = parser.parse_args(arguments)
+    loads = [Load(load.rows // 10, load.size) for load in LOADS] if given.quick else list(LOADS)
+    rounds = 1 if given.quick else given.rounds
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    facts = machine.facts() | {"codec": given.codec, "master": given.master, "rounds": rounds}
+    with ExitStack() as stack:
+        stage = started(stack, given.master, given.codec, facts)
+        chosen = tuple(given.ways.split(",")) if given.ways else ("",)
+        found = measure_loads(stage, loads, rounds, chosen, console)
+        triggers = measure_triggers(stage, rounds, console)
+    tables = [*lines(found), trigger_table(triggers), targets(found, triggers)]
+    for table in tables:
+        console.print(table.rich())
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(report(facts, tables, stage.missing), encoding="utf-8")
+    console.print(f"Written to {given.out}.")
+    return 0
+
+
+# -- what is there ------------------------------------------------------------------------------------------------
+
+
+def started(stack: ExitStack, master: str, codec: str, facts: dict[str, Any]) -> Stage:
+    """Start the brokers and the session, with whatever peers can be had."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
+    own = stack.enter_context(Server(folder / "data"))
+    stage = Stage(None, folder, codec, own.kafka)  # type: ignore[arg-type]
+    jars: list[Path] = []
+    try:
+        jars = spark_connector.fetch()
+        stage.has_connector = True
+        facts[JVM] = spark_connector.version_of(jars)
+        stage.kafka = stack.enter_context(kafka.kafka(folder / "kafka", "os", partitions=PARTITIONS)).kafka
+        facts["Apache Kafka"] = kafka.version_of(kafka.fetch())
+    except PeerUnavailable as reason:
+        stage.missing[JVM_KAFKA if stage.has_connector else f"{JVM}, {JVM_KAFKA}"] = str(reason)
+    stage.spark = open_session(stack, master, jars, folder)
+    facts["Spark"] = stage.spark.version
+    return stage
+
+
+def open_session(stack: ExitStack, master: str, jars: list[Path], folder: Path) -> SparkSession:
+    """One session for everything; its workers find this package too."""
+    here = str(Path(__file__).resolve().parent.parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.memory": "3g",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.warehouse.dir": str(folder / "warehouse"),
+        "spark.local.dir": str(folder),
+        "spark.jars": ",".join(map(str, jars)),
+    }
+    spark = session("bench", master=master, settings=settings)
+    stack.callback(spark.stop)
+    spark.sparkContext.setLogLevel("OFF")
+    for source in (RowByRow, Nothing):
+        spark.dataSource.register(source)
+    return spark
+
+
+# -- rows ---------------------------------------------------------------------------------------------------------
+
+
+def measure_loads(stage: Stage, loads: Sequence[Load], rounds: int, chosen: tuple[str, ...], console: Console) -> Found:
+    """Every task in every way, turn about."""
+    found: Found = {}
+    for load in loads:
+        console.print(f"{time.strftime('%H:%M:%S')} {load.title}: making the rows")
+        rows = Rows(stage, load)
+        ways = [way for way in rows.ways() if way.name.startswith(chosen)]
+        for way in ways:
+            check(rows, way)
+        for task in TASKS:
+            told = found.setdefault((load.title, task), {way.name: [] for way in ways})
+            for turn in range(rounds + 1):
+                for way in ways:
+                    numbers = measured(partial(run, stage, task, way), way.rows)
+                    if turn:
+                        # The first turn warms up.
+                        told[way.name].append(numbers)
+            for name, each in told.items():
+                console.print(f"{time.strftime('%H:%M:%S')} {task}, {name}: {shown(each)}")
+    return found
+
+
+def check(rows: Rows, way: Way) -> None:
+    """Whether a way reads what was written."""
+    wanted = summed(rows.input("input" if way.rows == rows.load.rows else "part"))
+    got = summed(way.read())
+    if got != wanted:
+        raise WrongRows(f"{way.name} reads {got[0]} rows with the sum {got[1]}; {wanted[0]} with {wanted[1]} it were")
+
+
+def summed(frame: DataFrame) -> tuple[int, int]:
+    """How many rows, and the sum over the hashes of their keys and values."""
+    row = frame.selectExpr("count(*) as n", "sum(cast(xxhash64(key, value) as decimal(38, 0))) as s").first()
+    if row is None:
+        raise WrongRows("no row came back")
+    return int(row.n), int(row.s)
+
+
+def run(stage: Stage, task: str, way: Way) -> Callable[[], None] | None:
+    """Do one task in one way; gives back what takes away what it made."""
+    if task == TOPIC:
+        return way.write()
+    if task == PARQUET:
+        return to_parquet(stage, way.read())
+    way.read().write.format("noop").mode("overwrite").save()
+    return None
+
+
+def measured(work: Callable[[], Callable[[], None] | None], rows: int) -> Numbers:
+    """The time and the CPU of everything that this process started."""
+    cpu_before, began = cpu_s(), time.perf_counter()
+    undo = work()
+    took_s, used_s = time.perf_counter() - began, cpu_s() - cpu_before
+    if undo is not None:
+        undo()
+    return {"rows/s": rows / took_s, "CPU s/M": used_s / rows * 1e6}
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process, the JVM, the Python workers and the brokers, which are all its children."""
+    while True:
+        try:
+            return sum(cpu_of(os.getpid()))
+        except (FileNotFoundError, ProcessLookupError):
+            # A worker has just ended; its parent has its time now.
+            continue
+
+
+# -- triggers -----------------------------------------------------------------------------------------------------
+
+
+def measure_triggers(stage: Stage, rounds: int, console: Console) -> dict[str, list[Numbers]]:
+    """What a batch of a stream costs with our sink and with one that does nothing."""
+    topic = stage.create(stage.millstream)
+    sinks = {
+        OURS: {"kafka.bootstrap.servers": stage.millstream, "topic": topic},
+        "nothing": {},
+    }
+    found: dict[str, list[Numbers]] = {name: [] for name in sinks}
+    for _ in range(rounds):
+        for name, options in sinks.items():
+            found[name].append(trigger_costs(stage, name, options))
+    for name, each in found.items():
+        console.print(f"{time.strftime('%H:%M:%S')} trigger, {name}: {shown(each)}")
+    return found
+
+
+def trigger_costs(stage: Stage, sink: str, options: dict[str, str]) -> Numbers:
+    """Run a stream of small batches and take the median over them."""
+    source = stage.spark.readStream.format("rate-micro-batch").option("rowsPerBatch", TRIGGER_ROWS)
+    frame = source.option("numPartitions", 2).load().selectExpr("cast(value as string) as value")
+    writer = frame.writeStream.format(sink).options(**options)
+    query = writer.option("checkpointLocation", str(stage.folder / f"checkpoint-{uuid.uuid4().hex[:8]}")).start()
+    try:
+        _wait_for(query, TRIGGERS_WARM)
+        before = cpu_s(), query.recentProgress[-1].batchId
+        _wait_for(query, TRIGGERS_WARM + TRIGGERS)
+        progress = query.recentProgress
+        used_s = cpu_s() - before[0]
+    finally:
+        query.stop()
+    batches = [one for one in progress if one.batchId > before[1]]
+    return {
+        "ms": median(one.durationMs["triggerExecution"] for one in batches),
+        "CPU ms": used_s * 1000 / len(batches),
+    }
+
+
+def _wait_for(query: StreamingQuery, batches: int) -> None:
+    deadline = time.monotonic() + TRIGGERS_S_MAX
+    while len(query.recentProgress) < batches:
+        if not query.isActive or time.monotonic() > deadline:
+            raise WrongRows(f"the stream came to no {batches} batches: {query.exception()}")
+        time.sleep(0.05)
+
+
+# -- the report ---------------------------------------------------------------------------------------------------
+
+
+def shown(rounds: Sequence[Numbers]) -> str:
+    """Medians in a line."""
+    return ", ".join(f"{formatted(median(one[name] for one in rounds))} {name}" for name in rounds[0])
+
+
+def formatted(value: float) -> str:
+    """A number with as many digits as it deserves."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def middle(rounds: Sequence[Numbers], number: str) -> float:
+    """The median of one number."""
+    return median(one[number] for one in rounds)
+
+
+def ratio(ours: Sequence[Numbers], theirs: Sequence[Numbers], number: str) -> float:
+    """The median over the rounds of ours to theirs, which were measured next to each other."""
+    return median(one[number] / other[number] for one, other in zip(ours, theirs, strict=True))
+
+
+def lines(found: Found) -> Iterator[Table]:
+    """A table for each load and task."""
+    for (load, task), by_way in found.items():
+        table = Table(f"{load}, {task}", ["", "million rows/s", "CPU s per million", "ours to this: rate", "CPU"])
+        ours = by_way.get(OURS, [])
+        for name, rounds in by_way.items():
+            row = [name, f"{middle(rounds, 'rows/s') / 1e6:.2f}", f"{middle(rounds, 'CPU s/M'):.2f}"]
+            compared = [f"{ratio(ours, rounds, number):.2f}" for number in ("rows/s", "CPU s/M")] if ours else ["", ""]
+            table.rows.append([*row, *compared])
+        yield table
+
+
+def trigger_table(found: dict[str, list[Numbers]]) -> Table:
+    """What a batch costs."""
+    table = Table(f"A batch of {TRIGGER_ROWS} rows of a stream", ["sink", "ms", "CPU ms"])
+    for name, rounds in found.items():
+        table.rows.append([name, *(formatted(middle(rounds, number)) for number in ("ms", "CPU ms"))])
+    return table
+
+
+def targets(found: Found, triggers: dict[str, list[Numbers]]) -> Table:
+    """What was to be reached."""
+    table = Table("Targets", ["line", "against", "wanted", "found", "verdict"], words=2)
+    for (load, task), by_way in found.items():
+        for name, least in LEAST.items():
+            if OURS in by_way and name in by_way:
+                share = ratio(by_way[OURS], by_way[name], "rows/s")
+                verdict = "reached" if share >= least else "not reached"
+                table.rows.append([f"{load}, {task}", name, f"at least {least:g}", f"{share:.2f}", verdict])
+    share = ratio(triggers[OURS], triggers["nothing"], "ms")
+    verdict = "reached" if share <= OVERHEAD_MAX else "not reached"
+    table.rows.append(["a batch of a stream", "a sink that does nothing", f"at most {OVERHEAD_MAX:g}"])
+    table.rows[-1] += [f"{share:.2f}", verdict]
+    return table
+
+
+def report(facts: dict[str, Any], tables: Sequence[Table], missing: dict[str, str]) -> str:
+    """Everything as a page."""
+    text = ["# Spark: the numbers", "", "How they were found: `make bench-spark`, " + _METHOD, ""]
+    text += [f"- {name}: {value}" for name, value in facts.items()]
+    text += [f"- {name}: not measured: {reason}" for name, reason in missing.items()]
+    return "\n".join([*text, "", *(table.markdown() for table in tables)]).rstrip() + "\n"
+
+
+_METHOD: Final = (
+    "every way in turn in one session, medians of the rounds, the first turn not counted. CPU is that of the driver, "
+    "the JVM, the Python workers and the broker together. Rows have all seven columns; keys and values are checked by "
+    "the sum of their hashes. Millstream syncs before it acknowledges, Apache Kafka leaves that to the system."
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
