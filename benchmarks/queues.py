@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from benchmarks import machine, queue_backlog, queue_report
 from benchmarks.queue_report import Found
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.show is not None:
         found = Found(**json.loads(given.show.read_text(encoding="utf-8")))
         return finish(console, found, given.out)
-    found = Found(machine.facts())
+    found = Found(machine.facts(), time=time.strftime("%Y-%m-%d %H:%M"))
     machine.touch_memory()
     with ExitStack() as stack:
         subjects, missing = started(given.subjects, stack)
@@ -115,8 +115,7 @@ def finish(console: Console, found: Found, out: Path) -> int:
         console.print(table.rich())
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
-    told: dict[str, Any] = found.as_json() | {"time": time.strftime("%Y-%m-%d %H:%M")}
-    out.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    out.with_suffix(".json").write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
     return 1 if found.failures else 0
 
 
