@@ -478,7 +478,7 @@ class BrokerUnreachable(MillstreamError):
 
 
 class LostData(MillstreamError):
-    """Offsets that a reader was to have are gone, each stretch as topic, partition, first and the one after the last."""
+    """Offsets that a reader was to have are gone: each stretch as topic, partition, first, and the one after it."""
 
     def __init__(self, lost: Sequence[tuple[str, int, int, int]]) -> None:
         listed = ", ".join(f"{topic}-{number}: offsets {first} to {end - 1}" for topic, number, first, end in lost[:10])

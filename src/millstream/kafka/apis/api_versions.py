@@ -1,7 +1,8 @@
 """ApiVersions (key 18), versions 0 to 4: tells clients which APIs are served, and in which versions.
 
 The list is made from the APIs that are registered, so there is no second one to keep true. Millstream's private
-requests are told to Millstream's own clients alone, which may also meet Apache Kafka. The features and their levels are those of `kafka/feature.py`.
+requests are told to Millstream's own clients alone, which may also meet Apache Kafka. The features and their levels
+are those of `kafka/feature.py`.
 
 Version notes: 1 adds the throttle time, 3 is flexible and tells the client's software, whose name and version are
 checked as Kafka does, and adds the features, without those that may be off, since older clients cannot read a level of
