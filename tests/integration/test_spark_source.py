@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from millstream.admin.groups import committed_offsets
+from millstream.spark.bulk import records
 from millstream.spark.session import session
 from millstream.testing.server import Server
 from millstream.wire.client import Client
@@ -168,6 +170,21 @@ def test_conditions_on_coordinates_are_taken_over_by_the_fetch(bench: Bench) -> 
     assert bench.read().where("timestamp >= '1970-01-01 00:01:21'").count() == 10
     assert bench.read().where(f"topic = '{bench.topic}' and partition in (0, 2) and value is not null").count() == 60
     assert bench.read().where("topic = 'another'").count() == 0
+
+
+def test_ranges_are_fetched_where_the_jvm_never_sees_the_records(bench: Bench) -> None:
+    bench.create(partitions=2)
+    bench.produce([{"value": b"%d" % n, "partition": n % 2} for n in range(90)])
+    brokers = bench.server.kafka
+
+    def added(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in records(batches, brokers, columns=("value",), options={"valueFormat": "string"}):
+            numbers = batch.column("value").cast(pa.int64())
+            yield pa.RecordBatch.from_pydict({"rows": [len(numbers)], "total": [sum(numbers.to_pylist())]})
+
+    ranges = bench.read(mode="ranges", maxRecordsPerPartition="20")
+    rows = ranges.mapInArrow(added, "rows long, total long").collect()
+    assert (len(rows), sum(row.rows for row in rows), sum(row.total for row in rows)) == (6, 90, sum(range(90)))
 
 
 def test_an_empty_topic_has_no_rows(bench: Bench) -> None:

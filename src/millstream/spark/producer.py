@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -29,6 +30,10 @@ CODECS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
 BATCH_BYTES: Final = 900 * 1024
 """Below the largest batch that a topic takes unless it is told otherwise."""
 
+GATHERED_BYTES: Final = 3 * 1024 * 1024
+"""Rows are sent when there are so many: what Spark hands over at a time, shared out among partitions, is little for a
+batch, and every batch is a sync of the leader's disk."""
+
 PENDING_BYTES_MAX: Final = 32 * 1024 * 1024
 """What a task has under way at most; it waits for answers before it encodes more."""
 
@@ -50,23 +55,37 @@ class RowProducer:
         self._last: dict[Target, Future[Produced]] = {}
         self._pending: dict[Future[Produced], int] = {}
         self._turn = int(identity.producer_id)
+        self._gathered: list[pa.RecordBatch] = []
+        self._gathered_bytes = 0
         self.rows = 0
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Send rows; returns when enough of what was sent before is acknowledged."""
+        """Take rows and send them with others; returns when enough of what was sent before is acknowledged."""
+        self._gathered.append(batch)
+        self._gathered_bytes += batch.nbytes
+        self.rows += batch.num_rows
+        if self._gathered_bytes >= GATHERED_BYTES:
+            self._send_gathered()
+
+    def flush(self) -> None:
+        """Send what is left, and wait until everything is acknowledged."""
+        self._send_gathered()
+        self._settle(0)
+
+    # -- how --------------------------------------------------------------------------------------------------
+
+    def _send_gathered(self) -> None:
+        for batch in pa.Table.from_batches(self._gathered).combine_chunks().to_batches() if self._gathered else ():
+            self._send_rows(batch)
+        self._gathered, self._gathered_bytes = [], 0
+
+    def _send_rows(self, batch: pa.RecordBatch) -> None:
         for topic, rows in self._by_topic(batch):
             partitions = self._count(topic)
             columns = from_arrow(rows, default_timestamp_ms=int(time.time() * 1000))
             chosen = self._choose(rows, columns, partitions, topic)
             for partition in np.unique(chosen).tolist():
                 self._send(topic, partition, columns, np.flatnonzero(chosen == partition).astype(np.int64))
-        self.rows += batch.num_rows
-
-    def flush(self) -> None:
-        """Wait until everything is acknowledged."""
-        self._settle(0)
-
-    # -- how --------------------------------------------------------------------------------------------------
 
     def _by_topic(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
         fixed = self._options.topic
@@ -119,21 +138,18 @@ class RowProducer:
             transactional=self._transactional,
             batch_bytes_max=BATCH_BYTES,
         ):
-            before = self._last.get(target)
-            if before is not None:
-                before.result()
-            coming = self._link.start(
-                self._link.client.produce(
-                    topic,
-                    partition,
-                    batch,
-                    transactional_id=self._identity.transactional_id if self._transactional else None,
-                )
-            )
+            coming = self._link.start(self._produce(self._last.get(target), target, batch))
             self._last[target] = coming
             self._pending[coming] = len(batch)
             self._settle(PENDING_BYTES_MAX)
         self._sequences[target] = (self._sequences.get(target, 0) + rows.size) & 0x7FFFFFFF
+
+    async def _produce(self, before: Future[Produced] | None, target: Target, batch: bytearray) -> Produced:
+        """Send a batch when the one before it in its partition is there: their numbers have to come in order."""
+        if before is not None:
+            await asyncio.wrap_future(before)
+        named = self._identity.transactional_id if self._transactional else None
+        return await self._link.client.produce(*target, batch, transactional_id=named)
 
     def _settle(self, bytes_max: int) -> None:
         while self._pending and (not bytes_max or sum(self._pending.values()) > bytes_max):

@@ -119,9 +119,10 @@ class TopicStreamWriter(DataSourceStreamArrowWriter):
         context = TaskContext.get()
         if context is None:
             raise InvalidSetting("a stream can only be written by a task of Spark")
-        query = context.getLocalProperty("sql.streaming.queryId") or ""
-        batch = int(context.getLocalProperty("streaming.sql.batchId") or -1)
-        return write_part(self._options, query, batch, iterator)
+        query, batch = (context.getLocalProperty(name) for name in ("sql.streaming.queryId", "streaming.sql.batchId"))
+        if not query or batch is None:
+            raise InvalidSetting("Spark does not say which batch of which query this is, so it cannot be written once")
+        return write_part(self._options, query, int(batch), iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         """Make the batch visible."""
