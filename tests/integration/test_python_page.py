@@ -9,13 +9,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import millstream
 from millstream.testing.server import Server
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 
-async def test_every_example_runs(server: Server) -> None:
+async def test_every_example_runs(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 10
     async with millstream.connect(server.kafka) as ms:

@@ -17,6 +17,7 @@ from typing import Any, Final, Self
 
 from millstream.client import tracing
 from millstream.client.declaration import Declared, Start, declare, wanted_settings
+from millstream.client.lane import ACKS_NONE
 from millstream.client.live_receiver import LiveReceiver
 from millstream.client.message_stream import MessageStream
 from millstream.client.payload import Delay, GivenHeaders, NewMessage, encoded, headers_of, key_bytes
@@ -68,6 +69,8 @@ def connect(
             timeout_s=publish_timeout,
         )
 
+    if receipts is not None and acks == ACKS_NONE:
+        raise InvalidRequest("without acknowledgements (acks=0) there is nothing that a book of receipts could keep")
     book = None if receipts is None else ReceiptBook(receipts)
     return Connection(client, publisher, client_id=client_id, book=book)
 
@@ -91,7 +94,12 @@ class Connection:
     async def __aenter__(self) -> Self:
         if self._book is not None:
             self._book.__enter__()
-        await self.client.__aenter__()
+        try:
+            await self.client.__aenter__()
+        except BaseException:
+            if self._book is not None:
+                self._book.close()
+            raise
         self._publisher = self._make_publisher()
         return self
 

@@ -9,13 +9,16 @@ can show, without trusting the broker, that everything it was told is stored is 
     findings = await millstream.check_receipts("localhost:9092", "receipts.jsonl")
 
 A line is written when the acknowledgement has come and before the publisher hears of it. A crash of the program may
-leave the last line torn, which is left out when the book is read; what the machine had not written when its power
-failed may be missing. The book grows until it is moved away: it is the publisher's own, and opened anew each time.
+leave a line torn: of that message the publisher has not heard, and it is left out when the book is read. What the
+machine had not written when its power failed may be missing. The book grows until it is moved away: it is the
+publisher's own, and opened anew each time.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final, Self
@@ -26,6 +29,8 @@ from millstream.client.receipt import Receipt
 from millstream.model.errors import InvalidRequest, OffsetOutOfRange
 from millstream.records.record import Record, decode_records
 from millstream.wire.client import Client
+
+_logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES: Final = 16
 _FETCH_BYTES: Final = 1024 * 1024
@@ -69,7 +74,12 @@ class ReceiptBook:
 
     def __enter__(self) -> Self:
         # Without a buffer: a line that was written outlives the program.
-        self._file = self._path.open("ab", buffering=0)
+        self._file = self._path.open("a+b", buffering=0)
+        if self._file.seek(0, os.SEEK_END):
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                # The last run was cut off in the middle of a line, which must not spoil the next one.
+                self._file.write(b"\n")
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -103,20 +113,18 @@ class ReceiptBook:
 
 
 def read_book(path: str | Path) -> Iterator[Kept]:
-    """Yield what a book has; a last line that was torn by a crash is left out."""
+    """Yield what a book has; lines that a crash has torn are left out and warned about."""
     decoder = msgspec.json.Decoder(Kept)
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
             try:
                 yield decoder.decode(line)
             except msgspec.MsgspecError as error:
-                raise InvalidRequest(f"line {number} of {path} is no receipt: {error}") from None
+                _logger.warning("line %d of %s is no receipt and is left out: %s", number, path, error)
 
 
 async def check_receipts(brokers: str, path: str | Path) -> list[Finding]:
-    """Hold a book against the log: every message that is missing or is another one, and ids that stand there twice."""
+    """Hold a book against the log: every message that is missing or is another one."""
     by_partition: dict[tuple[str, int], dict[int, Kept]] = {}
     findings: list[Finding] = []
     for kept in read_book(path):

@@ -138,9 +138,9 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             (topic, number, end.get(topic, {}).get(number, 0), offset)
             for topic, offsets in begin.items()
             for number, offset in offsets.items()
-            if end.get(topic, {}).get(number, -1) < offset and (self._until is None or offset)
+            if end.get(topic, {}).get(number, 0) < offset
         ]
-        if not lost or self._until is not None:
+        if not lost:
             return
         error = LostData(lost)
         if self._options.fail_on_data_loss:
