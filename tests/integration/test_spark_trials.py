@@ -1,0 +1,233 @@
+"""Streams from topic to topic on a real cluster of Spark while tasks, executors and drivers die: every row, once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.spark.java import use_fitting_java
+from millstream.testing.server import Server
+
+pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]
+
+# Only there to end a hang: a session and its first query take half a minute on a slow machine.
+WAIT_S = 600.0
+PARTITIONS = 2
+ROWS = 6000
+ROWS_PER_BATCH = 3000
+VALUE_BYTES = 6000
+_WORKERS = ("127.0.0.2", "127.0.0.3")
+_SPECULATION = {
+    "spark.speculation": "true",
+    "spark.speculation.interval": "200ms",
+    "spark.speculation.multiplier": "1.1",
+    "spark.speculation.quantile": "0.5",
+}
+
+
+def wait_until(what: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait for something while a process runs; its log is told if it ends before."""
+    deadline = time.monotonic() + WAIT_S
+    while not what():
+        if process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"exit code {process.poll()}: {log.read_text(errors='replace')[-3000:]}")
+        time.sleep(0.1)
+
+
+@contextmanager
+def running(command: list[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with everything it starts, which is killed in the end."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **environment},
+            process_group=0,
+        )
+    try:
+        yield process
+    finally:
+        kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill -9, the whole group."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
+    """Where Spark and its Java are, for processes of the cluster."""
+    import pyspark
+
+    found = dict(os.environ)
+    use_fitting_java(found)
+    home = str(Path(pyspark.__file__).parent)
+    return {"JAVA_HOME": found["JAVA_HOME"], "SPARK_HOME": home, "PYSPARK_PYTHON": sys.executable}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Iterator[str]:
+    """A master and two workers on hosts of their own, from the pip package; the address of the master."""
+    folder = tmp_path_factory.mktemp("spark-cluster")
+    spark_class = str(Path(environment["SPARK_HOME"], "bin", "spark-class"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    master = f"spark://127.0.0.1:{port}"
+    with ExitStack() as stack:
+        command = [spark_class, "org.apache.spark.deploy.master.Master", "--host", "127.0.0.1", "--port", str(port)]
+        log = folder / "master.log"
+        address = {"SPARK_LOCAL_IP": "127.0.0.1"}
+        process = stack.enter_context(running([*command, "--webui-port", "0"], log, environment | address))
+        wait_until(lambda: "I have been elected leader" in log.read_text(errors="replace"), process, log)
+        for host in _WORKERS:
+            command = [spark_class, "org.apache.spark.deploy.worker.Worker", "--host", host, "--webui-port", "0"]
+            command += ["--cores", "1", "--memory", "1g", "--work-dir", str(folder / host), master]
+            worker_log = folder / f"{host}.log"
+            worker = stack.enter_context(running(command, worker_log, environment | {"SPARK_LOCAL_IP": host}))
+            wait_until(_registered(worker_log), worker, worker_log)
+        yield master
+
+
+def _registered(log: Path) -> Callable[[], bool]:
+    return lambda: "Successfully registered with master" in log.read_text(errors="replace")
+
+
+class Trial:
+    """A topic that is copied by the program beside this file."""
+
+    def __init__(self, server: Server, topic: str, folder: Path, environment: dict[str, str]) -> None:
+        self.server = server
+        self.source = f"{topic}-source"
+        self.target = topic
+        self.folder = folder
+        self.log = folder / "driver.log"
+        self._environment = environment
+        admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+        made = admin.create_topics([NewTopic(name, PARTITIONS, 1) for name in (self.source, self.target)])
+        for future in made.values():
+            future.result(60)
+        self.wanted = sorted(b"%07d" % number + b"x" * VALUE_BYTES for number in range(ROWS))
+        producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
+        for number, value in enumerate(self.wanted):
+            producer.produce(self.source, value, partition=number % PARTITIONS)
+        assert producer.flush(60) == 0
+
+    @contextmanager
+    def driver(self, master: str, fault: str, **settings: str) -> Iterator[subprocess.Popen[bytes]]:
+        """The program, started."""
+        given: dict[str, Any] = {
+            "master": master,
+            "brokers": self.server.kafka,
+            "source": self.source,
+            "target": self.target,
+            "folder": str(self.folder),
+            "fault": fault,
+            "rows_per_batch": ROWS_PER_BATCH,
+            "settings": {
+                "spark.eventLog.enabled": "true",
+                "spark.eventLog.compress": "false",
+                "spark.eventLog.dir": self.events.as_uri(),
+                **settings,
+            },
+        }
+        command = [sys.executable, str(Path(__file__).with_name("spark_driver.py")), json.dumps(given)]
+        with running(command, self.log, self._environment) as process:
+            yield process
+
+    def copy(self, master: str, fault: str, **settings: str) -> None:
+        """Run the program to its end."""
+        with self.driver(master, fault, **settings) as process:
+            assert process.wait(WAIT_S) == 0, self.log.read_text(errors="replace")[-3000:]
+
+    @property
+    def events(self) -> Path:
+        """What Spark writes down about its tasks."""
+        folder = self.folder / "events"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def happened(self, pattern: str) -> list[str]:
+        """What the program left behind."""
+        return sorted(file.name for file in self.folder.iterdir() if re.fullmatch(pattern, file.name))
+
+    def count_of_tasks(self, mark: str) -> int:
+        """How many ends of tasks in Spark's own record have a mark."""
+        files = [file for file in self.events.rglob("*") if file.is_file()]
+        ends = [
+            line for file in files for line in file.read_text().splitlines() if '"Event":"SparkListenerTaskEnd"' in line
+        ]
+        return sum(mark in line for line in ends)
+
+    def values(self, isolation: str = "read_committed") -> list[bytes]:
+        """What a plain client reads of the copy."""
+        settings = {"bootstrap.servers": self.server.kafka, "group.id": "trial", "log_level": 0}
+        consumer = Consumer({**settings, "enable.partition.eof": True, "isolation.level": isolation})
+        consumer.assign([TopicPartition(self.target, number, 0) for number in range(PARTITIONS)])
+        found: list[bytes] = []
+        ended = 0
+        while ended < PARTITIONS:
+            message = consumer.poll(60)
+            assert message is not None
+            error = message.error()
+            if error is None:
+                found.append(message.value() or b"")
+            else:
+                assert error.code() == KafkaError._PARTITION_EOF
+                ended += 1
+        consumer.close()
+        return sorted(found)
+
+
+@pytest.fixture
+def trial(server: Server, topic: str, tmp_path: Path, environment: dict[str, str]) -> Trial:
+    return Trial(server, topic, tmp_path, environment)
+
+
+def test_of_two_attempts_that_really_ran_one_counts(trial: Trial, cluster: str) -> None:
+    trial.copy(cluster, "slow", **_SPECULATION)
+    # In the first batch at least; in a later one the second attempt may win before the first has come so far.
+    assert "struck-0-1-0" in trial.happened("struck-.*")
+    assert "passed-0-1-1" in trial.happened("passed-.*")
+    assert trial.count_of_tasks('"Speculative":true') >= 1
+    assert trial.values() == trial.wanted
+    # The attempts that lost had written something, or this would have been easy.
+    assert len(trial.values("read_uncommitted")) > ROWS
+
+
+@pytest.mark.parametrize("fault", ["kill-worker", "kill-executor"])
+def test_a_task_that_is_killed_in_mid_batch_is_repeated_without_a_trace(trial: Trial, cluster: str, fault: str) -> None:
+    trial.copy(cluster, fault)
+    assert trial.happened("struck-.*") == ["struck-0-1-0", "struck-1-1-0"]
+    assert trial.values() == trial.wanted
+
+
+@pytest.mark.parametrize("fault", ["before-commit", "after-commit"])
+def test_a_driver_that_is_killed_around_its_commit_goes_on_where_it_was(trial: Trial, fault: str) -> None:
+    paused = trial.folder / f"paused-{fault}"
+    with trial.driver("local[2]", fault) as process:
+        wait_until(paused.exists, process, trial.log)
+        kill(process)
+    # The batch that hangs between its end and the word of the driver shows, or does not, but never a part of it.
+    assert len(trial.values()) == (ROWS if fault == "after-commit" else ROWS_PER_BATCH)
+    trial.copy("local[2]", "no-commit")
+    assert trial.values() == trial.wanted
