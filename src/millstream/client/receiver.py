@@ -76,8 +76,8 @@ class Receiver:
         self._held = 0
         self._asked = 0
         self._polls: dict[NodeId, asyncio.Task[None]] = {}
-        self._hungry: list[asyncio.Future[None]] = []
-        """Polls that wait for credit."""
+        self._hungry: deque[asyncio.Future[int]] = deque()
+        """Polls that wait for credit; each is told how many messages it may ask for, the first first."""
         self._idle: deque[asyncio.Future[None]] = deque()
         """Workers that wait for a message."""
         self._left_alone: set[Message] = set()
@@ -140,7 +140,15 @@ class Receiver:
         self._idle.append(waiting)
         if self._hungry:
             self._feed()
-        await waiting
+        try:
+            await waiting
+        except asyncio.CancelledError:
+            if waiting.cancelled():
+                self._idle.remove(waiting)
+            else:
+                # The message is for whoever else waits.
+                self._wake(1)
+            raise
 
     @property
     def is_over(self) -> bool:
@@ -246,7 +254,7 @@ class Receiver:
         polls = list(self._polls.values())
         for waiting in self._hungry:
             if not waiting.done():
-                waiting.set_result(None)
+                waiting.set_result(0)
         try:
             if polls:
                 await asyncio.wait(polls, timeout=_LAST_ANSWER_S)
@@ -293,24 +301,27 @@ class Receiver:
             self._wake(len(self._idle))
 
     async def _poll(self, node: NodeId) -> None:
-        pause_s = BACKOFF_S_MIN
+        pause_s = 0.0
         while not self._stopping and self.error is None:
             wanted = await self._reserve()
             if not wanted:
                 continue
+            partitions: list[PartitionMessages] = []
             try:
                 partitions = await self._ask(node, wanted)
-                pause_s = BACKOFF_S_MIN
+                pause_s = 0.0
             except REPEATED as error:
                 _logger.debug("node %s gives nothing of %r for now: %s", node, self.subscription, error)
-                partitions = []
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, BACKOFF_S_MAX)
+                pause_s = min(max(BACKOFF_S_MIN, pause_s * 2), BACKOFF_S_MAX)
             finally:
                 self._asked -= wanted
             self._take_in(node, partitions)
-            if not partitions and not await self._is_there(node):
+            # What this node did not give may be asked of another one.
+            self._feed()
+            if not await self._is_there(node):
                 return
+            if pause_s:
+                await asyncio.sleep(pause_s)
 
     async def _is_there(self, node: NodeId) -> bool:
         """Whether the cluster still has a node; others that it has got are asked from now on."""
@@ -322,32 +333,31 @@ class Receiver:
             return True
 
     async def _reserve(self) -> int:
-        """How many messages to ask for; waits until there is room, and 0 means to look again."""
-        free = self._free()
-        if free == 0:
-            waiting: asyncio.Future[None] = self._loop.create_future()
-            self._hungry.append(waiting)
-            await waiting
-            return 0
-        others = len(self._polls) - 1
-        share = free if not others else max(1, free // (others + 1))
-        self._asked += share
-        return share
+        """How many messages to ask for; waits until there is room, behind the polls that wait already."""
+        waiting: asyncio.Future[int] = self._loop.create_future()
+        self._hungry.append(waiting)
+        self._feed()
+        return await waiting
 
-    def _free(self) -> int:
-        """How many more may be asked for; 0 as well while it is too few to be worth a request."""
+    def _feed(self) -> None:
+        """Let polls ask for what there is room for."""
+        while self._hungry and (share := self._share()):
+            waiting = self._hungry.popleft()
+            if not waiting.done():
+                self._asked += share
+                waiting.set_result(share)
+
+    def _share(self) -> int:
+        """How many messages one more node may be asked for; 0 as well while it is too few to be worth a request."""
         waiting = len(self._buffer)
         room = self._ahead - waiting - self._asked
         credit = self._credit - self._held - self._asked
         free = min(room, credit)
-        return free if free > 0 and (waiting == 0 or free * 4 >= self._ahead) else 0
-
-    def _feed(self) -> None:
-        if self._free():
-            hungry, self._hungry = self._hungry, []
-            for waiting in hungry:
-                if not waiting.done():
-                    waiting.set_result(None)
+        if free > 0 and (waiting == 0 or free * 4 >= self._ahead):
+            return max(1, free // max(1, len(self._polls)))
+        # Somebody waits for a message, and nobody knows which node will have one: each is asked for one at least, so
+        # as many may come too many as there are nodes.
+        return 1 if self._idle and not waiting and self._held < self._credit else 0
 
     async def _ask(self, node: NodeId, wanted: int) -> list[PartitionMessages]:
         request = Receive(self.subscription, self.worker, wanted, _BYTES_MAX, WAIT_MS)

@@ -1,0 +1,136 @@
+"""A receiver asks every node, within its credit, and knows what it holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from millstream.client import receiver as module
+from millstream.client.receiver import Receiver
+from millstream.model.ids import NodeId
+from millstream.records.record import NewRecord, encode_batch
+from millstream.wire.subscription_messages import LeasedRange, PartitionMessages
+
+HANG_S = 60
+
+
+class Cluster:
+    """Nodes that give what a test tells them to; each remembers how many messages it was asked for."""
+
+    def __init__(self, *nodes: int) -> None:
+        self.nodes = set(nodes)
+        self.asked: dict[int, list[int]] = {node: [] for node in nodes}
+        self._answers: dict[int, asyncio.Queue[list[PartitionMessages]]] = {}
+        self._offset = 0
+
+    async def metadata(self, topics: object) -> Any:
+        return SimpleNamespace(nodes={NodeId(node): None for node in self.nodes}, topics={})
+
+    async def ask(self, node: NodeId, wanted: int) -> list[PartitionMessages]:
+        self.asked.setdefault(node, []).append(wanted)
+        return await self._queue(node).get()
+
+    def give(self, node: int, count: int) -> None:
+        """Answer the next request of a node."""
+        leases = [LeasedRange(self._offset, self._offset + count - 1, 1, 0)]
+        records = [NewRecord(None, b"%d" % number) for number in range(count)]
+        batches = bytes(encode_batch(records, base_offset=self._offset)) if count else b""
+        self._offset += count
+        parts = [PartitionMessages("orders", b"0" * 16, node, leases, batches)] if count else []
+        self._queue(node).put_nowait(parts)
+
+    def _queue(self, node: int) -> asyncio.Queue[list[PartitionMessages]]:
+        return self._answers.setdefault(node, asyncio.Queue())
+
+
+@asynccontextmanager
+async def receiving(cluster: Cluster, **given: Any) -> AsyncIterator[Receiver]:
+    client: Any = cluster
+    receiver = Receiver(client, "billing", "worker", **{"credit": 1000, "lease_s": 30.0, **given})
+    receiver._ask = cluster.ask  # type: ignore[method-assign]
+    await receiver.start()
+    try:
+        yield receiver
+    finally:
+        await receiver.close()
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(HANG_S):
+        while not holds():
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("credit", "ahead"), [(1000, 1), (1, 1), (2, 2)])
+async def test_every_node_is_asked_although_there_is_little_credit(credit: int, ahead: int) -> None:
+    cluster = Cluster(1, 2, 3)
+    async with receiving(cluster, credit=credit, ahead=ahead) as receiver:
+        waiting = asyncio.create_task(receiver.arrival())
+        await until(lambda: all(cluster.asked.values()))
+        assert sum(map(sum, cluster.asked.values())) <= ahead + 2
+        for _ in range(5):
+            # What comes back empty is asked again, and no node waits for ever behind another one.
+            asked = sum(map(len, cluster.asked.values()))
+            for node in cluster.nodes:
+                cluster.give(node, 0)
+            await until(lambda asked=asked: sum(map(len, cluster.asked.values())) == asked + 3)  # type: ignore[misc]
+        assert len({len(asked) for asked in cluster.asked.values()}) == 1
+        cluster.give(3, 1)
+        await waiting
+        message = receiver.take()
+        assert message is not None
+        assert message.partition == 3
+
+
+async def test_no_more_than_the_credit_is_asked_for_while_nobody_waits() -> None:
+    cluster = Cluster(1, 2, 3)
+    async with receiving(cluster, credit=2, ahead=2):
+        await until(lambda: sum(map(len, cluster.asked.values())) == 2)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert sum(map(sum, cluster.asked.values())) == 2
+
+
+async def test_polls_get_credit_in_their_order() -> None:
+    cluster = Cluster(1, 2, 3)
+    async with receiving(cluster, credit=1, ahead=1):
+        order: list[int] = []
+        for _ in range(6):
+            await until(lambda: sum(map(len, cluster.asked.values())) == len(order) + 1)
+            (node,) = (node for node in cluster.nodes if len(cluster.asked[node]) > order.count(node))
+            order.append(node)
+            cluster.give(node, 0)
+        assert order == [1, 2, 3, 1, 2, 3]
+
+
+async def test_a_busy_node_does_not_hide_one_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_NODES_S", 0.0)
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=10) as receiver:
+        await until(lambda: cluster.asked[1])
+        cluster.nodes.add(2)
+        cluster.give(1, 1)
+        await until(lambda: cluster.asked.get(2))
+        assert receiver.take() is not None
+
+
+async def test_whoever_does_not_wait_any_more_is_forgotten() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster) as receiver:
+        first, second = (asyncio.create_task(receiver.arrival()) for _ in range(2))
+        third = asyncio.create_task(receiver.arrival())
+        await until(lambda: len(receiver._idle) == 3)
+        third.cancel()
+        await asyncio.wait([third])
+        assert len(receiver._idle) == 2
+        cluster.give(1, 1)
+        await until(lambda: len(receiver._idle) == 1)
+        # It is told of a message and cancelled in the same turn: another one gets the message.
+        first.cancel()
+        async with asyncio.timeout(HANG_S):
+            await second
