@@ -1,0 +1,100 @@
+"""Rows on their way to partitions: gathered, in the order of their numbers, and no failure unnoticed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from millstream.model.errors import InvalidBatch, MillstreamError
+from millstream.model.ids import Offset, ProducerId
+from millstream.records.batch import read_header
+from millstream.spark.link import Link
+from millstream.spark.options import WriteOptions
+from millstream.spark.producer import RowProducer
+from millstream.wire.producing import Produced
+from millstream.wire.transactions import TransactionalProducer
+
+PARTITIONS = 3
+
+
+class Broker:
+    """Takes batches, the first of every partition later than the others would come."""
+
+    def __init__(self) -> None:
+        self.taken: dict[int, list[tuple[int, int]]] = {}
+        self.fails = False
+
+    async def metadata(self, topics: list[str], *, create: bool) -> Any:
+        known = {topic: SimpleNamespace(partitions=range(PARTITIONS)) for topic in topics}
+        return SimpleNamespace(errors={}, topics=known)
+
+    async def produce(self, topic: str, partition: int, batch: bytes, *, transactional_id: str | None) -> Produced:
+        if self.fails:
+            raise InvalidBatch("no")
+        if partition not in self.taken:
+            await asyncio.sleep(0.05)
+        header = read_header(batch)
+        self.taken.setdefault(partition, []).append((header.base_sequence, header.record_count))
+        return Produced(Offset(0), -1)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def broker() -> Broker:
+    return Broker()
+
+
+@pytest.fixture
+def producer(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[RowProducer]:
+    async def connect(self: Link, client_id: str, timeout_s: float) -> Any:
+        return broker
+
+    monkeypatch.setattr(Link, "_connect", connect)
+    link = Link("nowhere:1", "test", 1.0)
+    identity = TransactionalProducer("spark/q/0/0/a", ProducerId(7), 0)
+    yield RowProducer(link, WriteOptions(topic="orders"), identity, transactional=True)
+    link.close()
+
+
+def rows(count: int, size: int) -> pa.RecordBatch:
+    keys = [b"%d" % number for number in range(count)]
+    return pa.RecordBatch.from_pydict({"key": keys, "value": [b"x" * size] * count})
+
+
+def test_batches_of_a_partition_arrive_in_the_order_of_their_numbers(broker: Broker, producer: RowProducer) -> None:
+    for _ in range(8):
+        producer.write(rows(1000, 2000))
+    producer.flush()
+    assert set(broker.taken) == set(range(PARTITIONS))
+    for taken in broker.taken.values():
+        assert len(taken) > 1
+        nexts = [base + count for base, count in taken]
+        assert [base for base, _ in taken] == [0, *nexts[:-1]]
+    assert sum(count for taken in broker.taken.values() for _, count in taken) == producer.rows == 8000
+
+
+def test_few_rows_wait_for_others(broker: Broker, producer: RowProducer) -> None:
+    for _ in range(10):
+        producer.write(rows(100, 100))
+    assert not broker.taken
+    producer.flush()
+    assert [len(taken) for taken in broker.taken.values()] == [1] * PARTITIONS
+
+
+def test_what_the_broker_refuses_is_raised(broker: Broker, producer: RowProducer) -> None:
+    broker.fails = True
+    producer.write(rows(1, 100))
+    with pytest.raises(MillstreamError):
+        producer.flush()
+
+
+def test_nothing_written_is_nothing_sent(broker: Broker, producer: RowProducer) -> None:
+    producer.flush()
+    assert (broker.taken, producer.rows) == ({}, 0)
