@@ -183,7 +183,8 @@ class Lane:
     def _read(self, frame: memoryview | None, sent: list[_Sent]) -> None:
         if frame is None:
             for queue, batch in sent:
-                queue.stored(batch, Produced(Offset(NO_OFFSET), -1))
+                if not batch.is_done:
+                    queue.stored(batch, Produced(Offset(NO_OFFSET), -1))
             self._settle(sent)
             return
         found, throttle_ms = producing.read_produced_many(self._version, frame)
@@ -193,6 +194,9 @@ class Lane:
         answers = {(one.topic, one.partition): one.answer for one in found}
         for queue, batch in sent:
             answer = answers.get((queue.topic, queue.index))
+            if batch.is_done:
+                # It was given up while it was under way, and whoever waited for it knows.
+                continue
             if isinstance(answer, Produced):
                 queue.stored(batch, answer)
             else:

@@ -55,6 +55,12 @@ class Together:
         if self.left == 0 and not self.future.done():
             self.future.set_result(None)
 
+    def fail_from(self, index: int, error: MillstreamError) -> None:
+        """Say that a message and those after it were not published."""
+        left_out = len(self.receipts) - index
+        self.receipts[index:] = [error] * left_out
+        self.settle(left_out)
+
 
 Single = tuple[int, "asyncio.Future[Receipt]", int, "str | None"]
 """The record's number in its batch, who waits for it, its time and the id its publisher gave it."""

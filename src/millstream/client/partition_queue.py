@@ -49,6 +49,7 @@ class PartitionQueue:
         "batch_bytes",
         "compression",
         "failures",
+        "given_up",
         "identity",
         "index",
         "lane",
@@ -92,6 +93,8 @@ class PartitionQueue:
         """Whether nothing can be sent until somebody has found out where to, and under which number."""
         self.failures = 0
         """How often sending has failed since it last succeeded."""
+        self.given_up: MillstreamError | None = None
+        """Why nothing can be published here any more; the topic has to be looked up again."""
         self._freed = freed
         self._acknowledged = 0
         self._proven = False
@@ -111,7 +114,14 @@ class PartitionQueue:
         self, batch: OutgoingBatch, key: Buffer | None, value: Buffer | None, headers: Headers, time_ms: int
     ) -> int:
         """Add a record to a batch that waits; says how many bytes it takes."""
-        size = batch.add(key, value, headers, time_ms)
+        try:
+            if self.given_up is not None:
+                raise self.given_up
+            size = batch.add(key, value, headers, time_ms)
+        except BaseException:
+            if not batch.count:
+                self.waiting.remove(batch)
+            raise
         self.waiting_bytes += size
         return size
 
@@ -195,7 +205,8 @@ class PartitionQueue:
             batch.failed(RequestTimedOut(f"not sent within {self.timeout_s:g} s ({cause}); nothing was stored"))
 
     def fail_all(self, error: MillstreamError) -> None:
-        """Give up everything that waits here."""
+        """Give up everything that waits here or is under way, and take nothing more."""
+        self.given_up = error
         batches = [*self.sent, *self.waiting]
         self.sent.clear()
         self.waiting.clear()

@@ -142,13 +142,21 @@ class Publisher:
         route = await self._ready(topic)
         if partition is not None:
             route.choose(None, partition)
-        for index, (key, value, headers, _) in enumerate(records):
-            if self._buffered >= self._buffer_bytes:
-                await self._ready(topic)
-            if index % _TURN == _TURN - 1:
-                # What is written already goes out, and others have their turn.
-                await asyncio.sleep(0)
-            self._add(route.choose(key, partition), _plain(key), _plain(value), headers, together, index)
+        index = 0
+        try:
+            for index, (key, value, headers, _) in enumerate(records):
+                if index % _TURN == _TURN - 1:
+                    # What is written already goes out, and others have their turn.
+                    await asyncio.sleep(0)
+                    route = await self._ready(topic)
+                elif self._buffered >= self._buffer_bytes:
+                    route = await self._ready(topic)
+                self._add(route.choose(key, partition), _plain(key), _plain(value), headers, together, index)
+        except MillstreamError as error:
+            if index == 0:
+                raise
+            # Those before are on their way, and their outcome is told as well.
+            together.fail_from(index, error)
         await together.future
         return _receipts(together)
 
@@ -218,14 +226,21 @@ class Publisher:
     # -- room -----------------------------------------------------------------------------------------------
 
     async def _ready(self, topic: str) -> TopicRoute:
-        """Wait until the topic is known and not too much is under way."""
-        while self._buffered >= self._buffer_bytes:
-            waiter: asyncio.Future[None] = self._loop.create_future()
-            self._waiting_for_room.append(waiter)
-            await waiter
-        if self._closed:
-            raise InvalidRequest("the publisher is closed")
-        return self._topics.get(topic) or await self._open_topic(topic)
+        """Wait until the topic is known and not too much is under way.
+
+        The route holds until the caller lets others run: then the topic may be gone, and its queues given up.
+        """
+        while True:
+            if self._closed:
+                raise InvalidRequest("the publisher is closed")
+            if self._buffered >= self._buffer_bytes:
+                waiter: asyncio.Future[None] = self._loop.create_future()
+                self._waiting_for_room.append(waiter)
+                await waiter
+            elif (route := self._topics.get(topic)) is not None:
+                return route
+            else:
+                await self._open_topic(topic)
 
     def _freed(self, size: int) -> None:
         self._buffered -= size
@@ -238,14 +253,12 @@ class Publisher:
 
     # -- where things are -----------------------------------------------------------------------------------
 
-    async def _open_topic(self, topic: str) -> TopicRoute:
-        if self._closed:
-            raise InvalidRequest("the publisher is closed")
+    async def _open_topic(self, topic: str) -> None:
         opening = self._opening.get(topic)
         if opening is None:
             opening = self._opening[topic] = self._loop.create_task(self._find_topic(topic))
             opening.add_done_callback(lambda _: self._opening.pop(topic, None))
-        return await asyncio.shield(opening)
+        await asyncio.shield(opening)
 
     async def _find_topic(self, topic: str) -> TopicRoute:
         deadline = self._loop.time() + self._timeout_s
@@ -298,6 +311,8 @@ class Publisher:
         for queue in queues:
             leader = next((one.leader_id for one in found.partitions.values() if one.partition == queue.index), -1)
             lane = None if leader < 0 else await self._lane(NodeId(leader))
+            if queue.given_up is not None:
+                continue
             if queue.lane is not None and queue.lane is not lane:
                 queue.lane.drop(queue)
             queue.lane = lane
@@ -333,6 +348,8 @@ class Publisher:
     # -- trouble --------------------------------------------------------------------------------------------
 
     def _mend(self, queue: PartitionQueue) -> None:
+        if queue.given_up is not None:
+            return
         self._troubled[queue] = None
         if self._mending is None and not self._closed:
             self._mending = self._loop.create_task(self._mend_all())
@@ -376,14 +393,12 @@ class Publisher:
             try:
                 found = await self._ask_topic(topic)
             except UnknownTopic as error:
-                for queue in queues:
-                    queue.fail_all(error)
-                self._topics.pop(topic, None)
+                self._forget(topic, error)
                 continue
             self._renew(topic, found)
             await self._place([queue for queue in queues if queue.identity is not None], found)
             for queue in queues:
-                if queue.identity is None and topic in self._topics:
+                if queue.identity is None:
                     self._mend(queue)
 
     def _renew(self, topic: str, found: TopicMetadata) -> None:
@@ -393,13 +408,29 @@ class Publisher:
             return
         if route.topic_id != str(found.topic_id):
             gone = UnknownTopic(f"topic {topic!r} was deleted while this was published; another one has its name now")
-            for queue in route.queues:
-                queue.fail_all(gone)
-            self._topics.pop(topic)
+            self._forget(topic, gone)
         elif len(found.partitions) > len(route.queues):
             route.extend(added := self._new_queues(found, len(route.queues)))
             for queue in added:
                 self._mend(queue)
+
+    def _forget(self, topic: str, error: MillstreamError) -> None:
+        """Give up what is published to a topic; whoever publishes next looks it up again.
+
+        Partitions may hold batches under the number that this topic's queues had, so new queues get another one:
+        counted from 0 again, its sequences would be taken for those of batches that are stored. Queues of other topics
+        keep their number, which is given to none of their partitions twice.
+        """
+        route = self._topics.pop(topic, None)
+        if route is None:
+            return
+        if self._acks == ACKS_ALL:
+            self._identity = None
+        for queue in route.queues:
+            queue.fail_all(error)
+            self._troubled.pop(queue, None)
+            if queue.lane is not None:
+                queue.lane.drop(queue)
 
 
 def _receipts(together: Together) -> list[Receipt]:

@@ -1,0 +1,111 @@
+"""Topics that go and come back, and errors that stay: every publish has an end, and none is lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.client.receipt import Receipt
+from millstream.model.errors import InvalidBatch, PublishFailed, UnknownTopic
+from millstream.records.record import NewRecord
+from millstream.testing.producer_ledger import ProducerLedger
+
+HANG_S = 30.0
+"""Only ends a test that hangs."""
+
+
+@pytest.fixture
+async def ledger() -> AsyncIterator[ProducerLedger]:
+    async with ProducerLedger.started() as started:
+        started.create("orders")
+        started.create("other")
+        yield started
+
+
+def records(count: int) -> list[NewRecord]:
+    return [NewRecord(None, f"{at:05}".encode() * 20) for at in range(count)]
+
+
+async def requests(ledger: ProducerLedger, count: int) -> None:
+    while ledger.requests < count:
+        await asyncio.sleep(0.001)
+
+
+async def test_a_topic_deleted_while_many_are_published_ends_the_call_and_frees_its_room(
+    ledger: ProducerLedger,
+) -> None:
+    async with asyncio.timeout(HANG_S), ledger.publishing(batch_bytes=2000, buffer_bytes=20_000) as publisher:
+        await publisher.publish("other", NewRecord(None, b"before"))
+        ledger.faults = ["", "", "deleted"]
+        with pytest.raises(PublishFailed) as failed:
+            await publisher.publish_many("orders", records(3000), partition=0)
+        outcomes = failed.value.outcomes
+        assert isinstance(outcomes[0], Receipt)
+        assert isinstance(outcomes[-1], UnknownTopic)
+        assert all(isinstance(one, Receipt | UnknownTopic) for one in outcomes)
+        await publisher.publish("other", NewRecord(None, b"after"))
+
+
+async def test_a_topic_made_anew_while_many_are_published_takes_those_that_come_later(ledger: ProducerLedger) -> None:
+    async with asyncio.timeout(HANG_S), ledger.publishing(batch_bytes=2000, buffer_bytes=20_000) as publisher:
+        await publisher.publish("orders", NewRecord(None, b"before"), partition=0)
+        ledger.faults = ["", "made anew", "not leader"]
+        with pytest.raises(PublishFailed) as failed:
+            await publisher.publish_many("orders", sent := records(1000), partition=0)
+        now = [one for one in failed.value.outcomes if isinstance(one, Receipt)]
+        now = [one for one in now if one.topic_id == str(ledger.topic_id("orders"))]
+        assert failed.value.outcomes[-1] in now
+        stored = ledger.stored["orders", 0]
+        for outcome, record in zip(failed.value.outcomes, sent, strict=True):
+            assert isinstance(outcome, Receipt | UnknownTopic)
+            if outcome in now:
+                assert isinstance(outcome, Receipt)
+                assert stored[outcome.offset] == record.value
+        assert len(set(stored)) == len(stored)
+
+
+async def test_answers_to_batches_that_were_given_up_are_left_alone(ledger: ProducerLedger) -> None:
+    async with asyncio.timeout(HANG_S), ledger.publishing(batch_bytes=2000) as publisher:
+        await publisher.publish("orders", NewRecord(None, b"before"), partition=0)
+        await publisher.publish("other", NewRecord(None, b"before"), partition=0)
+        ledger.held = asyncio.Event()
+        many = asyncio.create_task(publisher.publish_many("orders", records(100), partition=0))
+        other = asyncio.create_task(publisher.publish("other", NewRecord(None, b"with them"), partition=0))
+        await requests(ledger, 3)
+        publisher._forget("orders", UnknownTopic("gone"))
+        with pytest.raises(PublishFailed, match="100 of 100"):
+            await many
+        ledger.held.set()
+        assert (await other).offset == 1
+        assert publisher._buffered == 0
+        assert (await publisher.publish("orders", NewRecord(None, b"after"), partition=1)).offset == 0
+
+
+async def test_a_record_that_cannot_be_written_leaves_nothing_behind(ledger: ProducerLedger) -> None:
+    async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
+        bad = NewRecord(None, b"x", (("\ud800", b""),))
+        with pytest.raises(InvalidBatch):
+            await publisher.publish("orders", bad)
+        with pytest.raises(PublishFailed) as failed:
+            await publisher.publish_many("orders", [NewRecord(None, b"good"), bad, NewRecord(None, b"late")])
+        assert [type(one) for one in failed.value.outcomes] == [Receipt, InvalidBatch, InvalidBatch]
+        await publisher.flush()
+
+
+async def test_a_topic_that_one_node_does_not_know_for_a_moment_is_not_taken_for_what_was_stored(
+    ledger: ProducerLedger,
+) -> None:
+    async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
+        await publisher.publish("orders", NewRecord(None, b"a"), partition=0)
+        await publisher.publish("other", NewRecord(None, b"1"), partition=0)
+        ledger.faults = ["not leader"]
+        ledger.metadata_faults["orders"] = [ErrorCode.unknown_topic_or_partition]
+        with pytest.raises(UnknownTopic):
+            await publisher.publish("orders", NewRecord(None, b"b"), partition=0)
+        assert (await publisher.publish("orders", NewRecord(None, b"c"), partition=0)).offset == 1
+        assert (await publisher.publish("other", NewRecord(None, b"2"), partition=0)).offset == 1
+    assert ledger.stored == {("orders", 0): [b"a", b"c"], ("other", 0): [b"1", b"2"]}
+    assert ledger.producers == 2
