@@ -125,6 +125,16 @@ def test_what_was_published_already_is_told_and_not_stored_again(http: httpx.Cli
     assert http.post(f"/topics/{topic}/messages?deduplicate=true", content=b"x").status_code == 422
 
 
+def test_an_old_lease_does_not_settle_a_newer_one_of_the_same_worker(http: httpx.Client, topic: str) -> None:
+    publish(http, topic)
+    name = subscribe(http, topic)
+    (old,) = pull(http, name, worker="one")
+    assert settle(http, name, release=[{"lease": old["lease"], "delay_ms": 0}])["failed"] == 0
+    (new,) = pull(http, name, worker="one")
+    told = settle(http, name, accept=[old["lease"], new["lease"]])
+    assert [one.get("status", 200) for one in told["results"]] == [409, 200]
+
+
 def test_released_rejected_and_extended(http: httpx.Client, topic: str) -> None:
     for value in (b"again", b"never", b"longer"):
         publish(http, topic, value)

@@ -38,3 +38,5 @@ class Settle(NamedTuple):
     on, None for the declared lease."""
     reason: str = ""
     """Release, reject: why; the dead letter carries it."""
+    attempt: int | None = None
+    """The delivery that the worker speaks of, so that an old lease of it does not settle a newer one; None for any."""

@@ -355,7 +355,7 @@ class Queue:
     def _settle(self, worker: str, settle: Settle, now_ms: int) -> InvalidRecordState | None:
         number = self._fold.workers.number(worker)
         runs = [] if number is None else self._held_runs(number, settle.first, settle.last)
-        if not runs:
+        if not runs or (settle.attempt is not None and any(run[2] != settle.attempt for run in runs)):
             if settle.verb == Verb.ACCEPT and self.settings.delivery == AT_MOST_ONCE:
                 return None
             return InvalidRecordState(
@@ -561,11 +561,6 @@ class Queue:
         return True
 
     # -- what has to be stored -------------------------------------------------------------------------------
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there is anything to store."""
-        return bool(self._pending)
 
     @property
     def is_urgent(self) -> bool:

@@ -44,4 +44,8 @@ def holds(queue: Queue, worker: str, settle: Settle) -> bool:
     parts = queue.fold.parts(settle.first, settle.last)
     if sum(end - start for _, start, end in parts) != settle.last - settle.first + 1:
         return False
-    return all(columns.is_leased_to(start, end, number) for columns, start, end in parts)
+    return all(
+        columns.is_leased_to(start, end, number)
+        and (settle.attempt is None or set(columns.attempts[start:end]) == {settle.attempt})
+        for columns, start, end in parts
+    )

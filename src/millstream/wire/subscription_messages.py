@@ -63,6 +63,8 @@ class SettledRange(msgspec.Struct, frozen=True, array_like=True):
     verb: int
     delay_ms: int | None = None
     reason: str = ""
+    attempt: int | None = None
+    """The delivery with which they were leased; of another one nothing is settled. None means whichever it is."""
 
 
 class PartitionSettles(msgspec.Struct, frozen=True, array_like=True):

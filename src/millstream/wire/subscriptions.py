@@ -200,7 +200,12 @@ class SubscriptionClient:
                 topic,
                 partition,
                 [
-                    SettledRange(listed[run.start].record.offset, listed[run.stop - 1].record.offset, *how)
+                    SettledRange(
+                        listed[run.start].record.offset,
+                        listed[run.stop - 1].record.offset,
+                        *how,
+                        listed[run.start].attempt,
+                    )
                     for run in own
                 ],
             )
@@ -258,7 +263,7 @@ class SubscriptionClient:
 
 
 def _runs(messages: Sequence[LeasedMessage]) -> list[range]:
-    """Where in a list messages follow each other that do so in their partition, too."""
+    """Where in a list messages follow each other that do so in their partition, too, all in the same attempt."""
     runs: list[range] = []
     start = 0
     for at in range(1, len(messages) + 1):
@@ -274,6 +279,7 @@ def _follows(before: LeasedMessage, after: LeasedMessage) -> bool:
         and after.partition == before.partition
         and after.topic == before.topic
         and after.node == before.node
+        and after.attempt == before.attempt
     )
 
 

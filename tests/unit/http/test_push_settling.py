@@ -100,6 +100,7 @@ async def test_a_release_carries_its_delay_and_reason(desk: Desk) -> None:
     assert await desk.settler.settle(message(3), RELEASE, delay_ms=700, reason="the endpoint answered 503")
     (verb,) = desk.here.requests[0].partitions[0].verbs
     assert (verb.first, verb.verb, verb.delay_ms, verb.reason) == (3, RELEASE, 700, "the endpoint answered 503")
+    assert verb.attempt == 1
 
 
 async def test_a_lease_that_is_over_is_not_asked_for_elsewhere(desk: Desk) -> None:

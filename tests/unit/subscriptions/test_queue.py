@@ -92,6 +92,20 @@ def test_only_the_holder_settles_and_only_while_its_lease_lasts() -> None:
     assert queue.counter(DeltaKind.EXPIRED) == 5
 
 
+@pytest.mark.parametrize("verb", Verb)
+def test_an_old_lease_of_a_worker_does_not_settle_its_newer_one(verb: Verb) -> None:
+    queue = make_queue(3)
+    queue.acquire("a", now_ms=NOW_MS, max_records=2)
+    later = NOW_MS + LEASE_MS
+    assert [lease[:3] for lease in queue.acquire("a", now_ms=later, max_records=3)] == [(0, 1, 2), (2, 2, 1)]
+    before = write_snapshot(queue.fold)
+    for first, last, attempt in ((0, 1, 1), (1, 2, 2), (0, 0, 999)):
+        (refused,) = queue.settle("a", [settle(first, last, verb)._replace(attempt=attempt)], now_ms=later)
+        assert isinstance(refused, InvalidRecordState)
+    assert write_snapshot(queue.fold) == before
+    assert queue.settle("a", [settle(0, 1, verb)._replace(attempt=2)], now_ms=later) == [None]
+
+
 def test_an_extended_lease_lasts_longer() -> None:
     queue = make_queue(2)
     queue.acquire("a", now_ms=NOW_MS, max_records=2)
@@ -333,9 +347,9 @@ def test_a_cut_beyond_what_was_looked_at_moves_the_queue() -> None:
 def test_what_can_be_found_out_again_is_not_urgent() -> None:
     queue = make_queue(5)
     queue.drain()
-    assert not queue.has_news
+    assert queue.drain() is None
     queue.look(5, 9, now_ms=NOW_MS, matches=np.array([1, 0, 1, 0], np.bool_))
-    assert (queue.has_news, queue.is_urgent) == (True, False)
+    assert not queue.is_urgent
     (lease,) = queue.acquire("a", now_ms=NOW_MS, max_records=1)
     assert (queue.has_leases, queue.is_urgent) == (True, False)
     queue.settle("a", [Settle(lease.first, lease.last, Verb.ACCEPT)], now_ms=NOW_MS)
@@ -436,4 +450,4 @@ def test_a_clock_that_is_put_back_a_little_changes_nothing() -> None:
     queue.acquire("a", now_ms=NOW_MS, max_records=1)
     queue.drain()
     queue.tick(NOW_MS - CLOCK_STEP_MS)
-    assert not queue.has_news
+    assert queue.drain() is None

@@ -138,7 +138,10 @@ class Model:
 
     def is_held(self, settle: Settle, worker: str) -> bool:
         held = [self.messages.get(offset) for offset in range(settle.first, settle.last + 1)]
-        return bool(held) and all(one is not None and (one.state, one.worker) == (LEASED, worker) for one in held)
+        return bool(held) and all(
+            one is not None and (one.state, one.worker) == (LEASED, worker) and settle.attempt in (None, one.attempts)
+            for one in held
+        )
 
     def cut(self, log_start: int) -> None:
         for offset, message in self.messages.items():
@@ -347,7 +350,9 @@ class QueueHistory(RuleBasedStateMachine):
             last = data.draw(st.integers(first, lease.last))
             delays = [None, 1, 90, 303, 3000] if verb == Verb.EXTEND else [None, 0, 90, 3000, 200_000]
             delay_ms = data.draw(st.sampled_from(delays))
-            settles.append(Settle(Offset(first), Offset(last), verb, delay_ms, "bad" if verb == Verb.REJECT else ""))
+            attempt = data.draw(st.sampled_from([None, lease.attempt, lease.attempt]))
+            reason = "bad" if verb == Verb.REJECT else ""
+            settles.append(Settle(Offset(first), Offset(last), verb, delay_ms, reason, attempt))
         self.model.tick(self.now_ms)
         results = self.queue.settle(worker, settles, now_ms=self.now_ms)
         for settle, result in zip(settles, results, strict=True):

@@ -20,9 +20,12 @@ WORKERS = ("one", "two", "stranger")
 
 _ranges = st.tuples(st.integers(0, MESSAGES + 5), st.integers(0, 6)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 _settles = st.builds(
-    lambda span, verb: Settle(Offset(span[0]), Offset(span[1]), verb, 60_000 if verb == Verb.RELEASE else None),
+    lambda span, verb, attempt: Settle(
+        Offset(span[0]), Offset(span[1]), verb, 60_000 if verb == Verb.RELEASE else None, "", attempt
+    ),
     _ranges,
     st.sampled_from(Verb),
+    st.sampled_from([None, None, 1, 2, 300]),
 )
 _steps = st.lists(
     st.tuples(st.sampled_from(WORKERS[:2]), st.one_of(st.integers(1, 8), _settles)), min_size=1, max_size=12

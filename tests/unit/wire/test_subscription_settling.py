@@ -25,6 +25,7 @@ class Broker:
         self.lost = set(lost)
         self.unreachable = unreachable
         self.asked: list[list[tuple[str, int, int, int]]] = []
+        self.attempts: list[int | None] = []
 
     async def private(self, node: NodeId | None, _key: int, body: bytes, **_given: Any) -> memoryview:
         if node == self.unreachable:
@@ -33,6 +34,7 @@ class Broker:
         self.asked.append(
             [(part.topic, part.partition, one.first, one.last) for part in request.partitions for one in part.verbs]
         )
+        self.attempts += [one.attempt for part in request.partitions for one in part.verbs]
         results: list[list[tuple[int, str | None]]] = [
             [
                 (REFUSED, "not yours") if self.lost & set(range(one.first, one.last + 1)) else (0, None)
@@ -43,10 +45,10 @@ class Broker:
         return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, results)))
 
 
-def leased(offset: int, *, partition: int = 0, node: int = 1) -> LeasedMessage:
+def leased(offset: int, *, partition: int = 0, node: int = 1, attempt: int = 1) -> LeasedMessage:
     """A message that the worker holds."""
     record = Record(Offset(offset), 0, None, b"", ())
-    return LeasedMessage(NodeId(node), "orders", UUID(int=1), partition, 1, 0, record)
+    return LeasedMessage(NodeId(node), "orders", UUID(int=1), partition, attempt, 0, record)
 
 
 async def settled(broker: Broker, *messages: LeasedMessage) -> list[MillstreamError | None]:
@@ -60,6 +62,13 @@ async def test_messages_that_follow_each_other_are_one_range() -> None:
     messages = [leased(3), leased(4), leased(5), leased(7), leased(8, partition=1), leased(9, partition=1)]
     assert await settled(broker, *messages) == [None] * 6
     assert broker.asked == [[("orders", 0, 3, 5), ("orders", 0, 7, 7), ("orders", 1, 8, 9)]]
+
+
+async def test_a_range_is_of_one_attempt_and_names_it() -> None:
+    broker = Broker()
+    await settled(broker, leased(3), leased(4), leased(5, attempt=2), leased(6, attempt=2))
+    assert broker.asked == [[("orders", 0, 3, 4), ("orders", 0, 5, 6)]]
+    assert broker.attempts == [1, 2]
 
 
 async def test_of_a_range_that_is_refused_each_message_is_settled_alone() -> None:

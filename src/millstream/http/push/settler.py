@@ -54,7 +54,8 @@ class Settler:
         """Say something of a message; whether it holds, and durably."""
         offset = message.record.offset
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._said.append(_Said(message, SettledRange(offset, offset, verb, delay_ms, reason), done))
+        settled = SettledRange(offset, offset, verb, delay_ms, reason, message.attempt)
+        self._said.append(_Said(message, settled, done))
         if self._sending is None:
             self._sending = asyncio.get_running_loop().create_task(self._send(), name=f"settle {self._subscription}")
         return await done

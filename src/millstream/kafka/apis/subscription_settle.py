@@ -1,10 +1,11 @@
 """SubscriptionSettle (key 32031), version 0: Millstream's private request of a worker that settles its leases.
 
-    [subscription, worker, [[topic, partition, [[first, last, verb, delay ms or nil, reason], …]], …]]
+    [subscription, worker, [[topic, partition, [[first, last, verb, delay ms or nil, reason, attempt or nil], …]], …]]
     answer, when it is durable: [error, message, for each partition [[error, message], …]]
 
 Verbs: 1 accept, 2 release (after `delay ms`, else the declared backoff), 3 reject (dead letter now), 4 extend (for
-`delay ms`, else the declared lease). A lease that has expired, or is another worker's, is INVALID_RECORD_STATE.
+`delay ms`, else the declared lease). A lease that has expired, is another worker's, or is of another attempt than
+the one that is named, is INVALID_RECORD_STATE.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -78,5 +79,10 @@ def _verb(asked: SettledRange) -> Settle:
     if asked.delay_ms is not None and not 0 <= asked.delay_ms <= DELAY_MS_MAX:
         raise InvalidRequest(f"a delay is 0 to {DELAY_MS_MAX} ms, not {asked.delay_ms}")
     return Settle(
-        Offset(asked.first), Offset(asked.last), Verb(asked.verb), asked.delay_ms, asked.reason[:REASON_LENGTH_MAX]
+        Offset(asked.first),
+        Offset(asked.last),
+        Verb(asked.verb),
+        asked.delay_ms,
+        asked.reason[:REASON_LENGTH_MAX],
+        asked.attempt,
     )
