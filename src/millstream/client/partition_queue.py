@@ -47,6 +47,7 @@ class PartitionQueue:
         "_freed",
         "_proven",
         "batch_bytes",
+        "cause",
         "compression",
         "failures",
         "given_up",
@@ -91,6 +92,8 @@ class PartitionQueue:
         """Whether batches that were sent before have to go again, one at a time."""
         self.troubled = False
         """Whether nothing can be sent until somebody has found out where to, and under which number."""
+        self.cause = "the broker refuses it for now"
+        """Why nothing gets through."""
         self.failures = 0
         """How often sending has failed since it last succeeded."""
         self.given_up: MillstreamError | None = None
@@ -194,8 +197,9 @@ class PartitionQueue:
         else:
             self._give_up(batch, error)
 
-    def expire(self, now: float, cause: str) -> None:
+    def expire(self, now: float) -> None:
         """Give up what has waited too long."""
+        cause = self.cause
         while (first := self._first()) is not None and not first.in_flight and first.deadline <= now:
             told = "may have been stored" if first.maybe_stored else "was not stored"
             self._give_up(first, RequestTimedOut(f"no acknowledgement within {self.timeout_s:g} s ({cause}); {told}"))

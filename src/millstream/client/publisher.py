@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from millstream.model.errors import (
     RequestTimedOut,
     UnknownTopic,
 )
-from millstream.model.ids import NO_TIMESTAMP_MS, NodeId
+from millstream.model.ids import NO_TIMESTAMP_MS, NodeId, PartitionIndex
 from millstream.records.record import Headers, NewRecord
 from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
 from millstream.wire.cluster_metadata import TopicMetadata
@@ -79,7 +79,7 @@ class Publisher:
         self._loop = asyncio.get_running_loop()
         self._identity: ProducerIdentity | None = None if acks == ACKS_ALL else NOT_IDEMPOTENT
         self._topics: dict[str, TopicRoute] = {}
-        self._opening: dict[str, asyncio.Task[TopicRoute]] = {}
+        self._opening: dict[str, asyncio.Task[None]] = {}
         self._lanes: dict[NodeId, Lane] = {}
         self._troubled: dict[PartitionQueue, None] = {}
         self._mending: asyncio.Task[None] | None = None
@@ -260,23 +260,24 @@ class Publisher:
             opening.add_done_callback(lambda _: self._opening.pop(topic, None))
         await asyncio.shield(opening)
 
-    async def _find_topic(self, topic: str) -> TopicRoute:
+    async def _find_topic(self, topic: str) -> None:
+        """Learn everything first, so that a route is made once and only when nothing can fail any more."""
         deadline = self._loop.time() + self._timeout_s
         pause_s = BACKOFF_S_MIN
         while True:
             try:
                 found = await self._ask_topic(topic)
+                lanes = await self._lanes_to(found)
                 if self._identity is None:
                     self._identity = await self._take_identity()
-                route = self._topics[topic] = TopicRoute(topic, str(found.topic_id), self._new_queues(found, 0))
-                await self._place(route.queues, found)
+                break
             except (*TRANSIENT, RequestTimedOut):
                 if self._loop.time() + pause_s > deadline:
                     raise
-            else:
-                return route
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, BACKOFF_S_MAX)
+        route = self._topics[topic] = TopicRoute(topic, str(found.topic_id), self._new_queues(found, 0))
+        self._place(route.queues, found, lanes)
 
     async def _ask_topic(self, topic: str) -> TopicMetadata:
         found = await self._client.metadata([topic], create=True)
@@ -306,22 +307,29 @@ class Publisher:
                 queue.begin(self._identity)
         return queues
 
-    async def _place(self, queues: Sequence[PartitionQueue], found: TopicMetadata) -> None:
+    def _place(self, queues: Sequence[PartitionQueue], found: TopicMetadata, lanes: Mapping[int, Lane | None]) -> None:
         """Bring every queue to the node that leads its partition; those without a leader stay in trouble."""
+        leaders = {one.partition: one.leader_id for one in found.partitions.values()}
         for queue in queues:
-            leader = next((one.leader_id for one in found.partitions.values() if one.partition == queue.index), -1)
-            lane = None if leader < 0 else await self._lane(NodeId(leader))
             if queue.given_up is not None:
                 continue
+            lane = lanes.get(leaders.get(PartitionIndex(queue.index), NodeId(-1)))
             if queue.lane is not None and queue.lane is not lane:
                 queue.lane.drop(queue)
             queue.lane = lane
-            queue.troubled = False
+            queue.troubled = lane is None or queue.identity is None
             if lane is None:
-                queue.troubled = True
+                queue.failures += 1
+                queue.cause = "its partition has no leader that can be reached"
+                self._mend(queue)
+            elif queue.needs_identity:
                 self._mend(queue)
             elif queue.can_send:
                 lane.kick(queue)
+
+    async def _lanes_to(self, found: TopicMetadata) -> dict[int, Lane | None]:
+        leaders = {one.leader_id for one in found.partitions.values() if one.leader_id >= 0}
+        return {leader: await self._lane(leader) for leader in leaders}
 
     async def _lane(self, node: NodeId) -> Lane | None:
         lane = self._lanes.get(node)
@@ -360,46 +368,42 @@ class Publisher:
         if task.cancelled() or self._closed:
             return
         if (error := task.exception()) is not None:
-            told = error if isinstance(error, MillstreamError) else InvalidRequest(f"the publisher failed: {error!r}")
-            for queue in list(self._troubled):
-                queue.fail_all(told)
+            for topic in {queue.topic for queue in self._troubled}:
+                self._forget(topic, _told(error))
         for queue in list(self._troubled):
             self._mend(queue)
 
     async def _mend_all(self) -> None:
         """Find out where to send what failed, again and again until it is under way."""
-        failures = 0
-        cause = "the broker refuses it for now"
         while self._troubled:
-            tried = max(failures, *(queue.failures for queue in self._troubled))
+            tried = min(queue.failures for queue in self._troubled)
             await asyncio.sleep(min(BACKOFF_S_MIN * 2 ** min(tried, 10) / 2, BACKOFF_S_MAX))
             now = self._loop.time()
             for queue in self._troubled:
-                queue.expire(now, cause)
-            troubled, self._troubled = list(self._troubled), {}
-            try:
-                await self._mend_some(troubled)
-            except (*TRANSIENT, RequestTimedOut) as error:
-                cause = str(error)
-                failures += 1
-                self._troubled |= dict.fromkeys(troubled)
+                queue.expire(now)
+            for topic in {queue.topic for queue in self._troubled}:
+                queues = [queue for queue in self._troubled if queue.topic == topic]
+                try:
+                    await self._mend_topic(topic, queues)
+                except (*TRANSIENT, RequestTimedOut) as error:
+                    for queue in queues:
+                        queue.failures += 1
+                        queue.cause = str(error)
+                except Exception as error:
+                    # It would be the same the next time. Other topics may fare better.
+                    self._forget(topic, _told(error))
 
-    async def _mend_some(self, troubled: Sequence[PartitionQueue]) -> None:
-        for queue in troubled:
+    async def _mend_topic(self, topic: str, queues: Sequence[PartitionQueue]) -> None:
+        """Set the queues of one topic going; they are in trouble until that is done."""
+        for queue in queues:
             if queue.needs_identity:
                 queue.begin(NOT_IDEMPOTENT if self._acks != ACKS_ALL else await self._take_identity())
-        for topic in {queue.topic for queue in troubled}:
-            queues = [queue for queue in troubled if queue.topic == topic]
-            try:
-                found = await self._ask_topic(topic)
-            except UnknownTopic as error:
-                self._forget(topic, error)
-                continue
-            self._renew(topic, found)
-            await self._place([queue for queue in queues if queue.identity is not None], found)
-            for queue in queues:
-                if queue.identity is None:
-                    self._mend(queue)
+        found = await self._ask_topic(topic)
+        lanes = await self._lanes_to(found)
+        for queue in queues:
+            self._troubled.pop(queue, None)
+        self._renew(topic, found)
+        self._place(queues, found, lanes)
 
     def _renew(self, topic: str, found: TopicMetadata) -> None:
         """Take in a topic that was made anew, or has got more partitions."""
@@ -431,6 +435,10 @@ class Publisher:
             self._troubled.pop(queue, None)
             if queue.lane is not None:
                 queue.lane.drop(queue)
+
+
+def _told(error: BaseException) -> MillstreamError:
+    return error if isinstance(error, MillstreamError) else InvalidRequest(f"the publisher failed: {error!r}")
 
 
 def _receipts(together: Together) -> list[Receipt]:

@@ -9,9 +9,21 @@ import pytest
 from kio.schema.errors import ErrorCode
 
 from millstream.client.receipt import Receipt
-from millstream.model.errors import InvalidBatch, PublishFailed, UnknownTopic
+from millstream.model.errors import (
+    BrokerUnreachable,
+    InvalidBatch,
+    InvalidRequest,
+    NotLeader,
+    OutOfOrderSequence,
+    PublishFailed,
+    RequestRefused,
+    StorageFailure,
+    UnknownTopic,
+)
+from millstream.model.ids import NodeId
 from millstream.records.record import NewRecord
 from millstream.testing.producer_ledger import ProducerLedger
+from millstream.wire.pool import Pool
 
 HANG_S = 30.0
 """Only ends a test that hangs."""
@@ -109,3 +121,61 @@ async def test_a_topic_that_one_node_does_not_know_for_a_moment_is_not_taken_for
         assert (await publisher.publish("other", NewRecord(None, b"2"), partition=0)).offset == 1
     assert ledger.stored == {("orders", 0): [b"a", b"c"], ("other", 0): [b"1", b"2"]}
     assert ledger.producers == 2
+
+
+async def test_an_error_that_stays_fails_its_topic_and_no_other(ledger: ProducerLedger) -> None:
+    async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
+        await publisher.publish_many("orders", records(1), partition=0)
+        await publisher.publish_many("other", records(1), partition=0)
+        ledger.faults = ["not leader"]
+        ledger.metadata_faults["orders"] = [ErrorCode.topic_authorization_failed]
+        refused = asyncio.create_task(publisher.publish("orders", NewRecord(None, b"a"), partition=0))
+        other = asyncio.create_task(publisher.publish("other", NewRecord(None, b"b"), partition=0))
+        with pytest.raises(RequestRefused, match="TOPIC_AUTHORIZATION_FAILED"):
+            await refused
+        assert (await other).offset == 1
+        assert (await publisher.publish("orders", NewRecord(None, b"c"), partition=0)).offset == 1
+
+
+async def test_a_producer_number_that_cannot_be_had_is_told(ledger: ProducerLedger) -> None:
+    async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
+        await publisher.publish("orders", NewRecord(None, b"a"), partition=0)
+        ledger.faults = ["broken sequence"]
+        ledger.init_faults = [ErrorCode.kafka_storage_error]
+        with pytest.raises(OutOfOrderSequence):
+            await publisher.publish("orders", NewRecord(None, b"b"), partition=0)
+        with pytest.raises(StorageFailure):
+            await publisher.publish("orders", NewRecord(None, b"c"), partition=0)
+        assert (await publisher.publish("orders", NewRecord(None, b"d"), partition=0)).offset == 1
+
+
+async def test_a_fault_of_the_publisher_itself_is_told(ledger: ProducerLedger, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
+        await publisher.publish("orders", NewRecord(None, b"a"), partition=0)
+        with monkeypatch.context() as patched:
+            patched.setattr(publisher, "_renew", lambda topic, found: {}[topic])
+            ledger.faults = ["not leader"]
+            with pytest.raises(InvalidRequest, match="the publisher failed: KeyError"):
+                await publisher.publish("orders", NewRecord(None, b"b"), partition=0)
+        assert (await publisher.publish("orders", NewRecord(None, b"c"), partition=0)).offset == 1
+
+
+async def test_a_node_that_cannot_be_reached_while_a_topic_is_opened_makes_no_second_route(
+    ledger: ProducerLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
+        reach, refusals = publisher._client.pool_of, [NotLeader("moving"), BrokerUnreachable("not yet")]
+
+        async def pool_of(node: NodeId | None) -> Pool:
+            if refusals:
+                raise refusals.pop(0)
+            return await reach(node)
+
+        monkeypatch.setattr(publisher._client, "pool_of", pool_of)
+        receipts = await asyncio.gather(
+            *(publisher.publish("orders", record, partition=0) for record in records(5)),
+            publisher.publish_many("orders", records(5), partition=0),
+        )
+        assert len(receipts) == 6
+        assert not refusals
+    assert len(ledger.stored["orders", 0]) == 10
