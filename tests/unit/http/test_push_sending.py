@@ -24,7 +24,7 @@ from millstream.http.push.settler import ACCEPT, EXTEND, RELEASE, Settler
 from millstream.http.push.verdict import Answer
 from millstream.model.errors import BrokerUnreachable
 from millstream.model.ids import Offset
-from millstream.model.subscription import Subscription, SubscriptionSettings
+from millstream.model.subscription import AT_MOST_ONCE, Subscription, SubscriptionSettings
 from millstream.records.record import Record
 from millstream.testing.webhook import Reply, Request, Webhook
 from millstream.wire.subscription_messages import Receive
@@ -41,8 +41,11 @@ async def hook() -> AsyncIterator[Webhook]:
         yield made
 
 
-def sender(hook: Webhook, *, timeout_s: float = WAIT_S, private_allowed: bool = True, url: str = "") -> Sender:
-    target = Target(url=url or hook.url, headers={"Authorization": "Bearer x"}, keys=(KEY,), timeout_s=timeout_s)
+def sender(
+    hook: Webhook, *, timeout_s: float = WAIT_S, private_allowed: bool = True, url: str = "", is_once: bool = False
+) -> Sender:
+    headers = {"Authorization": "Bearer x"}
+    target = Target(url=url or hook.url, headers=headers, keys=(KEY,), timeout_s=timeout_s, is_once=is_once)
     return Sender(target, trusted(), private_allowed=private_allowed)
 
 
@@ -244,7 +247,7 @@ class Run:
             "push/1",
             self.shelf.receive,
             self.ledger,
-            sender(hook, timeout_s=timeout_s),
+            sender(hook, timeout_s=timeout_s, is_once=declared.delivery == AT_MOST_ONCE),
             when_changed=lambda: None,
         )
         self.running = asyncio.ensure_future(self.pusher.run())
@@ -344,6 +347,31 @@ async def test_at_most_once_is_not_tried_again(hook: Webhook) -> None:
     await hook.until(lambda: len(hook.requests) == 3)
     await run.end()
     assert run.ledger.said == []
+
+
+async def test_at_most_once_is_sent_once_to_an_endpoint_that_does_not_answer(
+    hook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "REST_S_MIN", 0.001)
+    monkeypatch.setattr(pace, "REST_S_MAX", 0.001)
+    hook.answer = lambda _request: Reply(None)
+    run = Run(hook, 8, millstream_delivery=AT_MOST_ONCE)
+    await hook.until(lambda: b"7" in {request.body for request in hook.requests})
+    await run.end()
+    assert sorted(request.body for request in hook.requests) == [b"%d" % offset for offset in range(8)]
+    assert run.pusher.report().state == "down"
+    assert run.ledger.said == []
+
+
+async def test_at_most_once_goes_to_the_next_address_when_one_takes_no_connection(
+    hook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def found(_addresses: Addresses) -> list[str]:
+        return ["127.0.0.9", "127.0.0.1"]
+
+    monkeypatch.setattr(Addresses, "find", found)
+    assert (await post(hook, is_once=True)).status == 204
+    assert len(hook.requests) == 1
 
 
 async def test_a_node_that_does_not_answer_is_asked_again(hook: Webhook) -> None:

@@ -349,7 +349,7 @@ def test_what_can_be_found_out_again_is_not_urgent() -> None:
     queue.drain()
     assert queue.drain() is None
     queue.look(5, 9, now_ms=NOW_MS, matches=np.array([1, 0, 1, 0], np.bool_))
-    assert not queue.is_urgent
+    assert (queue.has_leases, queue.is_urgent) == (False, False)
     (lease,) = queue.acquire("a", now_ms=NOW_MS, max_records=1)
     assert (queue.has_leases, queue.is_urgent) == (True, False)
     queue.settle("a", [Settle(lease.first, lease.last, Verb.ACCEPT)], now_ms=NOW_MS)

@@ -25,6 +25,7 @@ from millstream.kafka.push_board import PushReport
 from millstream.model.errors import ProtocolViolation
 from millstream.model.log_line import set_up_logging
 from millstream.model.push import headers_of, keys_of
+from millstream.model.subscription import AT_MOST_ONCE
 from millstream.wire.channel import Channel
 from millstream.wire.client import Client
 from millstream.wire.codec import response_body_at
@@ -196,6 +197,7 @@ class PushProcess:
             headers=headers_of(declared.headers) if declared.headers else {},
             keys=tuple(keys_of(declared.secret)) if declared.secret else (),
             timeout_s=declared.timeout_ms / 1000,
+            is_once=declared.delivery == AT_MOST_ONCE,
         )
         return Sender(target, self._trust, private_allowed=self._options.private_addresses)
 

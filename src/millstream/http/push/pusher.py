@@ -216,6 +216,9 @@ class Pusher:
         """Whether the message of this task waits here for the endpoint to come back: one of them does."""
         if answer.verdict is not Verdict.UNREACHABLE or not endpoint.is_down:
             return False
+        if self.declared.delivery == AT_MOST_ONCE:
+            # The endpoint may have got it, though it did not say so.
+            return False
         if endpoint is not self._endpoint or self._stopping.is_set():
             return False
         if self._probe is None:

@@ -44,6 +44,8 @@ class Target:
     headers: dict[str, str]
     keys: tuple[bytes, ...]
     timeout_s: float
+    is_once: bool = False
+    """Whether nothing is sent again that the endpoint may have got."""
 
 
 class Sender:
@@ -101,6 +103,8 @@ class Sender:
                 failed = error
                 continue
             except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                if self._target.is_once:
+                    raise
                 # A connection that was kept may have been closed by the other end just now; another one tells.
                 answered = await self._exchange(url, address, content)
             self._addresses.prefer(address)
