@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from millstream.model.errors import MillstreamError, NotFound, ProtocolViolation
+from millstream.model.errors import MillstreamError, NotFound, ProtocolViolation, RequestTimedOut
 from millstream.model.ids import NodeId
 from millstream.wire.client import Client
 from millstream.wire.codec import response_body_at
@@ -28,7 +28,10 @@ NODES_S: Final = 1.0
 PAUSE_S: Final = 0.1
 ANSWER_S: Final = 15.0
 GIVE_BACK_S: Final = 5.0
+HUNG_S: Final = 10.0
+"""For how long a node that did not answer in time is not asked before the others have been."""
 RELEASE: Final = 2
+_PASSING: Final = (*TRANSIENT, RequestTimedOut)
 
 _decoder = msgspec.msgpack.Decoder(ReceiveAnswer)
 _encode = msgspec.msgpack.Encoder().encode
@@ -42,6 +45,7 @@ class Leasing:
         self._subscriptions = SubscriptionClient(client)
         self._nodes: list[NodeId] = []
         self._known_until = 0.0
+        self._hung_until: dict[NodeId, float] = {}
         self._turn = 0
 
     async def receive(self, request: Receive) -> list[LeasedMessage]:
@@ -73,20 +77,35 @@ class Leasing:
         """One node after the other, since all of them together give no more than was asked for."""
         messages: list[LeasedMessage] = []
         failed: list[MillstreamError] = []
-        self._turn += 1
-        first = self._turn % len(nodes)
-        for node in (*nodes[first:], *nodes[:first]):
-            left = request.max_records - len(messages)
-            if left <= 0:
-                break
-            try:
-                messages += await self._from(node, msgspec.structs.replace(request, max_records=left))
-            except TRANSIENT as error:
-                failed.append(error)
-        if len(failed) == len(nodes):
+        asked = self._in_turn(nodes)
+        is_wanted = False
+        try:
+            for node in asked:
+                left = request.max_records - len(messages)
+                if left <= 0:
+                    break
+                try:
+                    messages += await self._from(node, msgspec.structs.replace(request, max_records=left))
+                except _PASSING as error:
+                    failed.append(error)
+            is_wanted = True
+        finally:
+            if not is_wanted:
+                # Nobody gets what the first nodes have leased, since the client is gone or another node refuses.
+                await self.give_back(request.subscription, request.worker, messages)
+        if len(failed) == len(asked):
             self._nodes = []
             raise failed[0]
         return messages
+
+    def _in_turn(self, nodes: Sequence[NodeId]) -> list[NodeId]:
+        """Each time beginning with another one, without those that hang, unless all do."""
+        now = asyncio.get_running_loop().time()
+        self._hung_until = {node: until for node, until in self._hung_until.items() if now < until}
+        self._turn += 1
+        first = self._turn % len(nodes)
+        turned = [*nodes[first:], *nodes[:first]]
+        return [node for node in turned if node not in self._hung_until] or turned
 
     async def _first(self, nodes: Sequence[NodeId], request: Receive) -> list[LeasedMessage]:
         """All nodes at once, until one has something; nothing when none has."""
@@ -95,7 +114,7 @@ class Leasing:
         messages: list[LeasedMessage] = []
         try:
             for answered in asyncio.as_completed(asking):
-                with suppress(*TRANSIENT):
+                with suppress(*_PASSING):
                     if await answered:
                         break
             wanted = request.max_records
@@ -113,7 +132,11 @@ class Leasing:
         pool = await self._client.pool_of(node)
         async with pool.borrowed() as channel:
             timeout_s = ANSWER_S + request.wait_ms / 1000
-            frame = await channel.exchange(RECEIVE_KEY, 0, [_encode(request)], timeout_s=timeout_s)
+            try:
+                frame = await channel.exchange(RECEIVE_KEY, 0, [_encode(request)], timeout_s=timeout_s)
+            except RequestTimedOut:
+                self._hung_until[node] = asyncio.get_running_loop().time() + HUNG_S
+                raise
         try:
             answer = _decoder.decode(frame[response_body_at(RECEIVE_KEY, 0, frame) :])
         except msgspec.MsgspecError as error:

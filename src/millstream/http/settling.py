@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 from uuid import UUID
 
@@ -41,8 +42,9 @@ async def settle(client: Client, subscription: str, verdicts: Sequence[Verdict])
         if not left or loop.time() + PAUSE_S > deadline:
             return outcomes
         await asyncio.sleep(PAUSE_S)
-        # The client learns who leads now.
-        await client.metadata({verdicts[at].lease.topic for at in left})
+        with suppress(MillstreamError):
+            # The client learns who leads now; if nobody tells, what was settled is settled all the same.
+            await client.metadata({verdicts[at].lease.topic for at in left})
 
 
 async def _settle_some(

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from millstream.http.leasing import Leasing
-from millstream.model.errors import BrokerUnreachable, NotFound
+from millstream.model.errors import BrokerUnreachable, NotFound, RequestTimedOut
 from millstream.records.record import NewRecord, encode_batch
 from millstream.wire.client import Client
 from millstream.wire.subscription_messages import (
@@ -36,6 +36,7 @@ class Node:
         self.asked: list[Receive] = []
         self.came = asyncio.Event()
         self.hung_up = 0
+        self.hangs = False
 
     @asynccontextmanager
     async def borrowed(self) -> AsyncIterator[Node]:
@@ -46,6 +47,8 @@ class Node:
         self.asked.append(request)
         if isinstance(self.error, Exception):
             raise self.error
+        if self.hangs:
+            await asyncio.Event().wait()
         if request.wait_ms and not self.messages:
             try:
                 async with asyncio.timeout(request.wait_ms / 1000):
@@ -157,3 +160,40 @@ async def test_a_subscription_that_is_not_there_is_told() -> None:
 
 async def test_nobody_waits_for_longer_than_was_said() -> None:
     assert await leasing(Cluster(2)).receive(request(wait_ms=20)) == []
+
+
+async def test_whoever_hangs_up_while_a_node_hangs_leaves_nothing_leased() -> None:
+    cluster = Cluster(2)
+    cluster.nodes[2].messages = 4
+    cluster.nodes[1].hangs = True
+    asking = asyncio.create_task(leasing(cluster).receive(request()))
+    while not cluster.nodes[1].asked:
+        await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    (released,) = cluster.released
+    assert [part.partition for part in released.partitions] == [2]
+    assert [(one.first, one.last, one.verb) for one in released.partitions[0].verbs] == [(0, 3, 2)]
+
+
+async def test_what_one_node_gave_goes_back_when_another_refuses() -> None:
+    cluster = Cluster(2)
+    cluster.nodes[2].messages = 4
+    cluster.nodes[1].error = NOT_FOUND
+    with pytest.raises(NotFound):
+        await leasing(cluster).receive(request())
+    assert [part.partition for one in cluster.released for part in one.partitions] == [2]
+
+
+async def test_a_node_that_hangs_keeps_nobody_from_the_others_and_is_left_alone_for_a_while() -> None:
+    cluster = Cluster(2)
+    cluster.nodes[2].error = RequestTimedOut("nothing within 15 s")
+    cluster.nodes[1].messages = 2
+    asks = leasing(cluster)
+    for _ in range(2):
+        assert len(await asks.receive(request(max_records=1))) == 1
+    assert len(cluster.nodes[2].asked) == 1
+    cluster.nodes[1].error = RequestTimedOut("nothing within 15 s")
+    with pytest.raises(RequestTimedOut):
+        await asks.receive(request(wait_ms=0))

@@ -1,0 +1,60 @@
+"""How the gateway settles leases: each at its leader, again when that moves, and nothing that was told is lost."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from millstream.http import settling
+from millstream.http.lease_token import Lease
+from millstream.http.settling import Verdict, settle
+from millstream.model.errors import BrokerUnreachable, MillstreamError, NotLeader
+from millstream.model.ids import NodeId
+from millstream.wire.client import Client
+from millstream.wire.subscription_messages import SettleAnswer, SettleRequest
+
+ACCEPT = 1
+OK, NOT_LEADER = 0, 6
+
+
+class Cluster:
+    """In place of a client: node 1 leads all, and answers for each partition with the codes that it is given."""
+
+    def __init__(self, codes: dict[int, list[int]]) -> None:
+        self.codes = codes
+        self.asked: list[list[int]] = []
+        self.refreshed = 0
+
+    async def leader_of(self, _topic: str, _partition: int) -> NodeId:
+        return NodeId(1)
+
+    async def metadata(self, _topics: Any) -> None:
+        self.refreshed += 1
+        raise BrokerUnreachable("away")
+
+    async def private(self, _node: NodeId, _key: int, body: bytes, **_: Any) -> memoryview:
+        request = msgspec.msgpack.decode(body, type=SettleRequest)
+        self.asked.append([part.partition for part in request.partitions])
+        results = [[(self.codes[part.partition].pop(0), None)] for part in request.partitions]
+        return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, cast("Any", results))))
+
+
+async def settled(cluster: Cluster) -> list[MillstreamError | None]:
+    verdicts = [Verdict(Lease("orders", partition, 3, 1, "http/w"), ACCEPT) for partition in cluster.codes]
+    return await settle(cast("Client", cluster), "billing", verdicts)
+
+
+async def test_what_is_told_is_kept_when_nobody_says_who_leads_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settling, "PAUSE_S", 0.0)
+    cluster = Cluster({0: [OK], 1: [NOT_LEADER, OK]})
+    assert await settled(cluster) == [None, None]
+    assert (cluster.asked, cluster.refreshed) == ([[0, 1], [1]], 1)
+
+
+async def test_what_could_not_be_settled_in_time_is_told_beside_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settling, "SETTLE_S", 0.0)
+    first, second = await settled(Cluster({0: [OK], 1: [NOT_LEADER]}))
+    assert first is None
+    assert isinstance(second, NotLeader)
