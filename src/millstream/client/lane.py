@@ -173,7 +173,8 @@ class Lane:
         if error is None:
             try:
                 self._read(answer.result(), sent)
-            except MillstreamError as unreadable:
+            except Exception as unreadable:
+                # Whatever is wrong with an answer, nobody may wait for it any longer.
                 error = unreadable
         if error is not None:
             self._conclude(sent, error, maybe_stored=True)
@@ -216,6 +217,9 @@ class Lane:
                 self._mend(queue)
             elif queue.can_send and queue.lane is self:
                 self._ready[queue] = None
+            elif queue.can_send and queue.lane is not None:
+                # It has moved meanwhile, and could not send there before this answer was in.
+                queue.lane.kick(queue)
 
 
 def _refuse(queue: PartitionQueue, batch: OutgoingBatch, error: MillstreamError | None) -> None:

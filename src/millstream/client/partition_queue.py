@@ -178,7 +178,8 @@ class PartitionQueue:
         batch.maybe_stored |= maybe_stored
         self.failures += 1
         self.recovering = self.troubled = True
-        if maybe_stored and self.identity == NOT_IDEMPOTENT:
+        if maybe_stored and (self.identity is None or self.identity == NOT_IDEMPOTENT):
+            # It cannot go again under the number that the broker would know it by.
             self._give_up(batch, RequestTimedOut("the answer was lost; whether the messages were stored is not known"))
 
     def refused(self, batch: OutgoingBatch, error: MillstreamError) -> None:
@@ -188,6 +189,9 @@ class PartitionQueue:
         if follows and isinstance(error, OutOfOrderSequence | UnknownProducer):
             # One before it has failed, so this one goes again.
             self.recovering = True
+        elif isinstance(error, BatchTooLarge) and batch.maybe_stored:
+            # Halves have sequences that the broker does not know, so they could be stored beside the whole.
+            self._give_up(batch, BatchTooLarge(f"{error}; it was sent before, and may have been stored then"))
         elif isinstance(error, BatchTooLarge) and batch.count > 1:
             at = self.sent.index(batch)
             self.sent.remove(batch)
@@ -250,6 +254,7 @@ class PartitionQueue:
             one.failed(error)
         for one in self.sent:
             one.behind_gap = one.in_flight
+        self._shift()
 
     def _shift(self) -> None:
         while self.sent and self.sent[0].is_done:

@@ -1,0 +1,188 @@
+"""Batches of one partition: which go, which go again, and which must not."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.client.lane import Lane
+from millstream.client.outgoing_batch import OutgoingBatch
+from millstream.client.partition_queue import NOT_IDEMPOTENT, PartitionQueue, ProducerIdentity
+from millstream.client.receipt import Receipt
+from millstream.model.errors import BatchTooLarge, InvalidBatch, MillstreamError, RequestTimedOut
+from millstream.model.ids import NodeId, Offset
+from millstream.wire import codec
+from millstream.wire.channel import Channel
+from millstream.wire.pool import Pool
+from millstream.wire.producing import Produced
+
+VERSION = 12
+IDENTITY = ProducerIdentity(7, 0)
+
+
+class ChannelByHand:
+    """Requests that the test answers."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.asked: list[asyncio.Future[memoryview]] = []
+
+    def version_for(self, api_key: int, *, newest: int, oldest: int) -> int:
+        return VERSION
+
+    def ask(self, api_key: int, version: int, body: object) -> asyncio.Future[memoryview]:
+        self.asked.append(asyncio.get_running_loop().create_future())
+        return self.asked[-1]
+
+
+def answer(code: ErrorCode, base_offset: int = -1) -> memoryview:
+    messages: Any = importlib.import_module(f"kio.schema.produce.v{VERSION}.response")
+    partition = messages.PartitionProduceResponse(
+        index=0, error_code=code, base_offset=base_offset, record_errors=(), error_message=None
+    )
+    topic = messages.TopicProduceResponse(name="orders", partition_responses=(partition,))
+    response = messages.ProduceResponse(responses=(topic,), throttle_time=timedelta(0))
+    return memoryview(codec.write_response(0, VERSION, 1, response))[4:]
+
+
+def lane(node: int, troubled: list[PartitionQueue]) -> tuple[Lane, ChannelByHand]:
+    made, channel = Lane(NodeId(node), acks=-1, linger_s=0, mend=troubled.append), ChannelByHand()
+    made.open(cast("Pool", None), cast("Channel", channel))
+    return made, channel
+
+
+def queue_of(identity: ProducerIdentity = IDENTITY) -> PartitionQueue:
+    queue = PartitionQueue("orders", "id", 0, batch_bytes=1000, compression=0, timeout_s=100, freed=lambda size: None)
+    queue.begin(identity)
+    return queue
+
+
+def add(queue: PartitionQueue, count: int = 1) -> asyncio.Future[Receipt]:
+    """One more batch, of so many records; the future is that of the last."""
+    future: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
+    queue.waiting.append(batch := OutgoingBatch(100.0, lambda size: None))
+    for at in range(count):
+        queue.write(batch, None, b"x", (), at)
+    batch.singles.append((count - 1, future, 0, None))
+    return future
+
+
+async def turn() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_a_queue_that_moved_goes_on_when_the_last_answer_of_its_old_node_is_in() -> None:
+    troubled: list[PartitionQueue] = []
+    (old, old_channel), (new, new_channel) = lane(1, troubled), lane(2, troubled)
+    queue = queue_of()
+    queue.lane = old
+    first = add(queue)
+    old.kick(queue)
+    await turn()
+    old_channel.asked[0].set_result(answer(ErrorCode.none, 0))
+    await first
+    receipts = []
+    for asked in (2, 3):
+        receipts.append(add(queue))
+        queue.waiting_bytes += 64 * 1024  # Much has gathered, so a second request goes beside the first.
+        old.kick(queue)
+        await turn()
+        assert len(old_channel.asked) == asked
+    old_channel.asked[1].set_result(answer(ErrorCode.not_leader_or_follower))
+    await turn()
+    assert troubled == [queue]
+    queue.lane, queue.troubled = new, False
+    assert not queue.can_send
+    old_channel.asked[2].set_result(answer(ErrorCode.out_of_order_sequence_number))
+    await turn()
+    new_channel.asked[0].set_result(answer(ErrorCode.none, 1))
+    await turn()
+    new_channel.asked[1].set_result(answer(ErrorCode.none, 2))
+    assert [(await receipt).offset for receipt in receipts] == [1, 2]
+    old.close()
+    new.close()
+
+
+async def test_an_answer_that_cannot_be_read_is_as_good_as_none() -> None:
+    troubled: list[PartitionQueue] = []
+    way, channel = lane(1, troubled)
+    queue = queue_of()
+    queue.lane = way
+    receipt = add(queue)
+    way.kick(queue)
+    await turn()
+    channel.asked[0].set_result(memoryview(b"\x00\x00\x00\x01\x00\xff\xff"))
+    await turn()
+    assert troubled == [queue]
+    queue.troubled = False
+    way.kick(queue)
+    await turn()
+    channel.asked[1].set_result(answer(ErrorCode.none, 4))
+    assert (await receipt).offset == 4
+    way.close()
+
+
+async def test_a_batch_that_may_be_stored_is_not_halved() -> None:
+    queue = queue_of()
+    receipt = add(queue, 4)
+    queue.failed_for_now(queue_take(queue), maybe_stored=True)
+    queue.refused(queue_take(queue), BatchTooLarge("too large"))
+    with pytest.raises(BatchTooLarge, match="may have been stored"):
+        await receipt
+    assert queue.needs_identity
+
+
+async def test_halves_go_before_what_came_later() -> None:
+    queue = queue_of()
+    receipt, later = add(queue, 5), add(queue)
+    queue.refused(queue_take(queue), BatchTooLarge("too large"))
+    for base, count in ((0, 2), (2, 3), (5, 1)):
+        batch = queue_take(queue)
+        assert batch.count == count
+        queue.stored(batch, Produced(Offset(base), -1))
+    assert ((await receipt).offset, (await later).offset) == (4, 5)
+
+
+async def test_what_is_done_behind_a_batch_that_is_given_up_is_not_sent_again() -> None:
+    queue = queue_of(NOT_IDEMPOTENT)
+    receipts = [add(queue) for _ in range(3)]
+    first, second = queue_take(queue), queue_take(queue)
+    queue.stored(second, Produced(Offset(0), -1))
+    queue.refused(first, InvalidBatch("never"))
+    third = queue_take(queue)
+    queue.stored(third, Produced(Offset(1), -1))
+    with pytest.raises(InvalidBatch):
+        await receipts[0]
+    assert [(await receipt).offset for receipt in receipts[1:]] == [0, 1]
+
+
+async def test_an_answer_that_is_lost_after_the_number_was_given_up_ends_its_batch() -> None:
+    queue = queue_of()
+    warm = add(queue)
+    queue.stored(queue_take(queue), Produced(Offset(0), -1))
+    await warm
+    lost: list[asyncio.Future[Receipt]] = [add(queue), add(queue)]
+    first, second = queue_take(queue), queue_take(queue)
+    first.maybe_stored = True
+    queue.refused(first, InvalidBatch("never"))
+    assert (queue.identity, queue.needs_identity) == (None, False)
+    queue.failed_for_now(second, maybe_stored=True)
+    assert not queue.sent
+    errors: list[type[MillstreamError]] = [InvalidBatch, RequestTimedOut]
+    for receipt, error in zip(lost, errors, strict=True):
+        with pytest.raises(error):
+            await receipt
+
+
+def queue_take(queue: PartitionQueue) -> OutgoingBatch:
+    """What the lane does when the queue may send."""
+    queue.lane = queue.lane or cast("Lane", object())
+    queue.troubled = False
+    assert queue.can_send
+    return queue.take()
