@@ -22,7 +22,9 @@ from millstream.wire.producing import Produced
 from millstream.wire.refusal import TRANSIENT
 
 REQUEST_S_MAX: Final = 30.0
-_PATIENCE_S: Final = REQUEST_S_MAX + 5
+_PATIENCE_S: Final = 5.0
+"""How much longer than the broker may take for it an answer is waited for."""
+
 _REQUEST_BYTES_MAX: Final = 4 * 1024 * 1024
 _MUCH_BYTES: Final = 64 * 1024
 _DUPLICATE_SEQUENCE: Final = 46
@@ -39,9 +41,13 @@ class _Sent(NamedTuple):
 class Lane:
     """Sends batches to one node."""
 
-    def __init__(self, node: NodeId, *, acks: int, linger_s: float, mend: Callable[[PartitionQueue], None]):
+    def __init__(
+        self, node: NodeId, *, acks: int, linger_s: float, timeout_s: float, mend: Callable[[PartitionQueue], None]
+    ) -> None:
         self.node = node
         self._acks = acks
+        self._request_s = min(REQUEST_S_MAX, timeout_s)
+        self._patience_s = self._request_s + min(_PATIENCE_S, timeout_s)
         self._linger_s = linger_s
         self._mend = mend
         """Told of each partition to which nothing can be sent for now."""
@@ -136,7 +142,7 @@ class Lane:
 
     def _send(self, sent: list[_Sent], topics: dict[str, list[tuple[int, Buffer]]]) -> None:
         body = producing.write_produce_many(
-            self._version, topics, acks=self._acks, timeout_ms=int(REQUEST_S_MAX * 1000)
+            self._version, topics, acks=self._acks, timeout_ms=int(self._request_s * 1000)
         )
         answer: asyncio.Future[Any]
         try:
@@ -149,9 +155,9 @@ class Lane:
         except MillstreamError as error:
             self._conclude(sent, error, maybe_stored=False)
             return
-        self._requests[answer] = self._loop.time() + _PATIENCE_S
+        self._requests[answer] = self._loop.time() + self._patience_s
         if self._watch is None:
-            self._watch = self._loop.call_later(_PATIENCE_S, self._look)
+            self._watch = self._loop.call_later(self._patience_s, self._look)
         answer.add_done_callback(lambda done: self._answered(done, sent))
 
     def _look(self) -> None:

@@ -201,16 +201,20 @@ class PartitionQueue:
         else:
             self._give_up(batch, error)
 
-    def expire(self, now: float) -> None:
-        """Give up what has waited too long."""
-        cause = self.cause
-        while (first := self._first()) is not None and not first.in_flight and first.deadline <= now:
+    def expire(self, now: float) -> float | None:
+        """Give up what has waited too long, also if it is under way; says when the next one will have."""
+        while (first := self._first()) is not None and first.deadline <= now:
+            cause = "the broker does not answer" if first.in_flight else self.cause
+            first.maybe_stored |= first.in_flight
             told = "may have been stored" if first.maybe_stored else "was not stored"
             self._give_up(first, RequestTimedOut(f"no acknowledgement within {self.timeout_s:g} s ({cause}); {told}"))
         while not self.sent and self.waiting and self.waiting[0].deadline <= now:
             batch = self.waiting.popleft()
             self.waiting_bytes -= batch.size
-            batch.failed(RequestTimedOut(f"not sent within {self.timeout_s:g} s ({cause}); nothing was stored"))
+            batch.failed(RequestTimedOut(f"not sent within {self.timeout_s:g} s ({self.cause}); nothing was stored"))
+        if first is None and self.waiting:
+            first = self.waiting[0]
+        return None if first is None else first.deadline
 
     def fail_all(self, error: MillstreamError) -> None:
         """Give up everything that waits here or is under way, and take nothing more."""

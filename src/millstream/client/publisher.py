@@ -44,6 +44,9 @@ COMPRESSIONS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
 
 MESSAGE_ID: Final = "message-id"
 _CLOSE_S_MAX: Final = 30.0
+_EXPIRY_S_MIN: Final = 0.02
+"""All partitions are looked through at once, so not for every batch by itself."""
+
 _TURN: Final = 2048
 """So many records are written before others may use the loop."""
 
@@ -83,6 +86,8 @@ class Publisher:
         self._lanes: dict[NodeId, Lane] = {}
         self._troubled: dict[PartitionQueue, None] = {}
         self._mending: asyncio.Task[None] | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        """Runs while anything is under way, and ends what takes longer than it may."""
         self._buffered = 0
         self._waiting_for_room: deque[asyncio.Future[None]] = deque()
         self._closed = False
@@ -118,6 +123,8 @@ class Publisher:
         batch = queue.room(self._loop.time(), _size(key, value, headers))
         position = batch.count
         self._buffered += queue.write(batch, key, value, headers, timestamp_ms)
+        if self._expiry is None:
+            self._expiry = self._loop.call_at(batch.deadline, self._expire)
         future: asyncio.Future[Receipt] = self._loop.create_future()
         batch.singles.append((position, future, timestamp_ms, _given_id(headers) if headers else None))
         if queue.lane is not None:
@@ -172,6 +179,8 @@ class Publisher:
         batch = queue.room(self._loop.time(), _size(key, value, headers))
         position = batch.count
         self._buffered += queue.write(batch, key, value, headers, together.timestamps_ms[index])
+        if self._expiry is None:
+            self._expiry = self._loop.call_at(batch.deadline, self._expire)
         shares = batch.shares
         if shares and shares[-1][1] is together:
             shares[-1][2].append(index)
@@ -215,6 +224,8 @@ class Publisher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._expiry is not None:
+            self._expiry.cancel()
         for lane in self._lanes.values():
             lane.close()
         given_up = RequestTimedOut("the publisher was closed before this was acknowledged; it may have been stored")
@@ -224,6 +235,21 @@ class Publisher:
         self._freed(0)
 
     # -- room -----------------------------------------------------------------------------------------------
+
+    def _expire(self) -> None:
+        """Give up what has waited for too long; whatever else goes on, every publish has its answer by then."""
+        now = self._loop.time()
+        next_due: float | None = None
+        for route in self._topics.values():
+            for queue in route.queues:
+                due = queue.expire(now)
+                if due is not None and (next_due is None or due < next_due):
+                    next_due = due
+                if queue.troubled:
+                    self._mend(queue)
+        self._expiry = None
+        if next_due is not None:
+            self._expiry = self._loop.call_at(max(next_due, now + _EXPIRY_S_MIN), self._expire)
 
     async def _ready(self, topic: str) -> TopicRoute:
         """Wait until the topic is known and not too much is under way.
@@ -257,12 +283,30 @@ class Publisher:
         opening = self._opening.get(topic)
         if opening is None:
             opening = self._opening[topic] = self._loop.create_task(self._find_topic(topic))
-            opening.add_done_callback(lambda _: self._opening.pop(topic, None))
-        await asyncio.shield(opening)
+            opening.add_done_callback(lambda done: self._opened(topic, done))
+        # Several may wait for it, so one of them that is cancelled does not end it.
+        await asyncio.wait([opening])
+        if not opening.cancelled():
+            opening.result()
+        # Otherwise the publisher was closed, which the caller finds out next.
+
+    def _opened(self, topic: str, opening: asyncio.Task[None]) -> None:
+        self._opening.pop(topic, None)
+        if not opening.cancelled():
+            # Whoever still waits is told; if nobody does, it is no fault.
+            opening.exception()
 
     async def _find_topic(self, topic: str) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._look_up(topic, self._loop.time() + self._timeout_s)
+        except TimeoutError:
+            raise RequestTimedOut(
+                f"topic {topic!r} could not be looked up within {self._timeout_s:g} s; nothing was stored"
+            ) from None
+
+    async def _look_up(self, topic: str, deadline: float) -> None:
         """Learn everything first, so that a route is made once and only when nothing can fail any more."""
-        deadline = self._loop.time() + self._timeout_s
         pause_s = BACKOFF_S_MIN
         while True:
             try:
@@ -334,7 +378,9 @@ class Publisher:
     async def _lane(self, node: NodeId) -> Lane | None:
         lane = self._lanes.get(node)
         if lane is None:
-            lane = self._lanes[node] = Lane(node, acks=self._acks, linger_s=self._linger_s, mend=self._mend)
+            lane = self._lanes[node] = Lane(
+                node, acks=self._acks, linger_s=self._linger_s, timeout_s=self._timeout_s, mend=self._mend
+            )
         if not lane.is_open:
             try:
                 pool = await self._client.pool_of(node)
@@ -377,10 +423,8 @@ class Publisher:
         """Find out where to send what failed, again and again until it is under way."""
         while self._troubled:
             tried = min(queue.failures for queue in self._troubled)
-            await asyncio.sleep(min(BACKOFF_S_MIN * 2 ** min(tried, 10) / 2, BACKOFF_S_MAX))
-            now = self._loop.time()
-            for queue in self._troubled:
-                queue.expire(now)
+            pause_s = min(BACKOFF_S_MIN * 2 ** min(tried, 10) / 2, BACKOFF_S_MAX, self._timeout_s / 4)
+            await asyncio.sleep(pause_s)
             for topic in {queue.topic for queue in self._troubled}:
                 queues = [queue for queue in self._troubled if queue.topic == topic]
                 try:

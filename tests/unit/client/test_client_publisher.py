@@ -128,7 +128,8 @@ async def test_a_broken_sequence_fails_its_batch_and_others_go_on_under_a_new_nu
 
 
 async def test_time_that_runs_out_is_told_and_later_messages_go(ledger: ProducerLedger) -> None:
-    async with ledger.publishing(timeout_s=0.2) as publisher:
+    await ledger.warm_up()
+    async with ledger.publishing(timeout_s=1) as publisher:
         await publisher.publish("orders", record("a"), partition=0)
         ledger.faults = ["not leader"] * 50
         with pytest.raises(RequestTimedOut, match="was not stored"):
@@ -176,8 +177,9 @@ async def test_batches_can_be_compressed(ledger: ProducerLedger, compression: st
 
 
 async def test_a_publisher_that_is_closed_refuses_and_gives_up_what_waits(ledger: ProducerLedger) -> None:
+    await ledger.warm_up()
     async with Client.connect(ledger.broker.address, timeout_s=10) as client:
-        publisher = Publisher(client, timeout_s=0.5)
+        publisher = Publisher(client, timeout_s=1)
         await publisher.publish("orders", record("a"), partition=0)
         ledger.faults = ["not leader"] * 100
         waiting = asyncio.create_task(publisher.publish("orders", record("b"), partition=0))

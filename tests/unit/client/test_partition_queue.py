@@ -51,7 +51,7 @@ def answer(code: ErrorCode, base_offset: int = -1) -> memoryview:
 
 
 def lane(node: int, troubled: list[PartitionQueue]) -> tuple[Lane, ChannelByHand]:
-    made, channel = Lane(NodeId(node), acks=-1, linger_s=0, mend=troubled.append), ChannelByHand()
+    made, channel = Lane(NodeId(node), acks=-1, linger_s=0, timeout_s=100, mend=troubled.append), ChannelByHand()
     made.open(cast("Pool", None), cast("Channel", channel))
     return made, channel
 
@@ -178,6 +178,28 @@ async def test_an_answer_that_is_lost_after_the_number_was_given_up_ends_its_bat
     for receipt, error in zip(lost, errors, strict=True):
         with pytest.raises(error):
             await receipt
+
+
+async def test_time_runs_out_for_what_waits_and_for_what_is_under_way() -> None:
+    queue = queue_of()
+    warm = add(queue)
+    queue.stored(queue_take(queue), Produced(Offset(0), -1))
+    await warm
+    receipts = [add(queue), add(queue), add(queue)]
+    first, second = queue_take(queue), queue_take(queue)
+    second.deadline, queue.waiting[0].deadline = 200.0, 300.0
+    assert queue.expire(99.0) == 100.0
+    assert queue.expire(100.0) == 200.0
+    with pytest.raises(RequestTimedOut, match=r"does not answer.* may have been stored"):
+        await receipts[0]
+    # The number is spent, but the second is under way under it.
+    assert (first.is_done, queue.identity, queue.needs_identity) == (True, None, False)
+    queue.stored(second, Produced(Offset(2), -1))
+    assert (await receipts[1]).offset == 2
+    assert queue.needs_identity
+    assert queue.expire(300.0) is None
+    with pytest.raises(RequestTimedOut, match="nothing was stored"):
+        await receipts[2]
 
 
 def queue_take(queue: PartitionQueue) -> OutgoingBatch:

@@ -17,12 +17,15 @@ from millstream.model.errors import (
     OutOfOrderSequence,
     PublishFailed,
     RequestRefused,
+    RequestTimedOut,
     StorageFailure,
     UnknownTopic,
 )
 from millstream.model.ids import NodeId
 from millstream.records.record import NewRecord
 from millstream.testing.producer_ledger import ProducerLedger
+from millstream.testing.scripted_broker import METADATA
+from millstream.wire.codec import RequestHeader
 from millstream.wire.pool import Pool
 
 HANG_S = 30.0
@@ -179,3 +182,39 @@ async def test_a_node_that_cannot_be_reached_while_a_topic_is_opened_makes_no_se
         assert len(receipts) == 6
         assert not refusals
     assert len(ledger.stored["orders", 0]) == 10
+
+
+async def test_a_broker_that_does_not_answer_is_waited_for_as_long_as_was_asked_for(ledger: ProducerLedger) -> None:
+    await ledger.warm_up()
+    async with asyncio.timeout(HANG_S), ledger.publishing(timeout_s=1) as publisher:
+        await publisher.publish("orders", NewRecord(None, b"a"), partition=0)
+        ledger.held = asyncio.Event()
+        started = [asyncio.create_task(publisher.publish("orders", NewRecord(None, b"b"), partition=0))]
+        await requests(ledger, 2)
+        started.append(asyncio.create_task(publisher.publish("orders", NewRecord(None, b"c"), partition=0)))
+        started.append(asyncio.create_task(publisher.publish("new", NewRecord(None, b"c"))))
+        # The broker stays silent until all three have their answer.
+        told = await asyncio.gather(*started, return_exceptions=True)
+        assert all(isinstance(error, RequestTimedOut) for error in told)
+        assert ["may have been stored" in str(error) for error in told] == [True, False, False]
+        assert publisher._buffered == 0
+        ledger.held.set()
+        ledger.held = None
+
+
+async def test_closing_tells_those_who_wait_for_a_topic(ledger: ProducerLedger) -> None:
+    asked, held = asyncio.Event(), asyncio.Event()
+
+    async def silent(header: RequestHeader, frame: memoryview) -> None:
+        asked.set()
+        await held.wait()
+
+    ledger.broker.handlers[METADATA] = silent
+    async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
+        waiting = [asyncio.create_task(publisher.publish("orders", NewRecord(None, b"a"))) for _ in range(2)]
+        await asked.wait()
+        waiting[0].cancel()
+        await publisher.close()
+        told = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(error) for error in told] == [asyncio.CancelledError, InvalidRequest]
+        held.set()
