@@ -27,6 +27,7 @@ from millstream.model.errors import MillstreamError
 _logger = logging.getLogger(__name__)
 
 QUERY_FIELDS_MAX: Final = 100
+PIECE_BYTES: Final = 64 * 1024
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -69,7 +70,7 @@ class Api:
             raise Refused(HTTPStatus.FORBIDDEN, "pages of other sites may not use this")
         lane = route.lane
         self._pressure.enter(lane)
-        room = Room(self._pressure)
+        room = Room(self._pressure, lane)
         try:
             asked = Asked(reader.path(path), reader.query(scope["query_string"]), None, headers, room)
             if route.body is not Nothing:
@@ -205,4 +206,8 @@ async def _send(
 ) -> None:
     headers = [header, (b"content-length", b"%d" % len(content)), *more]
     await send({"type": "http.response.start", "status": int(status), "headers": headers})
+    if len(content) > PIECE_BYTES:
+        await send({"type": "http.response.body", "body": content, "more_body": True})
+        # The end is sent when the client has taken most of it, so that what it keeps waiting is counted till then.
+        content = b""
     await send({"type": "http.response.body", "body": content})

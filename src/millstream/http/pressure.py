@@ -11,8 +11,9 @@ from millstream.http.route import Lane
 REQUESTS_MAX: Final = (2000, 512, 64)
 """By lane."""
 
-BYTES_MAX: Final = 256 * 1024 * 1024
-"""What all requests take together: their bodies, and the messages that they may be answered with."""
+BYTES_MAX: Final = (192 * 1024 * 1024, 192 * 1024 * 1024, 64 * 1024 * 1024)
+"""What the requests of a lane take together: their bodies, and the messages that they may be answered with. Those who
+wait for messages keep room for them, and publishers must not be turned away for that."""
 
 RETRY_S: Final = 1
 PAUSE_S_MAX: Final = 0.5
@@ -22,11 +23,11 @@ PAUSE_S_MAX: Final = 0.5
 class Pressure:
     """Counts requests and the bytes of their bodies."""
 
-    def __init__(self, requests_max: tuple[int, ...] = REQUESTS_MAX, bytes_max: int = BYTES_MAX) -> None:
+    def __init__(self, requests_max: tuple[int, ...] = REQUESTS_MAX, bytes_max: tuple[int, ...] = BYTES_MAX) -> None:
         self._requests_max = requests_max
         self._bytes_max = bytes_max
         self.requests = [0] * len(Lane)
-        self.bytes = 0
+        self.bytes = [0] * len(Lane)
         self.turned_away = 0
         self.answers: dict[int, int] = {}
         """How many, by status."""
@@ -37,7 +38,7 @@ class Pressure:
         answers = [[number, {"status": str(int(status))}] for status, number in sorted(self.answers.items())]
         return [
             _metric("millstream_http_requests", "gauge", "Requests to the API that are under way.", lanes),
-            _metric("millstream_http_bytes", "gauge", "What these may take in memory.", [[self.bytes, {}]]),
+            _metric("millstream_http_bytes", "gauge", "What these may take in memory.", [[sum(self.bytes), {}]]),
             _metric("millstream_http_answers_total", "counter", "Answers of the API.", answers),
             _metric(
                 "millstream_http_turned_away_total", "counter", "Requests answered with 429.", [[self.turned_away, {}]]
@@ -59,15 +60,16 @@ class Pressure:
         """A request is answered."""
         self.requests[lane] -= 1
 
-    def take(self, size: int) -> None:
+    def take(self, lane: Lane, size: int) -> None:
         """Make room for a body or an answer, or refuse it."""
-        if self.bytes + size > self._bytes_max:
-            raise self._refused(f"{self.bytes} bytes are under way")
-        self.bytes += size
+        taken = self.bytes[lane]
+        if taken + size > self._bytes_max[lane]:
+            raise self._refused(f"{taken} bytes are under way")
+        self.bytes[lane] = taken + size
 
-    def give_back(self, size: int) -> None:
+    def give_back(self, lane: Lane, size: int) -> None:
         """So much is not needed any more."""
-        self.bytes -= size
+        self.bytes[lane] -= size
 
     def check_pause(self, pause_s: float) -> None:
         """Refuse what would wait for long, since the broker asks to be left alone."""

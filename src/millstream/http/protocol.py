@@ -14,15 +14,21 @@ from millstream.http.problem import CONTENT_TYPE, problem_document
 CONNECTIONS_MAX: Final = 2048
 HEAD_BYTES_MAX: Final = 64 * 1024
 HEAD_S_MAX: Final = 30.0
-"""A connection that has not brought the head of a first request by then is closed."""
+"""A connection that has not brought the head of its first request by then, or of another one that it has begun, is
+closed."""
+WRITE_S_MAX: Final = 30.0
+WRITE_BYTES_MIN: Final = 64 * 1024
+"""A client that takes less than this of an answer in that time, while more is there, is hung up on."""
 
 
 class Protocol(HttpToolsProtocol):
-    """Bounds connections, heads of requests, and the time that the first one may take."""
+    """Bounds connections, heads of requests, the time that these may take, and that clients take for their answers."""
 
     _head_bytes = 0
     _is_in_head = True
-    _is_heard = False
+    _is_begun = False
+    _expected: asyncio.TimerHandle | None = None
+    _stuck: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take on a connection, unless there are too many."""
@@ -30,27 +36,39 @@ class Protocol(HttpToolsProtocol):
         if len(self.connections) > CONNECTIONS_MAX:
             self._end(HTTPStatus.SERVICE_UNAVAILABLE, f"{CONNECTIONS_MAX} connections are open already")
             return
-        self._expected = self.loop.call_later(HEAD_S_MAX, self._not_heard)
+        self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         super().connection_lost(exc)
-        self._expected.cancel()
+        self._head_came()
+        self._is_taken()
 
     def data_received(self, data: bytes) -> None:
         """Take in what has arrived."""
         self._head_bytes += len(data)
         super().data_received(data)
-        if self._is_in_head and self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
+        if not self._is_in_head or self.transport.is_closing():
+            return
+        if self._head_bytes > HEAD_BYTES_MAX:
             self._end(
                 HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
                 f"the path and the headers of a request take at most {HEAD_BYTES_MAX} bytes",
             )
+        elif self._is_begun and self._expected is None:
+            # Only for a head that comes in pieces: most come whole, and then there is nothing to wait for.
+            self._expect_head()
+
+    def on_message_begin(self) -> None:
+        """Another head begins."""
+        self._is_begun = True
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
-        self._is_heard = True
+        self._is_begun = False
         self._is_in_head = False
+        self._head_came()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -59,13 +77,44 @@ class Protocol(HttpToolsProtocol):
         self._head_bytes = 0
         super().on_message_complete()
 
+    def pause_writing(self) -> None:
+        """The client does not take its answer as fast as it comes."""
+        super().pause_writing()
+        if self._stuck is None:
+            self._watch_taking()
+
+    def resume_writing(self) -> None:
+        """It has taken most of it."""
+        super().resume_writing()
+        self._is_taken()
+
+    def _watch_taking(self) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        self._stuck = self.loop.call_later(WRITE_S_MAX, self._check_taking, waiting)
+
+    def _check_taking(self, before: int) -> None:
+        if before - self.transport.get_write_buffer_size() < WRITE_BYTES_MIN:
+            # To close it would keep what it does not take.
+            self.transport.abort()
+        else:
+            self._watch_taking()
+
+    def _is_taken(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
+
+    def _expect_head(self) -> None:
+        self._expected = self.loop.call_later(HEAD_S_MAX, self.transport.close)
+
+    def _head_came(self) -> None:
+        if self._expected is not None:
+            self._expected.cancel()
+            self._expected = None
+
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP."""
         self._end(HTTPStatus.BAD_REQUEST, "this is no HTTP request")
-
-    def _not_heard(self) -> None:
-        if not self._is_heard:
-            self.transport.close()
 
     def _end(self, status: HTTPStatus, detail: str) -> None:
         content = msgspec.json.encode(problem_document("", status, detail, {}))

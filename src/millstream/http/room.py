@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from millstream.http.pressure import Pressure
 from millstream.http.problem import Refused
+from millstream.http.route import Lane
 
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024
 BODY_S_MAX: Final = 30.0
@@ -24,10 +25,11 @@ class HungUp(Exception):
 class Room:
     """The room that one request takes."""
 
-    __slots__ = ("_pressure", "_taken")
+    __slots__ = ("_lane", "_pressure", "_taken")
 
-    def __init__(self, pressure: Pressure) -> None:
+    def __init__(self, pressure: Pressure, lane: Lane) -> None:
         self._pressure = pressure
+        self._lane = lane
         self._taken = 0
 
     async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
@@ -47,12 +49,18 @@ class Room:
 
     def reserve(self, size: int) -> None:
         """Keep room for an answer that may become so large, or raise `Refused`."""
-        self._pressure.take(size)
+        self._pressure.take(self._lane, size)
         self._taken += size
+
+    def shrink(self, size: int) -> None:
+        """The answer is known, and takes no more than this."""
+        if size < self._taken:
+            self._pressure.give_back(self._lane, self._taken - size)
+            self._taken = size
 
     def release(self) -> None:
         """The request is answered."""
-        self._pressure.give_back(self._taken)
+        self._pressure.give_back(self._lane, self._taken)
         self._taken = 0
 
     async def _read_on(self, first: bytes, receive: Receive) -> bytes:
@@ -77,5 +85,5 @@ class Room:
     def _take(self, size: int) -> None:
         if self._taken + size > BODY_BYTES_MAX:
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request takes at most {BODY_BYTES_MAX} bytes")
-        self._pressure.take(size)
+        self._pressure.take(self._lane, size)
         self._taken += size

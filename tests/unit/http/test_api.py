@@ -15,6 +15,7 @@ from millstream.http.parts import Parts
 from millstream.http.path_tree import PathTree
 from millstream.http.pressure import Pressure
 from millstream.http.problem import Refused
+from millstream.http.room import Room
 from millstream.http.route import Asked, Lane, Nothing, Route, Streamed
 from millstream.model.errors import MillstreamError, NotLeader, UnknownTopic
 
@@ -84,7 +85,7 @@ async def world() -> World:
 
 @pytest.fixture
 async def parts() -> AsyncIterator[Parts]:
-    made = Parts("127.0.0.1:1", pressure=Pressure((1, 1, 2), bytes_max=1000))
+    made = Parts("127.0.0.1:1", pressure=Pressure((1, 1, 2), bytes_max=(1000, 1000, 500)))
     yield made
     await made.close()
 
@@ -137,9 +138,23 @@ async def test_more_than_is_taken_on_at_once_is_told_to_come_later(
     world.go_on.set()
     assert (await first).json() == {"number": 600}
     assert (await http.put("/raw", content=b"x")).status_code == 200
-    assert (parts.pressure.bytes, parts.pressure.requests, parts.pressure.turned_away) == (0, [0, 0, 0], 2)
+    assert (parts.pressure.bytes, parts.pressure.requests, parts.pressure.turned_away) == ([0, 0, 0], [0, 0, 0], 2)
     told = {one["name"]: one["samples"] for one in parts.pressure.metrics()}
     assert told["millstream_http_answers_total"] == [[2, {"status": "200"}], [2, {"status": "429"}]]
+
+
+async def test_those_who_wait_take_no_room_from_publishers(parts: Parts) -> None:
+    waiting, publishing = Room(parts.pressure, Lane.WAIT), Room(parts.pressure, Lane.PUBLISH)
+    waiting.reserve(1000)
+    with pytest.raises(Refused):
+        Room(parts.pressure, Lane.WAIT).reserve(1)
+    publishing.reserve(1000)
+    waiting.shrink(10)
+    waiting.shrink(200)
+    Room(parts.pressure, Lane.WAIT).reserve(990)
+    publishing.release()
+    waiting.release()
+    assert parts.pressure.bytes == [0, 990, 0]
 
 
 async def test_a_broker_that_asks_for_a_pause_is_left_alone(parts: Parts) -> None:

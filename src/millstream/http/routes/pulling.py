@@ -25,6 +25,8 @@ WAIT_MS_MAX: Final = 60_000
 PULL_BYTES: Final = 256 * 1024
 PULL_BYTES_MAX: Final = 8 * 1024 * 1024
 SETTLE_MAX: Final = 1000
+MEMBERS_BYTES: Final = 1024
+"""What a message takes beside its key, its value and its headers, about."""
 DELAY_MS_MAX: Final = 366 * 24 * 3600 * 1000
 ACCEPT, RELEASE, REJECT, EXTEND = 1, 2, 3, 4
 
@@ -103,7 +105,18 @@ async def pull(parts: Parts, asked: Asked[Nothing, Pull]) -> PulledMessages:
     asked.room.reserve(wanted.max_bytes)
     request = Receive(name, worker, wanted.max, wanted.max_bytes, wanted.wait_ms)
     messages = await receive_until(parts, request, asked.gone)
+    asked.room.shrink(sum(map(_size, messages)))
     return PulledMessages([leased(message, worker) for message in messages])
+
+
+def _size(message: LeasedMessage) -> int:
+    record = message.record
+    return (
+        MEMBERS_BYTES
+        + len(record.key or b"")
+        + len(record.value or b"")
+        + sum(len(value or b"") for _, value in record.headers)
+    )
 
 
 async def receive_until(parts: Parts, request: Receive, gone: asyncio.Future[None] | None) -> list[LeasedMessage]:

@@ -1,0 +1,109 @@
+"""Connections that take their time: with the head of a request, and with the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from millstream.http import protocol as bounds
+from millstream.http.api import PIECE_BYTES, _send
+from millstream.http.protocol import Protocol
+
+WAIT_S = 60.0
+LARGE = 32 * 1024 * 1024
+
+
+class Door:
+    """A server of one application on a free port."""
+
+    def __init__(self) -> None:
+        self.size = 2
+        self.made: list[Protocol] = []
+        self.served = asyncio.Event()
+        self.address = ("", 0)
+        config = uvicorn.Config(
+            self._app, http=Protocol, interface="asgi3", ws="none", lifespan="off", log_config=None, access_log=False
+        )
+        config.load()
+        self._config = config
+        self._state = ServerState()
+
+    def make(self) -> Protocol:
+        self.made.append(Protocol(self._config, self._state, {}))
+        return self.made[-1]
+
+    async def _app(self, _scope: Any, _receive: Any, send: Any) -> None:
+        await _send(send, 200, (b"content-type", b"text/plain"), b"x" * self.size)
+        self.served.set()
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[Door]:
+    made = Door()
+    server = await asyncio.get_running_loop().create_server(made.make, "127.0.0.1", 0)
+    made.address = server.sockets[0].getsockname()
+    yield made
+    for one in made.made:
+        one.transport.abort()
+    server.close()
+    await server.wait_closed()
+
+
+async def test_every_head_has_to_come_in_time(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = await asyncio.open_connection(*door.address)
+    for _ in range(2):
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        async with asyncio.timeout(WAIT_S):
+            await reader.readuntil(b"\r\n\r\nxx")
+    # Between requests nothing is expected but what uvicorn waits for.
+    assert door.made[0]._expected is None
+    monkeypatch.setattr(bounds, "HEAD_S_MAX", 0.01)
+    writer.write(b"GET / HTTP/1.1\r\nhost")
+    async with asyncio.timeout(WAIT_S):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_connection_that_says_nothing_is_closed(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "HEAD_S_MAX", 0.01)
+    reader, writer = await asyncio.open_connection(*door.address)
+    async with asyncio.timeout(WAIT_S):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_whoever_does_not_take_the_answer_is_hung_up_on(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "WRITE_S_MAX", 0.01)
+    door.size = LARGE
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setblocking(False)
+        await loop.sock_connect(client, door.address)
+        await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        async with asyncio.timeout(WAIT_S):
+            # The answer counts as sent only now that nobody will take it.
+            await door.served.wait()
+        assert door.made[0].transport.is_closing()
+
+
+async def test_whoever_takes_it_slowly_gets_all_of_it(door: Door) -> None:
+    door.size = LARGE
+    reader, writer = await asyncio.open_connection(*door.address, limit=PIECE_BYTES)
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    async with asyncio.timeout(WAIT_S):
+        await reader.readuntil(b"\r\n\r\n")
+        while door.made[0]._stuck is None:
+            await asyncio.sleep(0)
+        assert not door.served.is_set()
+        # In the place of the clock: much of it was taken since the last look.
+        door.made[0]._check_taking(2 * LARGE)
+        assert await reader.readexactly(LARGE) == b"x" * LARGE
+        await door.served.wait()
+    assert not door.made[0].flow.write_paused
+    writer.close()
