@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Self
 
@@ -57,10 +58,16 @@ class MessageStream:
             await source.arrival()
 
     async def ack(self, messages: Sequence[Message]) -> None:
-        """These are done: none of them is delivered again. Returns when that is durable."""
+        """These are done: none of them is delivered again. Returns when that is durable.
+
+        Raises the first error that came when all of them were told; `InvalidRecordState` for messages that are not
+        held any more.
+        """
         source = await self._started()
-        for answer in source.accept_many(messages):
-            await answer
+        told = await asyncio.gather(*source.accept_many(messages), return_exceptions=True)
+        for outcome in told:
+            if outcome is not None:
+                raise outcome
 
     async def _started(self) -> Source:
         if self._receiver is None:

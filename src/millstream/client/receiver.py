@@ -20,8 +20,8 @@ import msgspec
 from millstream.client.held import Held
 from millstream.client.leased_records import read_leased
 from millstream.client.message import ACCEPT, EXTEND, RELEASE, Message
-from millstream.client.settling import REPEATED, Order, Settling
-from millstream.model.errors import MillstreamError, ProtocolViolation
+from millstream.client.settling import REPEATED, Awaited, Order, Settling
+from millstream.model.errors import InvalidRecordState, MillstreamError, ProtocolViolation
 from millstream.model.ids import NodeId
 from millstream.model.subscription import AT_MOST_ONCE
 from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
@@ -198,7 +198,11 @@ class Receiver:
         return self.settling.settle(message, verb, delay_ms, reason)
 
     def accept_many(self, messages: Sequence[Message]) -> list[asyncio.Future[None]]:
-        """Tell the broker that messages are done; the futures end when that is durable."""
+        """Tell the broker that messages are done; the futures end when that is durable.
+
+        One fails if there are messages that were settled before, or whose lease is over; the others are told.
+        """
+        refused = [message for message in messages if message.is_settled and message._held.is_leased]
         by_held: dict[Held, list[int]] = {}
         for message in messages:
             if not message.is_settled:
@@ -208,13 +212,21 @@ class Receiver:
         answers: list[asyncio.Future[None]] = []
         for held, offsets in by_held.items():
             answers.append(self._loop.create_future())
-            self.settling.tell(Order(held, offsets, ACCEPT, None, "", answers[-1]))
+            self.settling.tell(Order(held, offsets, ACCEPT, awaited=Awaited(answers[-1])))
             self._held -= len(offsets)
             held.left -= len(offsets)
             if held.left == 0:
                 self._finished(held)
         if self._hungry:
             self._feed()
+        if refused:
+            answers.append(self._loop.create_future())
+            Awaited(answers[-1]).told(
+                InvalidRecordState(
+                    f"{len(refused)} of {len(messages)} messages are settled already, or their lease is over; "
+                    f"the first is {refused[0].id}"
+                )
+            )
         return answers
 
     def tell(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:

@@ -33,10 +33,35 @@ REPEATED: Final = (*TRANSIENT, RequestTimedOut)
 """What is tried again, at whoever leads the partition then."""
 
 
+class Awaited:
+    """An answer that somebody waits for; an order that is told in parts has it when each of them was told."""
+
+    __slots__ = ("answer", "error", "parts")
+
+    def __init__(self, answer: asyncio.Future[None]) -> None:
+        self.answer = answer
+        self.parts = 1
+        self.error: MillstreamError | None = None
+        """The first that a part met."""
+
+    def told(self, error: MillstreamError | None) -> None:
+        """One part was told."""
+        self.parts -= 1
+        self.error = self.error or error
+        if self.parts or self.answer.done():
+            return
+        if self.error is None:
+            self.answer.set_result(None)
+        else:
+            self.answer.set_exception(self.error)
+            # A caller that was cancelled does not look at it.
+            self.answer.exception()
+
+
 class Order:
     """What is to be told of some messages that came together, and who waits for the answer."""
 
-    __slots__ = ("answer", "delay_ms", "held", "is_alone", "offsets", "reason", "verb")
+    __slots__ = ("awaited", "delay_ms", "held", "is_alone", "offsets", "reason", "verb")
 
     def __init__(
         self,
@@ -45,7 +70,7 @@ class Order:
         verb: int,
         delay_ms: int | None = None,
         reason: str = "",
-        answer: asyncio.Future[None] | None = None,
+        awaited: Awaited | None = None,
         *,
         is_alone: bool = False,
     ) -> None:
@@ -54,13 +79,18 @@ class Order:
         self.verb = verb
         self.delay_ms = delay_ms
         self.reason = reason
-        self.answer = answer
+        self.awaited = awaited
         self.is_alone = is_alone
         """Whether it is sent in a range of its own."""
 
-    def part(self, offsets: list[int], *, is_alone: bool = False) -> Order:
-        """The same of some of the messages."""
-        return Order(self.held, offsets, self.verb, self.delay_ms, self.reason, self.answer, is_alone=is_alone)
+    def in_parts(self, parts: list[list[int]], *, is_alone: bool = False) -> list[Order]:
+        """The same of the messages in several orders; whoever waits does so for all of them."""
+        if self.awaited is not None:
+            self.awaited.parts += len(parts) - 1
+        return [
+            Order(self.held, offsets, self.verb, self.delay_ms, self.reason, self.awaited, is_alone=is_alone)
+            for offsets in parts
+        ]
 
     def is_like(self, other: Order) -> bool:
         """Whether both may be told in one range."""
@@ -170,7 +200,7 @@ class SettleLane:
             # A range is taken as a whole or not at all: one message in it is not held any more, the others may be.
             for order in one.orders:
                 self._more(len(order.offsets) - 1)
-                self._waiting += [order.part([offset], is_alone=True) for offset in order.offsets]
+                self._waiting += order.in_parts([[offset] for offset in order.offsets], is_alone=True)
             return
         tell = self._elsewhere if isinstance(error, REPEATED) else self._told
         for order in one.orders:
@@ -215,12 +245,14 @@ def _runs(order: Order) -> Iterator[_Range]:
     if last - first == len(offsets) - 1:
         yield _Range(first, last, [order])
         return
+    parts: list[list[int]] = []
     start = 0
     for at in range(1, len(offsets) + 1):
         if at == len(offsets) or offsets[at] != offsets[at - 1] + 1:
-            part = offsets[start:at]
-            yield _Range(part[0], part[-1], [order.part(part)])
+            parts.append(offsets[start:at])
             start = at
+    for part in order.in_parts(parts):
+        yield _Range(part.offsets[0], part.offsets[-1], [part])
 
 
 def _read(body: memoryview) -> SettleAnswer:
@@ -249,7 +281,7 @@ class Settling:
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
         """Tell it; the future ends when it is durable."""
         answer: asyncio.Future[None] = self._loop.create_future()
-        self.tell(Order(message._held, [message.offset], verb, delay_ms, reason, answer))
+        self.tell(Order(message._held, [message.offset], verb, delay_ms, reason, Awaited(answer)))
         return answer
 
     def accepting(self, held: Held) -> Order:
@@ -298,18 +330,13 @@ class Settling:
         self._open -= 1
         if error is not None:
             self._lost(order)
-            if order.verb != EXTEND and order.answer is None:
+            if order.verb != EXTEND and order.awaited is None:
                 place, count = f"{order.held.topic}-{order.held.partition}", len(order.offsets)
                 _logger.warning(
                     "%d messages of %s from %d on are not settled: %s", count, place, order.offsets[0], error
                 )
-        if order.answer is not None and not order.answer.done():
-            if error is None:
-                order.answer.set_result(None)
-            else:
-                order.answer.set_exception(error)
-                # A caller that was cancelled does not look at it.
-                order.answer.exception()
+        if order.awaited is not None:
+            order.awaited.told(error)
         if self._open == 0:
             idle, self._idle = self._idle, []
             for waiting in idle:

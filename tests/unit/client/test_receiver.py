@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from millstream.client import receiver as module
+from millstream.client.message import ACCEPT
+from millstream.client.message_stream import MessageStream
 from millstream.client.receiver import Receiver
+from millstream.model.errors import InvalidRecordState
 from millstream.model.ids import NodeId
 from millstream.records.record import NewRecord, encode_batch
-from millstream.wire.subscription_messages import LeasedRange, PartitionMessages
+from millstream.wire.subscription_messages import LeasedRange, PartitionMessages, SettleAnswer, SettleRequest
 
 HANG_S = 60
 
@@ -27,6 +31,8 @@ class Cluster:
         self.asked: dict[int, list[int]] = {node: [] for node in nodes}
         self._answers: dict[int, asyncio.Queue[list[PartitionMessages]]] = {}
         self._offset = 0
+        self.settled: list[tuple[int, int]] = []
+        """Verbs and offsets, as they were told."""
 
     async def metadata(self, topics: object) -> Any:
         return SimpleNamespace(nodes={NodeId(node): None for node in self.nodes}, topics={})
@@ -34,6 +40,15 @@ class Cluster:
     async def ask(self, node: NodeId, wanted: int) -> list[PartitionMessages]:
         self.asked.setdefault(node, []).append(wanted)
         return await self._queue(node).get()
+
+    async def private(self, node: NodeId | None, key: int, body: bytes) -> memoryview:
+        request = msgspec.msgpack.decode(body, type=SettleRequest)
+        results: list[list[tuple[int, str | None]]] = []
+        for part in request.partitions:
+            results.append([(0, None) for _ in part.verbs])
+            for one in part.verbs:
+                self.settled += [(one.verb, offset) for offset in range(one.first, one.last + 1)]
+        return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, results)))
 
     def give(self, node: int, count: int) -> None:
         """Answer the next request of a node."""
@@ -58,6 +73,13 @@ async def receiving(cluster: Cluster, **given: Any) -> AsyncIterator[Receiver]:
         yield receiver
     finally:
         await receiver.close()
+
+
+def started(receiver: Receiver) -> Callable[[], Awaitable[Receiver]]:
+    async def start() -> Receiver:
+        return receiver
+
+    return start
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -134,3 +156,31 @@ async def test_whoever_does_not_wait_any_more_is_forgotten() -> None:
         first.cancel()
         async with asyncio.timeout(HANG_S):
             await second
+
+
+async def test_a_list_with_messages_that_are_not_held_is_an_error_and_the_others_are_told() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=10) as receiver:
+        cluster.give(1, 4)
+        await receiver.arrival()
+        messages = receiver.take_many(4)
+        receiver.done(messages[1])
+        stream = MessageStream(started(receiver))
+        with pytest.raises(InvalidRecordState, match="1 of 4 messages"):
+            await stream.ack(messages)
+        assert cluster.settled == [(ACCEPT, 0), (ACCEPT, 2), (ACCEPT, 3)]
+        with pytest.raises(InvalidRecordState, match="4 of 4 messages"):
+            await stream.ack(messages)
+        cluster.give(1, 2)
+        await receiver.arrival()
+        first, second = receiver.take_many(2)
+        await stream.ack([first, second, second])
+
+
+async def test_what_is_done_when_it_is_handed_out_may_be_acknowledged() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=10, delivery="at-most-once") as receiver:
+        cluster.give(1, 2)
+        await receiver.arrival()
+        await MessageStream(started(receiver)).ack(receiver.take_many(2))
+        assert cluster.settled == []
