@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from millstream.client.outcome import milliseconds
 from millstream.client.publisher import MESSAGE_ID
 from millstream.client.tracing import CORRELATION_ID, TRACEPARENT
 from millstream.model.errors import InvalidRecordState
@@ -151,4 +152,4 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
 
 def _ms(seconds: float | None) -> int | None:
-    return None if seconds is None else max(0, int(seconds * 1000))
+    return None if seconds is None else milliseconds(seconds)

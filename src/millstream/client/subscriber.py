@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from millstream.client import tracing
 from millstream.client.message import REJECT, RELEASE, Message
-from millstream.client.outcome import Reject, RetryLater
+from millstream.client.outcome import Reject, RetryLater, milliseconds
 from millstream.client.source import Source
 
 _logger = logging.getLogger(__name__)
@@ -137,7 +137,13 @@ class Subscriber:
                     await handler(message)
                 else:
                     await self._call(message)
-            except (Exception, asyncio.CancelledError) as error:
+            except asyncio.CancelledError as error:
+                if _is_cancelled():
+                    source.tell(message, RELEASE, 0, "the worker was stopped")
+                    raise
+                # Something that the handler waited for was cancelled, not the handler.
+                self._failed(message, error)
+            except Exception as error:
                 self._failed(message, error)
             else:
                 accept(message)
@@ -154,17 +160,28 @@ class Subscriber:
                 await asyncio.to_thread(self._handler, message)
 
     def _failed(self, message: Message, error: BaseException) -> None:
+        try:
+            self._tell(message, error)
+        except Exception:
+            # An error that cannot even say what it is must not keep the message here.
+            _logger.exception("the handler of %r failed at message %s", self.name, message.id)
+            self._source.tell(message, RELEASE)
+
+    def _tell(self, message: Message, error: BaseException) -> None:
         tell = self._source.tell
-        if isinstance(error, asyncio.CancelledError):
-            tell(message, RELEASE, 0, "the worker was stopped")
-            raise error
         if isinstance(error, Reject):
             tell(message, REJECT, None, _reason(error))
         elif isinstance(error, RetryLater):
-            tell(message, RELEASE, max(0, int(error.seconds * 1000)), _reason(error))
+            tell(message, RELEASE, milliseconds(error.seconds), _reason(error))
         else:
+            reason = _reason(error)
             _logger.warning("the handler of %r failed at message %s", self.name, message.id, exc_info=error)
-            tell(message, RELEASE, None, _reason(error))
+            tell(message, RELEASE, None, reason)
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _is_async(handler: Handler) -> bool:
@@ -174,4 +191,5 @@ def _is_async(handler: Handler) -> bool:
 def _reason(error: BaseException) -> str:
     text = str(error) or type(error).__name__
     named = text if isinstance(error, Reject | RetryLater) else f"{type(error).__name__}: {text}"
-    return named[:_REASON_LENGTH_MAX]
+    # Half a surrogate pair, as file names have it, cannot be sent.
+    return named[:_REASON_LENGTH_MAX].encode(errors="replace").decode()

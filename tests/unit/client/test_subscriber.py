@@ -1,0 +1,151 @@
+"""Whatever a handler does, its message is settled and its worker goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from millstream.client.held import Held
+from millstream.client.message import ACCEPT, REJECT, RELEASE, Message
+from millstream.client.outcome import Reject, RetryLater
+from millstream.client.subscriber import Handler, Subscriber
+from millstream.model.errors import InvalidRequest, MillstreamError
+
+HANG_S = 60
+
+
+class Given:
+    """A source of some messages, after which it waits; it remembers what was told of them."""
+
+    subscription = "billing"
+    error: MillstreamError | None = None
+
+    def __init__(self, count: int) -> None:
+        held = Held("orders", b"0" * 16, 0, settler=self)
+        self.messages = [Message(held, offset, 0, None, b"", b"\x00", 1) for offset in range(count)]
+        self.settling = self
+        self.told: dict[int, tuple[int, int | None, str]] = {}
+        self.is_over = False
+        self._count = count
+        self._all = asyncio.Event()
+        self._end = asyncio.Event()
+
+    async def start(self) -> None:
+        pass
+
+    def take(self) -> Message | None:
+        return self.messages.pop(0) if self.messages else None
+
+    def take_many(self, count: int) -> list[Message]:
+        raise NotImplementedError
+
+    async def arrival(self) -> None:
+        await self._end.wait()
+
+    def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
+        raise NotImplementedError
+
+    def tell(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
+        self.told[message.offset] = verb, delay_ms, reason
+        if len(self.told) == self._count:
+            self._all.set()
+
+    def accept(self, message: Message) -> None:
+        self.tell(message, ACCEPT)
+
+    def accept_many(self, messages: object) -> list[asyncio.Future[None]]:
+        raise NotImplementedError
+
+    def leave_alone(self, message: Message) -> None:
+        raise NotImplementedError
+
+    async def flush(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        self.is_over = True
+        self._end.set()
+
+    async def give_back(self) -> None:
+        await self.stop()
+
+    async def close(self) -> None:
+        await self.stop()
+
+    async def all_told(self) -> None:
+        async with asyncio.timeout(HANG_S):
+            await self._all.wait()
+
+
+async def forget(delete: bool) -> None:
+    pass
+
+
+async def told_of(count: int, handler: Handler) -> dict[int, tuple[int, int | None, str]]:
+    source = Given(count)
+    subscriber = Subscriber(source, handler, concurrency=1, forget=forget)
+    await subscriber.start()
+    await source.all_told()
+    assert not any(worker.done() for worker in subscriber._workers)
+    await subscriber.drain()
+    return source.told
+
+
+async def test_what_a_handler_waited_for_may_be_cancelled() -> None:
+    async def handle(message: Message) -> None:
+        if message.offset == 0:
+            waiting = asyncio.ensure_future(asyncio.sleep(HANG_S))
+            waiting.cancel()
+            await waiting
+
+    told = await told_of(3, handle)
+    assert told == {0: (RELEASE, None, "CancelledError: CancelledError"), 1: (ACCEPT, None, ""), 2: (ACCEPT, None, "")}
+
+
+async def test_a_worker_that_is_stopped_gives_its_message_back() -> None:
+    source, begun = Given(1), asyncio.Event()
+
+    async def handle(message: Message) -> None:
+        begun.set()
+        await asyncio.sleep(HANG_S)
+
+    subscriber = Subscriber(source, handle, concurrency=1, forget=forget)
+    await subscriber.start()
+    await begun.wait()
+    await subscriber.drain(timeout=0)
+    assert source.told == {0: (RELEASE, 0, "the worker was stopped")}
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan, "5", 1e300, None])
+async def test_a_delay_that_is_no_time_is_an_error_of_the_handler(seconds: Any) -> None:
+    with pytest.raises(InvalidRequest, match="no number of seconds"):
+        RetryLater(seconds)
+    nack: Any = Given(1).messages[0].nack
+    with pytest.raises(InvalidRequest, match="no number of seconds"):
+        await nack(delay=seconds or math.inf)
+
+    async def handle(message: Message) -> None:
+        if message.offset == 0:
+            raise RetryLater(seconds)
+
+    told = await told_of(2, handle)
+    assert told[0][:2] == (RELEASE, None)
+    assert told[1][0] == ACCEPT
+
+
+async def test_an_error_that_cannot_say_what_it_is_releases_the_message() -> None:
+    class Unspeakable(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    async def handle(message: Message) -> None:
+        raise (Unspeakable, Reject, RetryLater)[message.offset](*((), ("half \ud800",), (2.5, "soon"))[message.offset])
+
+    assert await told_of(3, handle) == {
+        0: (RELEASE, None, ""),
+        1: (REJECT, None, "half ?"),
+        2: (RELEASE, 2500, "soon"),
+    }
