@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import ssl
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from time import time
@@ -387,3 +388,29 @@ async def test_a_node_that_does_not_answer_is_asked_again(hook: Webhook) -> None
     await run.ledger.until(lambda: len(run.ledger.of(ACCEPT)) == 3)
     await run.end()
     assert not failures
+
+
+async def test_a_lease_that_is_declared_shorter_is_extended_in_time(hook: Webhook) -> None:
+    hook.answer = lambda _request: Reply(after_s=WAIT_S)
+    run = Run(hook, 0, share_record_lock_duration_ms="3600000")
+    run.pusher._receive = Shelf(1, lease_ms=100).receive
+    await hook.until(lambda: bool(hook.requests))
+    await run.pusher.change(_declared(hook, share_record_lock_duration_ms="100"), sender(hook))
+    await run.ledger.until(lambda: len(run.ledger.of(EXTEND)) >= 2)
+    run.pusher.stop()
+    run.pusher.hurry()
+    await asyncio.wait_for(run.running, WAIT_S)
+
+
+async def test_push_ends_when_leases_are_not_kept_any_more(hook: Webhook, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def breaks(_pusher: Pusher) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(Pusher, "_keep_leases", breaks)
+    run = Run(hook, 0)
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(run.running, WAIT_S)
+
+
+def test_importing_push_changes_nothing_for_others() -> None:
+    assert sys.modules.get("sniffio", pace) is not None

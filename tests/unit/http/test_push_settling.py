@@ -131,3 +131,26 @@ async def test_when_nobody_answers_the_lease_runs_out(desk: Desk, monkeypatch: p
     desk.there.is_away = True
     desk.there.may_answer.set()
     assert await desk.accept(0) is False
+
+
+async def test_an_answer_that_nobody_expects_holds_up_nothing(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    async def breaks(_key: int, _body: bytes) -> memoryview:
+        raise ZeroDivisionError("a defect")
+
+    desk.settler._ask, ask = breaks, desk.settler._ask
+    assert await desk.accept(0) is False
+    assert "leases could not be settled" in caplog.text
+    desk.settler._ask = ask
+    assert await desk.accept(1) is True
+
+
+async def test_a_leader_that_hangs_keeps_no_other_partition_waiting(desk: Desk) -> None:
+    desk.here.codes = {0: NOT_LEADER, 1: NOT_LEADER}
+    desk.there.may_answer.clear()
+    moved = [desk.accept(0), desk.accept(0, partition=1)]
+    while len(desk.there.requests) < 2:
+        await asyncio.sleep(0)
+    assert await desk.accept(1, partition=2) is True
+    assert not any(one.done() for one in moved)
+    desk.there.may_answer.set()
+    assert await asyncio.gather(*moved) == [True, True]

@@ -8,11 +8,14 @@ of a machine), shared and reserved ones, and IPv6 addresses that carry one of th
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from typing import Final
 
 from millstream.model.errors import PolicyViolation
+
+_logger = logging.getLogger(__name__)
 
 KEPT_S: Final = 30.0
 """How long an answer is used."""
@@ -42,9 +45,12 @@ class Addresses:
         listed = dict.fromkeys(str(entry[4][0]) for entry in found)
         allowed = [one for one in listed if self._private_allowed or is_public(one)]
         if not allowed:
+            # Whoever reads the reason of a dead letter need not learn what names in this network stand for.
+            told = {"host": self._host, "addresses": list(listed)[:ADDRESSES_MAX]}
+            _logger.warning("an endpoint is where messages may not be pushed to", extra=told)
             raise PolicyViolation(
-                f"{self._host} is at {', '.join(list(listed)[:3]) or 'no address'}, where messages may not be pushed "
-                "to; a node that may has the setting push-private-addresses"
+                f"{self._host} is at an address to which messages may not be pushed; a node that may has the setting "
+                "push-private-addresses"
             )
         self._known, self._until = allowed[:ADDRESSES_MAX], loop.time() + KEPT_S
         return self._known

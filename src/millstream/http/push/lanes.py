@@ -18,9 +18,14 @@ import httpx
 
 IDLE_S: Final = 30.0
 
-if find_spec("sniffio") is None:
-    # httpcore looks for it with every lock that it takes, in all folders where modules may be.
-    sys.modules["sniffio"] = None  # type: ignore[assignment]
+
+def spare_lookups() -> None:
+    """Say once and for all that sniffio is not there, for a process that does nothing but send.
+
+    httpcore looks for it with every lock that it takes, in all folders where modules may be.
+    """
+    if find_spec("sniffio") is None:
+        sys.modules["sniffio"] = None  # type: ignore[assignment]
 
 
 class Lanes:

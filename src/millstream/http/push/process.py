@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from millstream.config import parse_address
+from millstream.http.push.lanes import spare_lookups
 from millstream.http.push.push_subscription import PushSubscription
 from millstream.http.push.pusher import Pusher
 from millstream.http.push.sender import Sender, Target, trusted
@@ -250,6 +251,7 @@ def main() -> None:
     options = msgspec.json.decode(sys.argv[1], type=Options)
     set_up_logging(options.log_level, options.log_format, stream=sys.stderr)
     import_lean_kio()
+    spare_lookups()
     asyncio.run(push(options))
 
 

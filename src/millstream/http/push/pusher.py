@@ -69,6 +69,7 @@ class Pusher:
         self._probe: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._busy = asyncio.Event()
+        self._redeclared = asyncio.Event()
         self._stopping = asyncio.Event()
 
     async def change(self, declared: PushSubscription, sender: Sender) -> None:
@@ -80,6 +81,7 @@ class Pusher:
         self.declared = declared
         self._endpoint = Endpoint(declared.in_flight_max)
         self._changed.set()
+        self._redeclared.set()
         await before.close()
 
     def report(self) -> PushReport:
@@ -89,12 +91,17 @@ class Pusher:
 
     async def run(self) -> None:
         """Push until `stop`; then what is under way ends, is settled, or given back."""
-        extending = asyncio.get_running_loop().create_task(self._keep_leases(), name=f"leases of {self.declared.name}")
+        loop = asyncio.get_running_loop()
+        extending = loop.create_task(self._keep_leases(), name=f"leases of {self.declared.name}")
+        pushing = loop.create_task(self._push(), name=f"messages of {self.declared.name}")
         try:
-            await self._push()
+            await asyncio.wait((extending, pushing), return_when=asyncio.FIRST_COMPLETED)
+            # Without leases that are kept nothing is sent: what has gone wrong there ends all of it.
+            (pushing if pushing.done() else extending).result()
         finally:
             extending.cancel()
-            await asyncio.gather(extending, *self._in_flight, return_exceptions=True)
+            pushing.cancel()
+            await asyncio.gather(extending, pushing, *self._in_flight, return_exceptions=True)
             await self._sender.close()
 
     def stop(self) -> None:
@@ -247,10 +254,16 @@ class Pusher:
 
     async def _keep_leases(self) -> None:
         """Extend the leases of messages that are being sent for long, while there are any."""
-        lease_ms = self.declared.lease_ms
         while True:
             await self._busy.wait()
-            await asyncio.sleep(lease_ms / 3000)
+            self._redeclared.clear()
+            with suppress(TimeoutError):
+                # Another length of leases counts at once.
+                async with asyncio.timeout(self.declared.lease_ms / 3000):
+                    await self._redeclared.wait()
+            lease_ms = self.declared.lease_ms
+            if self.declared.delivery == AT_MOST_ONCE:
+                continue
             now_ms = int(time() * 1000)
             due = [task for task, until_ms in self._deadlines_ms.items() if until_ms < now_ms + lease_ms / 2]
             extended = await asyncio.gather(*(self._settler.settle(self._in_flight[task], EXTEND) for task in due))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import msgspec
@@ -49,6 +50,7 @@ class Settler:
         self._client = client
         self._said: list[_Said] = []
         self._sending: asyncio.Task[None] | None = None
+        self._moving: set[asyncio.Task[None]] = set()
 
     async def settle(self, message: LeasedMessage, verb: int, *, delay_ms: int | None = None, reason: str = "") -> bool:
         """Say something of a message; whether it holds, and durably."""
@@ -66,7 +68,8 @@ class Settler:
             await asyncio.sleep(0)
             while self._said:
                 said, self._said = self._said[:SETTLES_MAX], self._said[SETTLES_MAX:]
-                await self._send_some(said)
+                with _answering(said):
+                    await self._send_some(said)
         finally:
             self._sending = None
 
@@ -94,9 +97,16 @@ class Settler:
                 else:
                     moved.append(one)
             if moved:
-                await self._settle_elsewhere(*place, moved)
+                # Aside, since a leader that is away keeps nobody else waiting.
+                task = asyncio.get_running_loop().create_task(self._settle_elsewhere(*place, moved))
+                self._moving.add(task)
+                task.add_done_callback(self._moving.discard)
 
     async def _settle_elsewhere(self, topic: str, partition: int, said: list[_Said]) -> None:
+        with _answering(said):
+            await self._settle_at_leader(topic, partition, said)
+
+    async def _settle_at_leader(self, topic: str, partition: int, said: list[_Said]) -> None:
         """The partition is led by another node now, which has the leases too."""
         part = PartitionSettles(topic, partition, [one.settled for one in said])
 
@@ -132,6 +142,17 @@ class Settler:
         if [len(told) for told in answer.results] != [len(part.verbs) for part in parts]:
             raise ProtocolViolation("the broker's answer does not fit what was said")
         return answer
+
+
+@contextmanager
+def _answering(said: list[_Said]) -> Iterator[None]:
+    """Whatever goes wrong meanwhile, everybody gets an answer, since each of them holds up a place for a request."""
+    try:
+        yield
+    except Exception as error:
+        _logger.exception("leases could not be settled")
+        for one in said:
+            _tell(one, error)
 
 
 def _tell(said: _Said, error: Exception | None) -> None:
