@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import asyncio
 import shutil
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_only_what_runs_is_said_to_be_aborted_after_a_while(
     millstream: CommandLine, writer: Producer, topic: str
 ) -> None:
     described = millstream("transaction", "describe", f"of {topic}").out
-    assert "begun 0 s ago, aborted after 60 s" in described
+    assert re.search(r"begun \d+ s ago, aborted after 60 s", described)
     writer.commit_transaction(WAIT_S)
     writer.begin_transaction()
     writer.produce(topic, b"y", partition=0)

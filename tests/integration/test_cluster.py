@@ -367,12 +367,17 @@ def test_messages_go_over_http_through_any_node(cluster: ServerGroup, topic: str
 def test_health_tells_how_the_cluster_is(cluster: ServerGroup, topic: str) -> None:
     create(cluster, topic)
     until(lambda: get(cluster, "/readyz").startswith('{"status":"ready"'))
+    # What a node serves of subscriptions it tells once it has been asked for one.
+    assert CommandLine(cluster.kafka)("subscription", "create", f"{topic}-queue", "--topic", topic).code == 0
+    assert CommandLine(cluster.kafka)("subscription", "pull", f"{topic}-queue").code == 0
+    until(lambda: "millstream_subscription_backlog" in get(cluster, "/metrics"))
     metrics = get(cluster, "/metrics")
     assert "millstream_nodes 3.0" in metrics
     assert "millstream_node_fenced 0.0" in metrics
     assert "millstream_partitions_without_leader 0.0" in metrics
     docs = Path(__file__).parents[2] / "docs"
-    pages = "".join((docs / name).read_text(encoding="utf-8") for name in ("operating.md", "cluster.md"))
+    names = ("operating.md", "cluster.md", "subscriptions.md")
+    pages = "".join((docs / name).read_text(encoding="utf-8") for name in names)
     documented = set(re.findall(r"`((?:millstream|process)_\w+)`", pages))
     served = set(re.findall(r"^# HELP (\S+)", metrics, re.MULTILINE))
-    assert documented == served, "docs/operating.md and docs/cluster.md list every metric"
+    assert documented == served, "the pages list every metric"

@@ -174,8 +174,8 @@ async def test_an_endpoint_that_is_away_is_waited_for_and_told(server: Server) -
 
 
 async def test_a_slow_endpoint_keeps_its_leases(server: Server) -> None:
-    async with desk(server, "slow", {LEASE: "400"}) as work:
-        work.hook.answer = lambda _request: Reply(after_s=1.5)
+    async with desk(server, "slow", {LEASE: "2000"}) as work:
+        work.hook.answer = lambda _request: Reply(after_s=3.0)
         await work.publish("once")
         assert await work.ended(1) == ["accepted"]
         assert len(work.hook.requests) == 1

@@ -124,10 +124,11 @@ class PublishedIds:
         self._forget()
 
     def _add(self, ids: Iterable[tuple[bytes, Published]]) -> None:
-        found, oldest_ms = self._found, self._now_ms - self.window_ms
+        """Of several messages with one id, which other doors let in, the youngest counts: a new leader finds it too."""
+        found = self._found
         for key, place in ids:
             known = found.get(key)
-            if known is None or known.timestamp_ms < oldest_ms:
+            if known is None or known.timestamp_ms <= place.timestamp_ms:
                 found.pop(key, None)
                 found[key] = place
 

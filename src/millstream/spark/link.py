@@ -23,6 +23,8 @@ T = TypeVar("T")
 LINKS_MAX: Final = 8
 """How many clusters one process keeps connections to."""
 
+_PAUSE_S: Final = 0.2
+
 _links: dict[tuple[str, str, float], Link] = {}
 _lock = threading.Lock()
 
@@ -30,13 +32,13 @@ _lock = threading.Lock()
 class Link:
     """A client of one cluster, used from threads that do not run a loop."""
 
-    def __init__(self, brokers: str, client_id: str, timeout_s: float) -> None:
+    def __init__(self, brokers: str, client_id: str, timeout_s: float, *, patient: bool = False) -> None:
         self._brokers = brokers
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="millstream-link", daemon=True)
         self._thread.start()
         try:
-            self.client = self.call(self._connect(client_id, timeout_s))
+            self.client = self.call(self._connect(client_id, timeout_s, patient))
         except BaseException:
             self.close()
             raise
@@ -58,25 +60,35 @@ class Link:
         self._thread.join()
         self._loop.close()
 
-    async def _connect(self, client_id: str, timeout_s: float) -> Client:
-        client = Client.connect(self._brokers, client_id=client_id, timeout_s=timeout_s)
-        try:
-            return await client.__aenter__()
-        except BrokerUnreachable:
-            raise BrokerUnreachable(
-                f"no broker answers at {self._brokers}; is it running, and is the option kafka.bootstrap.servers right?"
-            ) from None
+    async def _connect(self, client_id: str, timeout_s: float, patient: bool) -> Client:
+        deadline = self._loop.time() + timeout_s
+        while True:
+            client = Client.connect(self._brokers, client_id=client_id, timeout_s=timeout_s)
+            try:
+                return await client.__aenter__()
+            except BrokerUnreachable:
+                if patient and self._loop.time() < deadline:
+                    await asyncio.sleep(_PAUSE_S)
+                    continue
+                raise BrokerUnreachable(
+                    f"no broker answers at {self._brokers}; is it running, and is the option kafka.bootstrap.servers "
+                    "right?"
+                ) from None
 
 
-def link_to(brokers: str, *, client_id: str, timeout_s: float) -> Link:
-    """The link of this process to a cluster, made when it is first asked for."""
+def link_to(brokers: str, *, client_id: str, timeout_s: float, patient: bool = False) -> Link:
+    """The link of this process to a cluster, made when it is first asked for.
+
+    Whoever plans a query is told at once that nobody answers; a task of a query that runs is patient, since a broker
+    may just be starting again.
+    """
     key = (brokers, client_id, timeout_s)
     with _lock:
         link = _links.pop(key, None)
         if link is None:
             if len(_links) >= LINKS_MAX:
                 _links.pop(next(iter(_links))).close()
-            link = Link(brokers, client_id, timeout_s)
+            link = Link(brokers, client_id, timeout_s, patient=patient)
         # The one that was used last stands last.
         _links[key] = link
         return link

@@ -34,7 +34,7 @@ _WAIT_MS = 500
 
 def read_range(one: Range, options: ReadOptions, shape: Shape) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a range, in order."""
-    link = link_to(options.brokers, client_id=options.client_id, timeout_s=options.timeout_s)
+    link = link_to(options.brokers, client_id=options.client_id, timeout_s=options.timeout_s, patient=True)
     sieve = Sieve(options.filter, one) if options.filter else None
     names = shape.record_names
     fields = FIELDS.intersection(names) | (sieve.fields if sieve is not None else frozenset())

@@ -204,4 +204,4 @@ def _knows_batches(link: Link) -> bool:
 
 
 def _link(options: WriteOptions) -> Link:
-    return link_to(options.brokers, client_id=options.client_id, timeout_s=options.timeout_s)
+    return link_to(options.brokers, client_id=options.client_id, timeout_s=options.timeout_s, patient=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
@@ -93,11 +93,13 @@ def choose_acked(draw: Callable[..., int], story: Story) -> tuple[Message, int, 
     return message, partition, offset
 
 
+@settings(deadline=None)
 @given(stories())
 def test_a_valid_history_gives_no_finding(story: Story) -> None:
     assert story.counts() == {}
 
 
+@settings(deadline=None)
 @given(stories(), st.data())
 def test_a_lost_message_is_found(story: Story, data: st.DataObject) -> None:
     _, partition, offset = choose_acked(data.draw, story)
@@ -105,6 +107,7 @@ def test_a_lost_message_is_found(story: Story, data: st.DataObject) -> None:
     assert story.counts() == {Kind.LOST: 1}
 
 
+@settings(deadline=None)
 @given(stories(), st.data())
 def test_a_doubled_message_is_found_unless_its_producer_may_repeat(story: Story, data: st.DataObject) -> None:
     message, partition, _ = choose_acked(data.draw, story)
@@ -114,6 +117,7 @@ def test_a_doubled_message_is_found_unless_its_producer_may_repeat(story: Story,
     assert story.counts() == {}
 
 
+@settings(deadline=None)
 @given(stories(), st.data())
 def test_two_messages_in_the_wrong_order_are_found(story: Story, data: st.DataObject) -> None:
     message, partition, offset = choose_acked(data.draw, story)
@@ -128,6 +132,7 @@ def test_two_messages_in_the_wrong_order_are_found(story: Story, data: st.DataOb
     assert story.counts() == {Kind.REORDERED: 1}
 
 
+@settings(deadline=None)
 @given(stories(), st.data(), st.sampled_from(["audit", "group"]))
 def test_an_offset_that_one_reader_skips_is_found(story: Story, data: st.DataObject, reader: str) -> None:
     _, partition, offset = choose_acked(data.draw, story)
@@ -135,6 +140,7 @@ def test_an_offset_that_one_reader_skips_is_found(story: Story, data: st.DataObj
     assert story.counts() == {Kind.SKIPPED: 1}
 
 
+@settings(deadline=None)
 @given(stories(), st.data())
 def test_an_acknowledged_offset_that_is_not_the_real_one_is_found(story: Story, data: st.DataObject) -> None:
     message, partition, _ = choose_acked(data.draw, story)
@@ -142,6 +148,7 @@ def test_an_acknowledged_offset_that_is_not_the_real_one_is_found(story: Story, 
     assert story.counts() == {Kind.INCONSISTENT: 1}
 
 
+@settings(deadline=None)
 @given(stories(), st.data())
 def test_two_readers_that_see_different_things_are_found(story: Story, data: st.DataObject) -> None:
     _, partition, offset = choose_acked(data.draw, story)
@@ -150,6 +157,7 @@ def test_two_readers_that_see_different_things_are_found(story: Story, data: st.
     assert story.counts() == {Kind.INCONSISTENT: 1}
 
 
+@settings(deadline=None)
 @given(stories(), st.data())
 def test_a_message_in_another_partition_is_found(story: Story, data: st.DataObject) -> None:
     partition = data.draw(st.sampled_from(sorted(story.logs)))
@@ -158,6 +166,7 @@ def test_a_message_in_another_partition_is_found(story: Story, data: st.DataObje
     assert story.counts() == {Kind.INCONSISTENT: 1}
 
 
+@settings(deadline=None)
 @given(stories(), st.data())
 def test_a_message_that_nobody_sent_is_found(story: Story, data: st.DataObject) -> None:
     partition = data.draw(st.sampled_from(sorted(story.logs)))
@@ -254,6 +263,7 @@ def test_many_findings_are_counted_and_the_first_ones_described() -> None:
     assert "message 0 of p" in str(report)
 
 
+@settings(deadline=None)
 @given(stories())
 def test_a_saved_history_is_the_same_when_loaded(tmp_path_factory: pytest.TempPathFactory, story: Story) -> None:
     story.repeating.add("c")
