@@ -71,7 +71,10 @@ class Held:
         self.deadline_ms = deadline_ms
         """By the clock of the broker."""
         self.messages: list[Message] = []
-        """Those that came, until the last of them is settled."""
+        """Those that came, until the last of them is settled; none if nothing is leased, since nobody would clear it.
+
+        Messages are not seen by the garbage collector, so this must not hold them for longer.
+        """
         self.accepting: Order | None = None
         """What is about to be told of those that are accepted."""
         self.left = 0

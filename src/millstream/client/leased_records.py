@@ -40,8 +40,6 @@ def read_leased(batches: bytes, leases: list[LeasedRange], held: Held, *, aborte
             _read_batch(section, header, waiting, held, messages)
         except IndexError:
             raise CorruptBatch("a record batch ends within a record") from None
-    held.messages += messages
-    held.left += len(messages)
     return messages
 
 

@@ -50,6 +50,8 @@ class MessageStream:
             messages = source.take_many(count)
             if messages:
                 yield messages
+                for message in messages:
+                    source.leave_alone(message)
                 continue
             if source.error is not None:
                 raise source.error

@@ -80,7 +80,8 @@ class Receiver:
         """Polls that wait for credit; each is told how many messages it may ask for, the first first."""
         self._idle: deque[asyncio.Future[None]] = deque()
         """Workers that wait for a message."""
-        self._left_alone: set[Message] = set()
+        self._left_alone: dict[Message, asyncio.TimerHandle] = {}
+        """Messages whose lease is not renewed any more, and what is due when it is over."""
         self._helds: set[Held] = set()
         """All of which a message is not settled."""
         self._stopping = False
@@ -94,8 +95,8 @@ class Receiver:
 
     def leave_alone(self, message: Message) -> None:
         """Do not renew the lease of a message any more; whoever took it went on to the next one."""
-        if not message.is_settled:
-            self._left_alone.add(message)
+        if not message.is_settled and message not in self._left_alone:
+            self._left_alone[message] = self._loop.call_at(message._held.valid_until, self.done, message)
 
     # -- messages -------------------------------------------------------------------------------------------
 
@@ -160,8 +161,8 @@ class Receiver:
         if message.is_settled:
             return
         message.is_settled = True
-        if self._left_alone:
-            self._left_alone.discard(message)
+        if self._left_alone and (due := self._left_alone.pop(message, None)) is not None:
+            due.cancel()
         self._held -= 1
         held = message._held
         held.left -= 1
@@ -189,8 +190,12 @@ class Receiver:
         """Tell the broker; the future ends when it is durable."""
         if verb != EXTEND:
             self.done(message)
-        elif delay_ms is not None:
-            message._held.valid_until = max(message._held.valid_until, self._loop.time() + delay_ms / 1000)
+        else:
+            until = self._loop.time() + (self._lease_s if delay_ms is None else delay_ms / 1000)
+            message._held.valid_until = max(message._held.valid_until, until)
+            if self._left_alone and (due := self._left_alone.pop(message, None)) is not None:
+                due.cancel()
+                self._left_alone[message] = self._loop.call_at(until, self.done, message)
         if self._is_settled_at_once:
             answer: asyncio.Future[None] = self._loop.create_future()
             answer.set_result(None)
@@ -208,7 +213,8 @@ class Receiver:
             if not message.is_settled:
                 message.is_settled = True
                 by_held.setdefault(message._held, []).append(message.offset)
-        self._left_alone.difference_update(messages)
+                if self._left_alone and (due := self._left_alone.pop(message, None)) is not None:
+                    due.cancel()
         answers: list[asyncio.Future[None]] = []
         for held, offsets in by_held.items():
             answers.append(self._loop.create_future())
@@ -404,6 +410,8 @@ class Receiver:
             messages = read_leased(part.batches, part.leases, held)
             if not messages:
                 continue
+            held.messages = list(messages)
+            held.left = len(messages)
             self._helds.add(held)
             self._held += len(messages)
             self._buffer += messages

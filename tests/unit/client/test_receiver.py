@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 
 from millstream.client import receiver as module
+from millstream.client.held import Held
 from millstream.client.message import ACCEPT
 from millstream.client.message_stream import MessageStream
 from millstream.client.receiver import Receiver
@@ -184,3 +186,54 @@ async def test_what_is_done_when_it_is_handed_out_may_be_acknowledged() -> None:
         await receiver.arrival()
         await MessageStream(started(receiver)).ack(receiver.take_many(2))
         assert cluster.settled == []
+
+
+async def test_what_is_left_unsettled_is_given_up_when_its_lease_is_over() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, credit=5, ahead=5) as receiver:
+        cluster.give(1, 5)
+        await receiver.arrival()
+        first, *others = receiver.take_many(5)
+        assert len(cluster.asked[1]) == 1
+        first._held.valid_until = asyncio.get_running_loop().time()
+        for message in [first, *others]:
+            receiver.leave_alone(message)
+        extended = others[-1]
+        extending = asyncio.create_task(extended.extend(HANG_S))
+        await extending
+        await until(lambda: len(cluster.asked[1]) == 2 and all(one.is_settled for one in others[:-1]))
+        # The one that was kept for longer is still held.
+        assert [one.is_settled for one in others] == [True, True, True, False]
+        with pytest.raises(InvalidRecordState):
+            await first.ack()
+        await extended.ack()
+
+
+async def test_a_batch_is_left_alone_when_the_next_is_asked_for() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, credit=5, ahead=5) as receiver:
+        cluster.give(1, 5)
+        batches = MessageStream(started(receiver)).batches(2)
+        first = await anext(batches)
+        second = await anext(batches)
+        assert set(first) == set(receiver._left_alone)
+        await second[0].ack()
+        assert len(await anext(batches)) == 1
+        assert set(receiver._left_alone) == {*first, second[1]}
+
+
+async def test_what_is_settled_is_not_kept() -> None:
+    def helds() -> int:
+        gc.collect()
+        return sum(type(one) is Held and one.settler is receiver for one in gc.get_objects())
+
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=100) as receiver:
+        for _ in range(3):
+            cluster.give(1, 100)
+            await receiver.arrival()
+            for message in receiver.take_many(100):
+                receiver.accept(message)
+        del message
+        await receiver.settling.flush()
+        assert helds() == 0
