@@ -20,7 +20,6 @@ MESSAGE_ID: Final = "message-id"
 CORRELATION_ID: Final = "correlation-id"
 CONTENT_TYPE: Final = "content-type"
 DELIVER_AT: Final = "deliver-at"
-TRACES: Final = ("traceparent", "tracestate")
 ID_LENGTH_MAX: Final = 1024
 DELAY_S_MAX: Final = 366 * 24 * 3600
 
@@ -142,11 +141,6 @@ def from_batch(message: NewMessage) -> Placed:
         stored += [(name, _encoded(value)) for name, value in message.headers.items() if name not in known]
     message_id = None if message.id is None else message.id.encode()
     return Placed(NewRecord(_key(message), _value(message), tuple(stored)), message.partition, message_id)
-
-
-def header_of(record: NewRecord, wanted: str) -> bytes | None:
-    """The header of a name that a message has."""
-    return next((value for name, value in record.headers if name == wanted), None)
 
 
 def _key(message: NewMessage) -> bytes | None:

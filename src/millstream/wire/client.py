@@ -154,10 +154,14 @@ class Client:
         """The connections to a node (any, if None), for whoever minds requests and answers by itself."""
         return await self._reach(node)
 
-    @property
-    def pause_s(self) -> float:
-        """For how much longer a node asks to be left alone; of several, the longest."""
-        return max((pool.pause_s for pool in self._pools.values()), default=0.0)
+    def pause_of(self, topic: str) -> float:
+        """For how many seconds more a leader of a topic's partitions asks to be left alone; of several, the longest."""
+        pauses = {place: pool.pause_s for place, pool in self._pools.items() if pool.pause_s}
+        if not pauses:
+            return 0.0
+        leaders = {leader for partition, leader in self._leaders.items() if partition.topic == topic}
+        nodes = [self._nodes[leader] for leader in leaders if leader in self._nodes]
+        return max((pauses.get((node.host, node.port), 0.0) for node in nodes), default=0.0)
 
     async def serves(self, api_key: int) -> bool:
         """Whether the broker serves an API at all; Apache Kafka has none of Millstream's own."""

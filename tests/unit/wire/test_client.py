@@ -36,6 +36,7 @@ from millstream.testing.scripted_broker import (
 )
 from millstream.wire import codec
 from millstream.wire.client import Client
+from millstream.wire.cluster_metadata import NodeMetadata
 from millstream.wire.fetching import FetchLimits
 from millstream.wire.pool import BORROWED_MAX
 
@@ -527,3 +528,16 @@ async def test_a_fetch_survives_a_broken_connection(broker: ScriptedBroker) -> N
     broker.handlers[FETCH] = once
     async with connect(broker) as client:
         assert bytes((await client.fetch("orders", 0, 0)).records) == b"after"
+
+
+async def test_only_nodes_that_lead_a_topic_matter_for_its_pause() -> None:
+    client = Client.connect("127.0.0.1:1", client_id="test")
+    for number in (1, 2):
+        node = NodeMetadata(node_id=NodeId(number), host=f"node-{number}", port=9092, rack=None)
+        client._nodes[node.node_id] = node
+        client._leaders[TopicPartition(f"topic-{number}", PartitionIndex(0))] = node.node_id
+    assert client.pause_of("topic-1") == 0
+    client._pool("node-1", 9092).mute(5)
+    assert 0 < client.pause_of("topic-1") <= 5
+    assert (client.pause_of("topic-2"), client.pause_of("unknown")) == (0, 0)
+    await client.close()

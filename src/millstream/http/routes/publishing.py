@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -29,9 +30,15 @@ from millstream.http.new_message import MessageBatch, MessageHeaders, Placed, fr
 from millstream.http.parts import Parts
 from millstream.http.problem import Refused, invalid, status_of
 from millstream.http.route import Answered, Asked, Lane, Route
-from millstream.model.errors import MillstreamError, PublishFailed
+from millstream.model.errors import BatchTooLarge, MillstreamError, PublishFailed
 from millstream.model.topic import check_topic_name
+from millstream.records.record import NewRecord
+from millstream.wire.publish_once import Placed as PlacedOnce
 from millstream.wire.publish_once import partition_of, publish_once
+
+PARTITIONS_AT_ONCE: Final = 16
+"""To how many partitions one request publishes at the same time."""
+K = TypeVar("K")
 
 MESSAGES: Final = "application/vnd.millstream.messages+json"
 _batch_decoder: Final = msgspec.json.Decoder(MessageBatch)
@@ -71,7 +78,7 @@ async def publish(parts: Parts, asked: Asked[PublishQuery, bytes]) -> Any:
     """Publish what a request holds; answered when it is as safe as the topic's settings say."""
     topic = asked.path["topic"]
     headers = asked.headers
-    parts.pressure.check_pause(parts.client.pause_s)
+    parts.pressure.check_pause(parts.client.pause_of(topic))
     reader = _FORMS.get(headers.get(b"content-type", b"").partition(b";")[0].strip().lower())
     if reader is None:
         placed = from_request(headers, asked.body)
@@ -99,7 +106,8 @@ async def _publish_many(parts: Parts, topic: str, placeds: Sequence[Placed]) -> 
     by_partition: dict[int | None, list[int]] = {}
     for at, placed in enumerate(placeds):
         by_partition.setdefault(placed.partition, []).append(at)
-    for partition, places in by_partition.items():
+
+    async def publish_some(partition: int | None, places: list[int]) -> None:
         records = [placeds[at].record for at in places]
         try:
             receipts: Sequence[Any] = await parts.publisher.publish_many(topic, records, partition=partition)
@@ -109,6 +117,8 @@ async def _publish_many(parts: Parts, topic: str, placeds: Sequence[Placed]) -> 
             receipts = [error] * len(places)
         for at, receipt in zip(places, receipts, strict=True):
             outcomes[at] = receipt
+
+    await _together(publish_some, by_partition)
     return _all_published([one if isinstance(one, MillstreamError) else _published(one) for one in outcomes])
 
 
@@ -126,20 +136,51 @@ async def _publish_once(parts: Parts, topic: str, placeds: Sequence[Placed]) -> 
         by_partition.setdefault(chosen, []).append(at)
     outcomes: list[Published | MillstreamError] = []
     outcomes += [MillstreamError("not published")] * len(placeds)
-    for partition, places in by_partition.items():
+
+    async def publish_some(partition: int, places: list[int]) -> None:
         records = [placeds[at].record._replace(timestamp_ms=now_ms) for at in places]
-        try:
-            told = await publish_once(parts.client, topic, partition, records)
-        except MillstreamError as error:
-            for at in places:
-                outcomes[at] = error
-            continue
-        for at, one in zip(places, told, strict=True):
+        for at, one in zip(places, await _placed_once(parts, topic, partition, records), strict=True):
+            if isinstance(one, MillstreamError):
+                outcomes[at] = one
+                continue
             name = (placeds[at].id or b"").decode(errors="replace")
             outcomes[at] = Published(
                 name, topic, partition, one.offset, utc(one.timestamp_ms) or "", duplicate=not one.is_new
             )
+
+    await _together(publish_some, by_partition)
     return _all_published(outcomes)
+
+
+async def _placed_once(
+    parts: Parts, topic: str, partition: int, records: Sequence[NewRecord]
+) -> list[PlacedOnce | MillstreamError]:
+    """Publish to one partition; what is too large together goes in halves, in its order."""
+    try:
+        return [*await publish_once(parts.client, topic, partition, records)]
+    except BatchTooLarge as error:
+        if len(records) == 1:
+            return [error]
+        half = len(records) // 2
+        return [
+            *await _placed_once(parts, topic, partition, records[:half]),
+            *await _placed_once(parts, topic, partition, records[half:]),
+        ]
+    except MillstreamError as error:
+        return [error] * len(records)
+
+
+async def _together(publish_some: Callable[[K, list[int]], Awaitable[None]], shares: Mapping[K, list[int]]) -> None:
+    """Publish the shares of several partitions at the same time, but not of too many."""
+    room = asyncio.Semaphore(PARTITIONS_AT_ONCE)
+
+    async def publish_share(partition: K, places: list[int]) -> None:
+        async with room:
+            await publish_some(partition, places)
+
+    async with asyncio.TaskGroup() as group:
+        for partition, places in shares.items():
+            group.create_task(publish_share(partition, places))
 
 
 def _all_published(outcomes: Sequence[Published | MillstreamError]) -> list[Published]:

@@ -1,0 +1,104 @@
+"""A batch over HTTP for several partitions: their shares go together, and what is too large goes in halves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from millstream.http.parts import Parts
+from millstream.http.pressure import Pressure
+from millstream.http.problem import Refused
+from millstream.http.room import Room
+from millstream.http.route import Asked, Lane
+from millstream.http.routes import publishing
+from millstream.http.routes.publishing import MESSAGES, PublishedBatch, PublishQuery, publish
+from millstream.model.errors import BatchTooLarge, NotLeader
+from millstream.records.record import NewRecord
+from millstream.wire.publish_once import Placed
+
+PARTITIONS = 8
+
+
+class Broker:
+    """In place of `publish_once`: stores in memory, at most so many messages of one batch."""
+
+    def __init__(self) -> None:
+        self.logs: dict[int, list[bytes | None]] = {partition: [] for partition in range(PARTITIONS)}
+        self.batch_max = 1000
+        self.under_way = self.most = 0
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.client = self
+        self.pressure = Pressure()
+
+    def pause_of(self, _topic: str) -> float:
+        return 0.0
+
+    async def metadata(self, _topics: Any, *, create: bool) -> Any:
+        return SimpleNamespace(topics={"orders": SimpleNamespace(partitions=range(PARTITIONS))})
+
+    async def publish_once(
+        self, _client: Any, _topic: str, partition: int, records: Sequence[NewRecord]
+    ) -> list[Placed]:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        await self.may_answer.wait()
+        self.under_way -= 1
+        if len(records) > self.batch_max or any(record.value == b"large" for record in records):
+            raise BatchTooLarge("too large")
+        if any(record.value == b"lost" for record in records):
+            raise NotLeader("nobody leads")
+        first = len(self.logs[partition])
+        self.logs[partition] += [record.value for record in records]
+        return [Placed(first + at, 1, True) for at in range(len(records))]
+
+    async def post(self, values: list[tuple[int, str]]) -> list[Any]:
+        messages = [{"value": value, "partition": place, "id": f"{at}"} for at, (place, value) in enumerate(values)]
+        body = msgspec.json.encode({"messages": messages})
+        headers = {b"content-type": MESSAGES.encode()}
+        room = Room(self.pressure, Lane.PUBLISH)
+        asked = Asked({"topic": "orders"}, PublishQuery(deduplicate=True), body, headers, room)
+        told = await publish(cast("Parts", self), asked)
+        assert isinstance(told, PublishedBatch)
+        return [*told.messages]
+
+
+@pytest.fixture
+async def broker(monkeypatch: pytest.MonkeyPatch) -> Broker:
+    made = Broker()
+    monkeypatch.setattr(publishing, "publish_once", made.publish_once)
+    return made
+
+
+async def test_partitions_do_not_wait_for_one_another_but_only_some_go_together(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "PARTITIONS_AT_ONCE", 3)
+    broker.may_answer.clear()
+    posting = asyncio.create_task(broker.post([(at % PARTITIONS, f"{at}") for at in range(20)]))
+    while broker.under_way < 3:
+        await asyncio.sleep(0)
+    broker.may_answer.set()
+    told = await posting
+    assert broker.most == 3
+    assert [(one.id, one.partition, one.offset) for one in told] == [(f"{at}", at % 8, at // 8) for at in range(20)]
+
+
+async def test_a_share_that_is_too_large_goes_in_halves_and_in_order(broker: Broker) -> None:
+    broker.batch_max = 3
+    told = await broker.post([(1, f"{at}") for at in range(10)])
+    assert broker.logs[1] == [b"%d" % at for at in range(10)]
+    assert [one.offset for one in told] == list(range(10))
+
+
+async def test_what_is_too_large_alone_or_lost_is_told_beside_the_rest(broker: Broker) -> None:
+    with pytest.raises(Refused) as refused:
+        await broker.post([(0, "a"), (0, "large"), (0, "b"), (1, "lost"), (2, "c")])
+    outcomes = cast("list[Any]", refused.value.more["messages"])
+    assert [isinstance(one, dict) for one in outcomes] == [False, True, False, True, False]
+    assert broker.logs[0] == [b"a", b"b"]
