@@ -23,6 +23,7 @@ from millstream.model.errors import (
     BrokerUnreachable,
     InvalidRequest,
     MillstreamError,
+    NotLeader,
     PublishFailed,
     RequestTimedOut,
     UnknownTopic,
@@ -182,7 +183,8 @@ class Publisher:
         if self._expiry is None:
             self._expiry = self._loop.call_at(batch.deadline, self._expire)
         shares = batch.shares
-        if shares and shares[-1][1] is together:
+        # While this caller waited for room, another's message may have come between.
+        if shares and shares[-1][1] is together and shares[-1][0] + len(shares[-1][2]) == position:
             shares[-1][2].append(index)
         else:
             shares.append((position, together, [index]))
@@ -326,6 +328,8 @@ class Publisher:
     async def _ask_topic(self, topic: str) -> TopicMetadata:
         found = await self._client.metadata([topic], create=True)
         if topic in found.topics:
+            if not found.topics[topic].partitions:
+                raise NotLeader(f"topic {topic!r} has no partitions yet")
             return found.topics[topic]
         error = refusal(found.errors.get(topic, 3), None, about=f"publish to {topic!r}")
         if isinstance(error, UnknownTopic):

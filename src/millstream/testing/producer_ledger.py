@@ -29,6 +29,8 @@ class ProducerLedger:
     def __init__(self, broker: ScriptedBroker) -> None:
         self.broker = broker
         self.stored: dict[tuple[str, int], list[bytes]] = {}
+        self.past: list[dict[tuple[str, int], list[bytes]]] = []
+        """What topics held that are deleted."""
         self.faults: list[str] = []
         self.metadata_faults: dict[str, list[ErrorCode]] = {}
         """What the next questions about a topic are answered with."""
@@ -51,8 +53,10 @@ class ProducerLedger:
         """A broker that runs, and after which nothing is left over."""
         broker = ScriptedBroker()
         await broker.start()
-        yield cls(broker)
-        await broker.stop()
+        try:
+            yield cls(broker)
+        finally:
+            await broker.stop()
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         if left:
             raise AssertionError(f"tasks are left over: {left}")
@@ -77,7 +81,9 @@ class ProducerLedger:
 
     def delete(self, topic: str) -> None:
         """Delete a topic with what it holds."""
-        del self.broker.topics[topic]
+        if self.broker.topics.pop(topic, None) is None:
+            return
+        self.past.append({key: log for key, log in self.stored.items() if key[0] == topic})
         self.stored = {key: log for key, log in self.stored.items() if key[0] != topic}
         self._state = {key: state for key, state in self._state.items() if key[0] != topic}
 
@@ -96,8 +102,9 @@ class ProducerLedger:
         return replace(answer, topics=tuple(self._told(topic) for topic in answer.topics))
 
     def _told(self, topic: Any) -> Any:
-        if faults := self.metadata_faults.get(topic.name):
-            return replace(topic, error_code=faults.pop(0), partitions=())
+        faults = self.metadata_faults.get(topic.name)
+        if faults and (fault := faults.pop(0)):
+            return replace(topic, error_code=fault, partitions=())
         return replace(topic, topic_id=self.topic_id(topic.name))
 
     async def init(self, header: codec.RequestHeader, frame: memoryview) -> Any:
@@ -142,6 +149,8 @@ class ProducerLedger:
             return ErrorCode.unknown_topic_or_partition, -1
         if fault == "not leader":
             return ErrorCode.not_leader_or_follower, -1
+        if fault == "refused":
+            return ErrorCode.topic_authorization_failed, -1
         if fault == "broken sequence":
             return ErrorCode.out_of_order_sequence_number, -1
         header = read_header(batch)

@@ -218,3 +218,28 @@ async def test_closing_tells_those_who_wait_for_a_topic(ledger: ProducerLedger) 
         told = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(error) for error in told] == [asyncio.CancelledError, InvalidRequest]
         held.set()
+
+
+async def test_receipts_are_right_when_others_write_between_while_many_wait_for_room(ledger: ProducerLedger) -> None:
+    async with asyncio.timeout(HANG_S), ledger.publishing(batch_bytes=500, buffer_bytes=1000) as publisher:
+        await publisher.publish("orders", NewRecord(None, b"before"), partition=0)
+
+        async def one_by_one() -> list[Receipt]:
+            return [await publisher.publish("orders", record, partition=0) for record in singly]
+
+        singly, at_once = [NewRecord(None, f"single {at}".encode()) for at in range(10)], records(100)
+        single = asyncio.create_task(one_by_one())
+        many = asyncio.create_task(publisher.publish_many("orders", at_once, partition=0))
+        placed = [*await single, *await many]
+    stored = ledger.stored["orders", 0]
+    assert [stored[one.offset] for one in placed] == [record.value for record in (*singly, *at_once)]
+
+
+async def test_a_topic_without_partitions_is_waited_for(ledger: ProducerLedger) -> None:
+    ledger.create("orders", 0)
+    async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
+        waiting = asyncio.create_task(publisher.publish("orders", NewRecord(None, b"a")))
+        while not ledger.broker.asked(METADATA):
+            await asyncio.sleep(0.001)
+        ledger.create("orders", 1)
+        assert (await waiting).offset == 0
