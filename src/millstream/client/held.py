@@ -25,11 +25,12 @@ class Settler(Protocol):
 
 
 class Held:
-    """Messages of one partition from one answer."""
+    """Messages of one partition from one answer, delivered as often as each other."""
 
     __slots__ = (
         "_topic_id",
         "accepting",
+        "attempt",
         "deadline_ms",
         "is_leased",
         "left",
@@ -56,6 +57,7 @@ class Held:
         received: float = 0.0,
         lease_s: float | None = None,
         deadline_ms: int | None = None,
+        attempt: int | None = None,
     ) -> None:
         self.topic = topic
         self._topic_id = topic_id
@@ -70,6 +72,8 @@ class Held:
         """By the clock of the loop."""
         self.deadline_ms = deadline_ms
         """By the clock of the broker."""
+        self.attempt = attempt
+        """Which delivery of the messages this is, so that what is told late counts for no other one."""
         self.messages: list[Message] = []
         """Those that came, until the last of them is settled; none if nothing is leased, since nobody would clear it.
 

@@ -27,7 +27,7 @@ from millstream.model.subscription import AT_MOST_ONCE
 from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
 from millstream.wire.codec import response_body_at
 from millstream.wire.refusal import refusal
-from millstream.wire.subscription_messages import RECEIVE_KEY, PartitionMessages, Receive, ReceiveAnswer
+from millstream.wire.subscription_messages import RECEIVE_KEY, LeasedRange, PartitionMessages, Receive, ReceiveAnswer
 
 _logger = logging.getLogger(__name__)
 _is_settled = attrgetter("is_settled")
@@ -393,31 +393,41 @@ class Receiver:
         return answer.partitions
 
     def _take_in(self, node: NodeId, partitions: list[PartitionMessages]) -> None:
-        now = self._loop.time()
         before = len(self._buffer)
         for part in partitions:
-            held = Held(
-                part.topic,
-                part.topic_id,
-                part.partition,
-                settler=self,
-                subscription=self.subscription,
-                node=node,
-                received=now,
-                lease_s=None if self._is_settled_at_once else self._lease_s,
-                deadline_ms=min((lease.deadline_ms for lease in part.leases), default=None),
-            )
-            messages = read_leased(part.batches, part.leases, held)
-            if not messages:
+            attempts = {lease.attempt for lease in part.leases}
+            if len(attempts) == 1:
+                self._buffer += self._hold(node, part, part.leases)
                 continue
+            messages: list[Message] = []
+            for attempt in attempts:
+                messages += self._hold(node, part, [lease for lease in part.leases if lease.attempt == attempt])
+            self._buffer += sorted(messages, key=attrgetter("offset"))
+        self._wake(len(self._buffer) - before)
+
+    def _hold(self, node: NodeId, part: PartitionMessages, leases: list[LeasedRange]) -> list[Message]:
+        """Read messages and keep their leases; all of them are delivered for the same time."""
+        held = Held(
+            part.topic,
+            part.topic_id,
+            part.partition,
+            settler=self,
+            subscription=self.subscription,
+            node=node,
+            received=self._loop.time(),
+            lease_s=None if self._is_settled_at_once else self._lease_s,
+            deadline_ms=min((lease.deadline_ms for lease in leases), default=None),
+            attempt=leases[0].attempt,
+        )
+        messages = read_leased(part.batches, leases, held)
+        if messages:
             held.messages = list(messages)
             held.left = len(messages)
             self._helds.add(held)
             self._held += len(messages)
-            self._buffer += messages
             if not self._is_settled_at_once:
                 held.timer = self._loop.call_later(self._lease_s / 2, self._renew, held)
-        self._wake(len(self._buffer) - before)
+        return messages
 
     def _renew(self, held: Held) -> None:
         """Half of the time is over: extend the leases of what is not settled."""

@@ -1,13 +1,15 @@
 """Tells the broker what became of messages: gathered while a request is under way, and sent as ranges.
 
 A request that is lost, or comes to a node that no longer leads the partition, is repeated at the leader until the
-leases it is about are over.
+leases it is about are over. If the broker then says that nobody holds a message, since the answer to the first request
+was lost, it is asked whether the message is accepted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -18,6 +20,7 @@ from millstream.client.message import ACCEPT, EXTEND, Message
 from millstream.model.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
 from millstream.model.ids import NodeId
 from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
+from millstream.wire.delivery_state import delivery_state
 from millstream.wire.refusal import TRANSIENT, refusal
 from millstream.wire.subscription_messages import (
     SETTLE_KEY,
@@ -31,6 +34,9 @@ _logger = logging.getLogger(__name__)
 
 REPEATED: Final = (*TRANSIENT, RequestTimedOut)
 """What is tried again, at whoever leads the partition then."""
+
+
+ACCEPTED: Final = "accepted"
 
 
 class Awaited:
@@ -61,7 +67,7 @@ class Awaited:
 class Order:
     """What is to be told of some messages that came together, and who waits for the answer."""
 
-    __slots__ = ("awaited", "delay_ms", "held", "is_alone", "offsets", "reason", "verb")
+    __slots__ = ("awaited", "delay_ms", "held", "is_alone", "is_repeated", "offsets", "reason", "verb")
 
     def __init__(
         self,
@@ -73,6 +79,7 @@ class Order:
         awaited: Awaited | None = None,
         *,
         is_alone: bool = False,
+        is_repeated: bool = False,
     ) -> None:
         self.held = held
         self.offsets = offsets
@@ -82,20 +89,21 @@ class Order:
         self.awaited = awaited
         self.is_alone = is_alone
         """Whether it is sent in a range of its own."""
+        self.is_repeated = is_repeated
+        """Whether it was sent before, and may have been carried out then."""
 
     def in_parts(self, parts: list[list[int]], *, is_alone: bool = False) -> list[Order]:
         """The same of the messages in several orders; whoever waits does so for all of them."""
         if self.awaited is not None:
             self.awaited.parts += len(parts) - 1
-        return [
-            Order(self.held, offsets, self.verb, self.delay_ms, self.reason, self.awaited, is_alone=is_alone)
-            for offsets in parts
-        ]
+        more = {"is_alone": is_alone, "is_repeated": self.is_repeated}
+        return [Order(self.held, part, self.verb, self.delay_ms, self.reason, self.awaited, **more) for part in parts]
 
     def is_like(self, other: Order) -> bool:
         """Whether both may be told in one range."""
-        mine = (self.verb, self.delay_ms, self.reason)
-        return mine == (other.verb, other.delay_ms, other.reason) and not (self.is_alone or other.is_alone)
+        mine = (self.verb, self.delay_ms, self.reason, self.held.attempt)
+        others = (other.verb, other.delay_ms, other.reason, other.held.attempt)
+        return mine == others and not (self.is_alone or other.is_alone)
 
 
 Told = Callable[[Order, MillstreamError | None], None]
@@ -111,7 +119,7 @@ class _Range(NamedTuple):
 
     def settled(self) -> SettledRange:
         order = self.orders[0]
-        return SettledRange(self.first, self.last, order.verb, order.delay_ms, order.reason)
+        return SettledRange(self.first, self.last, order.verb, order.delay_ms, order.reason, order.held.attempt)
 
 
 class SettleLane:
@@ -150,6 +158,9 @@ class SettleLane:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        waiting, self._waiting = self._waiting, []
+        for order in waiting:
+            self._told(order, _given_up())
 
     def _begin(self) -> None:
         if self._task is None:
@@ -172,15 +183,17 @@ class SettleLane:
                 ranges = places[place] = list(_ranges(listed))
                 self._more(sum(len(one.orders) for one in ranges) - len(listed))
             try:
-                await self._send(places)
-            except MillstreamError as error:
-                tell = self._elsewhere if isinstance(error, REPEATED) else self._told
-                for ranges in places.values():
-                    for one in ranges:
-                        for order in one.orders:
-                            tell(order, error)
+                results = await self._ask(places)
+            except BaseException as error:
+                self._fail(places, error)
+                if not isinstance(error, Exception):
+                    raise
+                continue
+            for ranges, told in zip(places.values(), results, strict=True):
+                for one, (code, text) in zip(ranges, told, strict=True):
+                    self._conclude(one, refusal(code, text) if code else None)
 
-    async def _send(self, places: dict[tuple[str, int], list[_Range]]) -> None:
+    async def _ask(self, places: dict[tuple[str, int], list[_Range]]) -> list[list[tuple[int, str | None]]]:
         settles = [
             PartitionSettles(topic, partition, [one.settled() for one in ranges])
             for (topic, partition), ranges in places.items()
@@ -191,9 +204,22 @@ class SettleLane:
             raise refusal(answer.error, answer.message)
         if [len(told) for told in answer.results] != [len(ranges) for ranges in places.values()]:
             raise ProtocolViolation("the broker does not answer for each of the messages that were settled")
-        for ranges, results in zip(places.values(), answer.results, strict=True):
-            for one, (code, text) in zip(ranges, results, strict=True):
-                self._conclude(one, refusal(code, text) if code else None)
+        return answer.results
+
+    def _fail(self, places: dict[tuple[str, int], list[_Range]], error: BaseException) -> None:
+        """Nothing of a request is known to have been taken: tell everybody, whatever the reason is."""
+        tell = self._elsewhere if isinstance(error, REPEATED) else self._told
+        if isinstance(error, MillstreamError):
+            told: MillstreamError = error
+        elif isinstance(error, Exception):
+            _logger.error("messages of %r could not be settled", self._subscription, exc_info=error)
+            told = ProtocolViolation(f"messages could not be settled: {error!r}")
+        else:
+            told = _given_up()
+        for ranges in places.values():
+            for one in ranges:
+                for order in one.orders:
+                    tell(order, told)
 
     def _conclude(self, one: _Range, error: MillstreamError | None) -> None:
         if isinstance(error, InvalidRecordState) and one.first < one.last:
@@ -255,6 +281,10 @@ def _runs(order: Order) -> Iterator[_Range]:
         yield _Range(part.offsets[0], part.offsets[-1], [part])
 
 
+def _given_up() -> MillstreamError:
+    return RequestTimedOut("closed before the broker answered; whether the message is settled is not known")
+
+
 def _read(body: memoryview) -> SettleAnswer:
     try:
         return msgspec.msgpack.decode(body, type=SettleAnswer)
@@ -275,6 +305,9 @@ class Settling:
         self._lanes: dict[NodeId | None, SettleLane] = {}
         self._moving: list[Order] = []
         self._mover: asyncio.Task[None] | None = None
+        self._doubtful: deque[Order] = deque()
+        """Of which it is not known whether they were carried out."""
+        self._asker: asyncio.Task[None] | None = None
         self._idle: list[asyncio.Future[None]] = []
         self._open = 0
 
@@ -305,9 +338,10 @@ class Settling:
         """Give up what was not told."""
         for lane in list(self._lanes.values()):
             await lane.close()
-        if self._mover is not None:
-            self._mover.cancel()
-            await asyncio.gather(self._mover, return_exceptions=True)
+        for task in (self._mover, self._asker):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
     def _lane(self, node: NodeId | None) -> SettleLane:
         lane = self._lanes.get(node)
@@ -327,6 +361,12 @@ class Settling:
         self._open += count
 
     def _told(self, order: Order, error: MillstreamError | None) -> None:
+        if order.is_repeated and order.verb == ACCEPT and isinstance(error, InvalidRecordState):
+            # The answer to the first request may have been lost: then nobody holds the message since it is accepted.
+            order.is_repeated = False
+            self._doubtful.append(order)
+            self._begin_to_find_out()
+            return
         self._open -= 1
         if error is not None:
             self._lost(order)
@@ -349,6 +389,7 @@ class Settling:
         if self._loop.time() >= order.held.valid_until:
             self._told(order, error)
             return
+        order.is_repeated = True
         self._moving.append(order)
         self._begin_to_move()
 
@@ -359,12 +400,14 @@ class Settling:
 
     def _moved(self, task: asyncio.Task[None]) -> None:
         self._mover = None
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
             _logger.error("the leaders of %r cannot be found", self._subscription, exc_info=error)
+        if self._moving and (task.cancelled() or error is not None):
             moving, self._moving = self._moving, []
             for order in moving:
-                self._told(order, RequestTimedOut(str(error)))
-        if self._moving and not task.cancelled():
+                self._told(order, _given_up() if error is None else RequestTimedOut(str(error)))
+        if self._moving:
             self._begin_to_move()
 
     async def _move(self) -> None:
@@ -373,12 +416,15 @@ class Settling:
         while self._moving:
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, BACKOFF_S_MAX)
-            moving, self._moving = self._moving, []
+            failure: MillstreamError | None = None
             try:
-                found = await self._client.metadata(sorted({order.held.topic for order in moving}))
+                found = await self._client.metadata(sorted({order.held.topic for order in self._moving}))
             except REPEATED as error:
+                failure = error
+            moving, self._moving = self._moving, []
+            if failure is not None:
                 for order in moving:
-                    self._elsewhere(order, error)
+                    self._elsewhere(order, failure)
                 continue
             for order in moving:
                 held = order.held
@@ -390,3 +436,32 @@ class Settling:
                 else:
                     held.node = NodeId(leader)
                     self._lane(held.node).add(order)
+
+    # -- when it is not known what was carried out ----------------------------------------------------------------
+
+    def _begin_to_find_out(self) -> None:
+        if self._asker is None:
+            self._asker = self._loop.create_task(self._find_out())
+            self._asker.add_done_callback(self._found_out)
+
+    def _found_out(self, task: asyncio.Task[None]) -> None:
+        self._asker = None
+        while self._doubtful:
+            self._told(self._doubtful.popleft(), _given_up())
+
+    async def _find_out(self) -> None:
+        """Ask what became of messages; one that is accepted is not delivered again, whoever said so."""
+        while self._doubtful:
+            order = self._doubtful[0]
+            topic, partition = order.held.place
+            try:
+                states = [
+                    (await delivery_state(self._client, self._subscription, topic, partition, offset)).state
+                    for offset in order.offsets
+                ]
+                doubt = next((state for state in states if state != ACCEPTED), None)
+            except MillstreamError as error:
+                doubt = str(error)
+            self._doubtful.popleft()
+            text = f"it is not known whether {topic}-{partition} at {order.offsets[0]} was accepted: {doubt}"
+            self._told(order, None if doubt is None else InvalidRecordState(text))

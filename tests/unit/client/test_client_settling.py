@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,8 +12,9 @@ import pytest
 from millstream.client.held import Held
 from millstream.client.message import ACCEPT, Message
 from millstream.client.settling import Awaited, Order, Settling
-from millstream.model.errors import InvalidRecordState
+from millstream.model.errors import InvalidRecordState, ProtocolViolation, RequestTimedOut
 from millstream.model.ids import NodeId
+from millstream.wire.delivery_state import DELIVERY_STATE_KEY, DeliveryStateAnswer
 from millstream.wire.subscription_messages import SettleAnswer, SettledRange, SettleRequest
 
 HANG_S = 60
@@ -84,3 +86,94 @@ async def test_all_parts_are_told_before_the_answer_comes() -> None:
     async with asyncio.timeout(HANG_S):
         await answer
     assert [(one.first, one.last) for one in node.told] == [(1, 2), (5, 5), (9, 9)]
+
+
+class Failing(Node):
+    """Fails with what it is told to, and then works; what is asked of a message has an answer."""
+
+    def __init__(self, *failures: BaseException, state: str = "accepted") -> None:
+        super().__init__(5)
+        self._failures = list(failures)
+        self._state = state
+
+    async def private(self, node: NodeId | None, key: int, body: bytes, **options: object) -> memoryview:
+        if key == DELIVERY_STATE_KEY:
+            return memoryview(msgspec.msgpack.encode(DeliveryStateAnswer(0, None, self._state, 1, 0, True)))
+        if self._failures:
+            raise self._failures.pop(0)
+        return await super().private(node, key, body)
+
+    async def metadata(self, topics: object) -> Any:
+        partition = SimpleNamespace(partition=0, leader_id=2)
+        return SimpleNamespace(topics={"orders": SimpleNamespace(partitions={0: partition})})
+
+    async def at_leader(self, topic: str, partition: int, attempt: Any) -> Any:
+        return await attempt(NodeId(2))
+
+
+async def test_an_error_that_nobody_expected_reaches_whoever_waits() -> None:
+    settling = settling_at(Failing(ValueError("what is this")))
+    order, answer = order_of([1, 3])
+    settling.tell(order)
+    async with asyncio.timeout(HANG_S):
+        await settling.flush()
+    with pytest.raises(ProtocolViolation, match="what is this"):
+        await answer
+
+
+async def test_who_waits_is_told_when_everything_is_closed() -> None:
+    class Silent(Node):
+        async def private(self, node: NodeId | None, key: int, body: bytes) -> memoryview:
+            await asyncio.get_running_loop().create_future()
+            raise NotImplementedError
+
+    settling = settling_at(Silent())
+    (first, sent), (second, waiting) = order_of([1]), order_of([2])
+    settling.tell(first)
+    await asyncio.sleep(0)
+    settling.tell(second)
+    await settling.close()
+    for answer in (sent, waiting):
+        with pytest.raises(RequestTimedOut, match="not known"):
+            await answer
+
+
+async def test_who_waits_for_a_leader_is_told_when_everything_is_closed() -> None:
+    settling = settling_at(Failing(RequestTimedOut("lost")))
+    order, answer = order_of([1])
+    settling.tell(order)
+    async with asyncio.timeout(HANG_S):
+        while not settling._moving:
+            await asyncio.sleep(0)
+    await settling.close()
+    with pytest.raises(RequestTimedOut, match="not known"):
+        await answer
+
+
+async def test_an_accept_whose_answer_was_lost_is_found_to_be_accepted() -> None:
+    settling = settling_at(Failing(RequestTimedOut("lost")))
+    order, answer = order_of([4, 5, 6])
+    settling.tell(order)
+    async with asyncio.timeout(HANG_S):
+        await answer
+
+
+async def test_an_accept_that_came_too_late_is_an_error() -> None:
+    settling = settling_at(Failing(RequestTimedOut("lost"), state="leased"))
+    order, answer = order_of([4, 5, 6])
+    settling.tell(order)
+    async with asyncio.timeout(HANG_S):
+        with pytest.raises(InvalidRecordState, match="not known whether orders-0 at 5 was accepted: leased"):
+            await answer
+
+
+async def test_messages_of_different_deliveries_are_told_apart() -> None:
+    node = Node()
+    settling = settling_at(node)
+    for offset in range(1, 5):
+        order, _ = order_of([offset])
+        order.held.attempt = 1 if offset < 3 else 2
+        settling.tell(order)
+    async with asyncio.timeout(HANG_S):
+        await settling.flush()
+    assert [(one.first, one.last, one.attempt) for one in node.told] == [(1, 2, 1), (3, 4, 2)]

@@ -237,3 +237,19 @@ async def test_what_is_settled_is_not_kept() -> None:
         del message
         await receiver.settling.flush()
         assert helds() == 0
+
+
+async def test_messages_keep_their_order_whichever_delivery_they_are() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=10) as receiver:
+        records = [NewRecord(None, b"%d" % number) for number in range(4)]
+        leases = [LeasedRange(0, 0, 1, 0), LeasedRange(1, 2, 3, 0), LeasedRange(3, 3, 1, 0)]
+        part = PartitionMessages("orders", b"0" * 16, 0, leases, bytes(encode_batch(records, base_offset=0)))
+        receiver._take_in(NodeId(1), [part])
+        messages = receiver.take_many(4)
+        assert [(one.offset, one.attempt, one._held.attempt) for one in messages] == [
+            (0, 1, 1),
+            (1, 3, 3),
+            (2, 3, 3),
+            (3, 1, 1),
+        ]
