@@ -37,6 +37,9 @@ DEFAULT_STORE = "millstream-handled.db"
 TIME_TO_LIVE_S = 7 * 24 * 3600.0
 LEASE_S = 30.0
 THREADS = 10
+THREADS_MAX = 1000
+"""Plain functions that are handled at once; threads are started as they are needed, and the subscriber bounds them."""
+
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.05, 1.0
 _FINISH_ATTEMPTS = 4
 _MARK_ATTEMPTS = 10
@@ -80,6 +83,9 @@ class IdempotentHandler(Generic[M]):
             lease_ms=int(lease_s * 1000),
             time_to_live_ms=int(time_to_live_s * 1000),
         )
+        self._threads = (
+            None if self._is_async else ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="millstream handler")
+        )
         self._extend_s = lease_s / 2
         self._busy: dict[str, asyncio.Event] = {}
         self._extending: set[asyncio.Task[Any]] = set()
@@ -103,6 +109,8 @@ class IdempotentHandler(Generic[M]):
     async def close(self) -> None:
         """Let go of the store."""
         await self._ids.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
         if self._owns_engine:
             await asyncio.to_thread(self._engine.dispose)
 
@@ -135,7 +143,9 @@ class IdempotentHandler(Generic[M]):
             if self._is_async:
                 await self._handler(message)
             else:
-                await asyncio.to_thread(self._handler, message)
+                context = contextvars.copy_context()
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._threads, context.run, self._handler, message)
         finally:
             timer.cancel()
             del self._busy[message.id]

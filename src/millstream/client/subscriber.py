@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import logging
 import signal
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Final
 
@@ -39,6 +41,11 @@ class Subscriber:
         self._handler = handler
         self._is_async = _is_async(handler)
         self._concurrency = concurrency
+        # A thread for each message that is handled at once, so that neither other subscribers nor the program's own
+        # work in threads hold it up.
+        self._threads = (
+            None if self._is_async else ThreadPoolExecutor(concurrency, thread_name_prefix="millstream handler")
+        )
         self._forget = forget
         """Called at the end; with True the subscription itself is deleted."""
         self._workers: list[asyncio.Task[None]] = []
@@ -110,6 +117,8 @@ class Subscriber:
             async with asyncio.timeout(_GIVE_BACK_S):
                 await self._source.give_back()
         await self._source.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
         if not self._stopped.done():
             self._stopped.set_result(None)
 
@@ -157,7 +166,9 @@ class Subscriber:
             if self._is_async:
                 await self._handler(message)
             else:
-                await asyncio.to_thread(self._handler, message)
+                context = contextvars.copy_context()
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._threads, context.run, self._handler, message)
 
     def _failed(self, message: Message, error: BaseException) -> None:
         try:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from millstream.client.held import Held
+from millstream.client.idempotent_handler import IdempotentHandler
 from millstream.client.message import ACCEPT, REJECT, RELEASE, Message
 from millstream.client.outcome import Reject, RetryLater
 from millstream.client.subscriber import Handler, Subscriber
@@ -149,3 +152,22 @@ async def test_an_error_that_cannot_say_what_it_is_releases_the_message() -> Non
         1: (REJECT, None, "half ?"),
         2: (RELEASE, 2500, "soon"),
     }
+
+
+@pytest.mark.parametrize("is_idempotent", [False, True])
+async def test_as_many_plain_functions_run_at_once_as_are_allowed(is_idempotent: bool, tmp_path: Path) -> None:
+    count = 40
+    together = threading.Barrier(count)
+
+    def handle(message: Message) -> None:
+        together.wait(HANG_S)
+
+    idempotent = IdempotentHandler(handle, name="h", store=str(tmp_path / "handled.db")) if is_idempotent else None
+    source = Given(count)
+    subscriber = Subscriber(source, idempotent or handle, concurrency=count, forget=forget)
+    await subscriber.start()
+    await source.all_told()
+    await subscriber.drain()
+    if idempotent is not None:
+        await idempotent.close()
+    assert source.told == dict.fromkeys(range(count), (ACCEPT, None, ""))
