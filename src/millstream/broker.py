@@ -34,6 +34,7 @@ from millstream.log.folder import CLEAN_STOP_NAME, LOCK_NAME, PARTITIONS_NAME
 from millstream.log.store import LogStore
 from millstream.model.clock import Clock, SystemClock
 from millstream.model.errors import AddressTaken, ClusterMismatch, InvalidSetting, MillstreamError
+from millstream.model.heap import take_charge
 from millstream.model.ids import NodeId
 from millstream.net.budget import Budget
 from millstream.net.connection import ConnectionLimits
@@ -140,6 +141,7 @@ class Broker:
     async def _start(self) -> None:
         if not self._is_guest:
             keep_freed_memory()
+            take_charge()
         config, undo = self._config, self._undo
         if config.advertise:
             # Used only when the APIs are built, but what is wrong with it is told before anything starts.

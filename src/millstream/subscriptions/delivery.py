@@ -29,7 +29,7 @@ from millstream.model.errors import (
     NotLeader,
     OffsetOutOfRange,
 )
-from millstream.model.heap import give_back
+from millstream.model.heap import give_back_in
 from millstream.model.ids import Epoch, Offset
 from millstream.model.metric import LATENCY_BOUNDS_S, Histogram
 from millstream.model.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSettings
@@ -459,7 +459,7 @@ class Delivery:
         self._looked += seen.next_offset - seen.first
         if self._looked >= TRIM_OFFSETS and self.queue.fold.unfinished >= TRIM_OFFSETS:
             self._looked = 0
-            asyncio.get_running_loop().call_later(TRIM_S, give_back)
+            give_back_in(TRIM_S)
 
     def _after(self) -> None:
         """What follows from every change."""

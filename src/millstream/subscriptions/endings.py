@@ -16,9 +16,10 @@ from millstream.subscriptions.delta import Delta, DeltaKind
 from millstream.subscriptions.fold import Fold
 from millstream.subscriptions.frame import read_frame
 from millstream.subscriptions.message_state import DONE
+from millstream.subscriptions.remembered import Remembered
 
 FRAMES_BYTES_MAX: Final = 32 * 1024
-"""How much is remembered of one queue; there may be very many of them."""
+"""How much is remembered of one queue."""
 WATCHERS_MAX: Final = 256
 """How many may wait to be told of messages of one queue."""
 
@@ -38,20 +39,35 @@ _ENDS: Final = frozenset(
 class Endings:
     """The last frames of one queue."""
 
-    __slots__ = ("_bytes", "_frames", "_watchers")
+    __slots__ = ("_bytes", "_frames", "_remembered", "_watchers")
 
     def __init__(self) -> None:
         self._frames: deque[bytes] = deque()
         self._bytes = 0
+        self._remembered: Remembered | None = None
         # Who waits, and for which message.
         self._watchers: dict[asyncio.Future[Delta | None], int] = {}
 
+    def share(self, remembered: Remembered) -> None:
+        """Let what is kept count together with that of other queues."""
+        self._remembered = remembered
+        remembered.grew(self, self._bytes)
+
+    def forget(self) -> int:
+        """Keep no frame any more."""
+        self._frames.clear()
+        freed, self._bytes = self._bytes, 0
+        return freed
+
     def wrote(self, frame: bytes) -> None:
         """Keep a frame; the oldest ones go. Whoever waits for one of its messages is told how that has ended."""
+        before = self._bytes
         self._frames.append(frame)
         self._bytes += len(frame)
         while self._bytes > FRAMES_BYTES_MAX:
             self._bytes -= len(self._frames.popleft())
+        if self._remembered is not None:
+            self._remembered.grew(self, self._bytes - before)
         if self._watchers:
             deltas = read_frame(frame).deltas
             for watcher, offset in self._watchers.items():
@@ -67,6 +83,8 @@ class Endings:
 
     def closed(self) -> None:
         """The queue has gone: tell everybody who waits."""
+        if self._remembered is not None:
+            self._remembered.left(self)
         for watcher in self._watchers:
             if not watcher.done():
                 watcher.set_result(None)

@@ -33,6 +33,7 @@ from millstream.subscriptions.filter.filter import compile_filter
 from millstream.subscriptions.letter_box import LetterBox
 from millstream.subscriptions.look_ahead import readable_end
 from millstream.subscriptions.queue import Queue
+from millstream.subscriptions.remembered import Remembered
 from millstream.subscriptions.sieve import QueueSieve, Sieve
 from millstream.subscriptions.state_store import StateStore
 
@@ -79,6 +80,7 @@ class Engine:
         self._beginning: set[tuple[QueueKey, Partition]] = set()
         self._awaited: dict[UUID, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._remembered = Remembered()
         self._closed = False
 
     def start(self) -> None:
@@ -215,6 +217,7 @@ class Engine:
             random=around.random,
         )
         delivery.when_closed = self._was_closed
+        delivery.endings.share(self._remembered)
         self._open[key] = _Open(delivery, letters)
         delivery.news()
         await delivery.durable()

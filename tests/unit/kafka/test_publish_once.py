@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -15,6 +16,7 @@ from millstream.kafka.apis.publish_once import PublishOnce
 from millstream.model.errors import InvalidBatch, InvalidRequest, NotLeader, RequestTimedOut
 from millstream.model.ids import Epoch, NodeId
 from millstream.model.partition_state import PartitionState, Versioned
+from millstream.model.topic import Topic
 from millstream.records.batch import COMPRESSION_NONE, COMPRESSION_ZSTD
 from millstream.records.record import NewRecord, decode_records, encode_batch
 from millstream.replication import published_ids
@@ -30,6 +32,10 @@ class Place:
 
     def __init__(self, partition: Partition) -> None:
         self.there = partition
+        self.tell: list[Callable[[Topic], None]] = []
+
+    def when_deleted(self, listener: Callable[[Topic], None]) -> None:
+        self.tell.append(listener)
 
     def partition(self, _topic: str, _index: int) -> Partition:
         return self.there
@@ -44,7 +50,8 @@ class Door:
 
     def anew(self) -> PublishOnce:
         """As after a failover: nothing is remembered."""
-        self.api = PublishOnce(cast("Topics", Place(self.bench.partition)))
+        self.place = Place(self.bench.partition)
+        self.api = PublishOnce(cast("Topics", self.place))
         return self.api
 
     def record(self, name: str) -> NewRecord:
@@ -233,3 +240,19 @@ async def _follow(steps: list[tuple[str, object]]) -> None:
                     end += 1
                 expected.append((lately(name)[-1][0], is_new))
             assert await door.publish(*cast("list[str]", detail)) == expected
+
+
+async def test_partitions_that_are_gone_or_led_elsewhere_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = Door()
+    await door.publish("a")
+    assert len(door.api._ids) == 1
+    for tell in door.place.tell:
+        tell(door.bench.partition.topic)
+    assert not door.api._ids
+    # The same with one that this node does not lead any more, once another has been asked for often enough.
+    await door.publish("a")
+    monkeypatch.setattr(api, "COUNT_EVERY", 1)
+    monkeypatch.setattr(published_ids.PublishedIds, "is_current", property(lambda self: self._partition is not there))
+    there, door.place.there = door.bench.partition, Workbench().partition
+    await door.publish("b")
+    assert list(door.api._ids) == [door.place.there]

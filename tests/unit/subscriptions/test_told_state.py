@@ -12,7 +12,9 @@ from millstream.model.ids import Offset
 from millstream.model.subscription import AT_MOST_ONCE
 from millstream.subscriptions import endings
 from millstream.subscriptions.delivery import Delivery
+from millstream.subscriptions.endings import Endings
 from millstream.subscriptions.lease import Settle, Verb
+from millstream.subscriptions.remembered import Remembered
 from millstream.subscriptions.told_state import ToldState, told_state
 from millstream.testing.queue_bench import Workbench, turns, wanted
 
@@ -145,3 +147,20 @@ async def test_not_everybody_may_wait(bench: Workbench, monkeypatch: pytest.Monk
     delivery.try_receive(wanted())
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
     assert (await again).state == "accepted"
+
+
+def test_all_queues_together_keep_no_more_than_a_node_may() -> None:
+    remembered = Remembered(bytes_max=300)
+    kept = [Endings() for _ in range(4)]
+    for one in kept:
+        one.share(remembered)
+    for number in (0, 1, 2, 0, 3):
+        kept[number].wrote(bytes(100))
+    # Those forget that have written nothing for longest.
+    assert [one._bytes for one in kept] == [200, 0, 0, 100]
+    assert remembered.bytes == 300
+    kept[0].closed()
+    assert (remembered.bytes, kept[0]._bytes) == (100, 0)
+    kept[0].closed()
+    kept[1].wrote(bytes(50))
+    assert remembered.bytes == 150

@@ -23,6 +23,7 @@ from millstream.log.log import AppendedRange
 from millstream.model.errors import InvalidBatch, InvalidRequest, InvalidTopicName, RequestTimedOut
 from millstream.model.ids import Offset
 from millstream.model.metric import Metric, counter, gauge
+from millstream.model.topic import Topic
 from millstream.records.batch import check_crc, read_header
 from millstream.records.record import NewRecord, Record, decode_batch, encode_batch
 from millstream.replication.partition import Partition
@@ -51,6 +52,7 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
         self.duplicates = 0
         self._forgotten = 0
         self._turn = 0
+        topics.when_deleted(self._topic_deleted)
 
     def metrics(self) -> Iterable[Metric]:
         """What was found to be there already, and what is remembered for that."""
@@ -126,9 +128,16 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
         self._ids.move_to_end(partition)
         self._turn += 1
         if self._turn % COUNT_EVERY == 0:
+            # What this node does not lead any more is never asked for here.
+            for known in [one for one, ids in self._ids.items() if not ids.is_current]:
+                self._drop(known)
             while len(self._ids) > 1 and sum(map(len, self._ids.values())) > NODE_IDS_MAX:
                 self._drop(next(iter(self._ids)))
         return found
+
+    def _topic_deleted(self, topic: Topic) -> None:
+        for known in [one for one in self._ids if one.topic.topic_id == topic.topic_id]:
+            self._drop(known)
 
     def _drop(self, partition: Partition) -> None:
         gone = self._ids.pop(partition, None)
