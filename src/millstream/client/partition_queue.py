@@ -217,7 +217,8 @@ class PartitionQueue:
         return None if first is None else first.deadline
 
     def fail_all(self, error: MillstreamError) -> None:
-        """Give up everything that waits here or is under way, and take nothing more."""
+        """Give up everything that waits here or is under way, and take nothing more; say what is in doubt."""
+        unsure = _unsure(error)
         self.given_up = error
         batches = [*self.sent, *self.waiting]
         self.sent.clear()
@@ -225,7 +226,7 @@ class PartitionQueue:
         self.waiting_bytes = 0
         for batch in batches:
             if not batch.is_done:
-                batch.failed(error)
+                batch.failed(unsure if batch.in_flight or batch.maybe_stored else error)
         self.identity = None
         self.troubled = True
 
@@ -265,3 +266,11 @@ class PartitionQueue:
             self._acknowledged += self.sent.popleft().count
         if not self.sent:
             self.recovering = False
+
+
+def _unsure(error: MillstreamError) -> MillstreamError:
+    """The same error for messages that were sent, of which nobody knows what came."""
+    told = error.__class__.__new__(error.__class__)
+    told.__dict__.update(error.__dict__)
+    told.args = (f"{error}; whether this was stored before is not known",)
+    return told

@@ -230,7 +230,7 @@ class Publisher:
             self._expiry.cancel()
         for lane in self._lanes.values():
             lane.close()
-        given_up = RequestTimedOut("the publisher was closed before this was acknowledged; it may have been stored")
+        given_up = RequestTimedOut("the publisher was closed before this was acknowledged")
         for route in routes:
             for queue in route.queues:
                 queue.fail_all(given_up)

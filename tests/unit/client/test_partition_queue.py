@@ -14,7 +14,7 @@ from millstream.client.lane import Lane
 from millstream.client.outgoing_batch import OutgoingBatch
 from millstream.client.partition_queue import NOT_IDEMPOTENT, PartitionQueue, ProducerIdentity
 from millstream.client.receipt import Receipt
-from millstream.model.errors import BatchTooLarge, InvalidBatch, MillstreamError, RequestTimedOut
+from millstream.model.errors import BatchTooLarge, InvalidBatch, MillstreamError, RequestRefused, RequestTimedOut
 from millstream.model.ids import NodeId, Offset
 from millstream.wire import codec
 from millstream.wire.channel import Channel
@@ -200,6 +200,22 @@ async def test_time_runs_out_for_what_waits_and_for_what_is_under_way() -> None:
     assert queue.expire(300.0) is None
     with pytest.raises(RequestTimedOut, match="nothing was stored"):
         await receipts[2]
+
+
+async def test_a_queue_that_is_given_up_says_what_is_in_doubt_and_takes_nothing_more() -> None:
+    queue = queue_of()
+    sent, waiting = add(queue), add(queue)
+    batch = queue_take(queue)
+    queue.fail_all(RequestRefused("not allowed", code=29))
+    with pytest.raises(RequestRefused, match=r"^not allowed; whether this was stored before is not known$") as told:
+        await sent
+    assert told.value.code == 29
+    with pytest.raises(RequestRefused, match=r"^not allowed$"):
+        await waiting
+    assert batch.is_done
+    with pytest.raises(RequestRefused):
+        add(queue)
+    assert not queue.waiting
 
 
 def queue_take(queue: PartitionQueue) -> OutgoingBatch:
