@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -31,7 +30,6 @@ from millstream.model.errors import InvalidRequest, InvalidSubscription, Publish
 from millstream.records.record import Headers, NewRecord
 from millstream.wire.client import Client
 from millstream.wire.delivery_state import MessageDelivery
-from millstream.wire.lean_kio import import_lean_kio
 from millstream.wire.subscriptions import SubscriptionClient
 
 _WAITING_MAX: Final = 1000
@@ -353,13 +351,6 @@ class Connection:
         self._streams = [one for one in self._streams if not one.is_closed]
         self._streams.append(stream)
         return stream
-
-
-def _import_protocol() -> None:
-    import_lean_kio()
-    for name in ("api_versions.v3", "metadata.v13", "init_producer_id.v5"):
-        import_module(f"kio.schema.{name}.request")
-        import_module(f"kio.schema.{name}.response")
 
 
 def _listed(topics: str | Sequence[str]) -> list[str]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from millstream.client.outcome import milliseconds
-from millstream.client.publisher import MESSAGE_ID
 from millstream.client.tracing import CORRELATION_ID, TRACEPARENT
 from millstream.model.errors import InvalidRecordState
+from millstream.model.message_id import message_id
 from millstream.records.record import Headers, decode_headers
 
 if TYPE_CHECKING:
@@ -64,9 +64,8 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
     @property
     def id(self) -> str:
-        """The `message-id` header if its publisher set one, else `topic-id/partition/offset`."""
-        given = self.header_text(MESSAGE_ID)
-        return given if given else f"{self._held.topic_id}/{self.partition}/{self.offset}"
+        """The first `message-id` header if its publisher set one, else `topic-id/partition/offset`."""
+        return message_id(self._held.topic_id, self.partition, self.offset, self.all_headers)
 
     @property
     def timestamp(self) -> datetime:

@@ -78,6 +78,8 @@ def headers_of(
     if message_id is not None:
         if not message_id:
             raise InvalidRequest("the id of a message cannot be empty")
+        if MESSAGE_ID in names:
+            raise InvalidRequest(f"a message has one id: give either id=… or the header {MESSAGE_ID!r}")
         headers.append((MESSAGE_ID, message_id.encode()))
     if delay is not None:
         headers.append((DELIVER_AT, str(due_ms(delay)).encode()))

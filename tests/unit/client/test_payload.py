@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import UUID
 
 import pytest
 
 from millstream.client.declaration import wanted_settings
+from millstream.client.held import Held
+from millstream.client.leased_records import read_leased
 from millstream.client.payload import due_ms, encoded, headers_of, key_bytes
 from millstream.model.errors import InvalidRequest, InvalidSetting, InvalidSubscription
+from millstream.model.message_id import message_id
+from millstream.records.record import NewRecord, encode_batch
+from millstream.wire.subscription_messages import LeasedRange
 
 NOTHING: dict[str, Any] = dict.fromkeys(
     ("filter", "delivery", "ordered", "lease", "attempts", "backoff", "dead_letter", "start", "expires")
@@ -86,3 +92,20 @@ def test_what_is_asked_for_has_the_names_of_settings() -> None:
         wanted_settings(**NOTHING | {"start": datetime(2026, 1, 1)})
     with pytest.raises(InvalidSetting):
         wanted_settings(**NOTHING | {"delivery": "sometimes"})
+
+
+def test_a_message_has_one_id() -> None:
+    both: list[Any] = [{"message-id": "a"}, [("message-id", b"a")]]
+    for headers in both:
+        with pytest.raises(InvalidRequest, match="one id"):
+            headers_of(headers, (), "b")
+    given = headers_of([("message-id", None), ("message-id", "a"), ("message-id", "b")], ())
+    written = encode_batch([NewRecord(None, b"", given)], base_offset=0)
+    nobody: Any = None
+    held = Held("orders", UUID(int=7).bytes, 3, settler=nobody)
+    (message,) = read_leased(bytes(written), [LeasedRange(0, 0, 1, 0)], held)
+    assert message.id == message_id(held.topic_id, 3, 0, given) == "a"
+    (message,) = read_leased(
+        bytes(encode_batch([NewRecord(None, b"")], base_offset=0)), [LeasedRange(0, 0, 1, 0)], held
+    )
+    assert message.id == f"{UUID(int=7)}/3/0"
