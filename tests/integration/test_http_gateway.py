@@ -289,6 +289,8 @@ def test_groups_clients_transactions_and_the_cluster_over_http(http: httpx.Clien
         ("POST", "/topics/t/messages", {"content": b'{"messages":[]}', "headers": {"content-type": MESSAGES}}, 422),
         ("POST", "/topics/t/messages?deduplicate=perhaps", {"content": b"x"}, 422),
         ("POST", "/topics/t/messages", {"content": b"x", "headers": {"sec-fetch-site": "cross-site"}}, 403),
+        ("POST", "/topics/t/messages", {"content": b"x", "headers": {"origin": "http://elsewhere.example"}}, 403),
+        ("POST", "/topics/t/messages", {"content": b"x", "headers": {"origin": "null"}}, 403),
         ("POST", "/subscriptions", {"data": {"name": "x"}}, 415),
         ("POST", "/topics/t/messages", {"content": b"x", "headers": {"content-encoding": "gzip"}}, 415),
         ("POST", "/subscriptions", {"content": b"{", "headers": {"content-type": "application/json"}}, 400),

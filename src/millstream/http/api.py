@@ -66,7 +66,7 @@ class Api:
         route = reader.route
         self._parts.check_started()
         headers = dict(scope["headers"])
-        if headers.get(b"sec-fetch-site") in _FOREIGN:
+        if _is_of_another_site(headers):
             raise Refused(HTTPStatus.FORBIDDEN, "pages of other sites may not use this")
         lane = route.lane
         self._pressure.enter(lane)
@@ -190,6 +190,14 @@ def read_json(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
         raise invalid(f"the body does not fit: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(HTTPStatus.BAD_REQUEST, f"the body is no JSON: {error}") from None
+
+
+def _is_of_another_site(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a page of another site sent this; over plain HTTP browsers tell it only by the page's origin."""
+    if headers.get(b"sec-fetch-site") in _FOREIGN:
+        return True
+    origin = headers.get(b"origin")
+    return origin is not None and origin.partition(b"://")[2].lower() != headers.get(b"host", b"").lower()
 
 
 async def _hang_up(receive: Receive) -> None:
