@@ -305,3 +305,12 @@ async def test_a_subscription_that_is_deleted_ends_its_handlers(ms: millstream.C
         await ms.publish(topic, "b")
         with pytest.raises(UnknownGroup):
             await waiting
+
+
+async def test_a_subscriber_may_be_told_twice_to_stop(ms: millstream.Connection, topic: str) -> None:
+    await ms.publish(topic, "x")
+    subscriber = await ms.subscribe(topic, Gathering(1), name=topic)
+    await subscriber.drain()
+    assert ms._subscribers == []
+    for delete in (False, False, True, True):
+        await subscriber.unsubscribe(delete=delete)

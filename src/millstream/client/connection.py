@@ -9,6 +9,7 @@ What it does by itself is little: payloads become bytes here, and the parts that
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -107,12 +108,14 @@ class Connection:
     async def close(self, timeout: float = DRAIN_S) -> None:
         """Finish what handlers are at, send what was published, and close."""
         try:
-            for subscriber in list(self._subscribers):
-                await subscriber.drain(timeout)
-            for stream in list(self._streams):
-                await stream.close()
+            ends = [*(one.drain(timeout) for one in self._subscribers), *(one.close() for one in self._streams)]
+            ended = await asyncio.gather(*ends, return_exceptions=True)
+            # Handlers may publish until they have ended.
             if self._publisher is not None:
                 await self._publisher.close()
+            for error in ended:
+                if error is not None:
+                    raise error
         finally:
             await self.client.close()
             if self._book is not None:
@@ -270,7 +273,8 @@ class Connection:
             source = self._receiver(declared, credit=in_flight, ahead=concurrency)
 
         async def forget(delete: bool) -> None:
-            self._subscribers.remove(subscriber)
+            if subscriber in self._subscribers:
+                self._subscribers.remove(subscriber)
             if delete and not live:
                 await self._subscriptions.delete(source.subscription)
 

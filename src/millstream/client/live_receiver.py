@@ -141,11 +141,15 @@ class LiveReceiver:
     async def _find(self, begin: Offset) -> None:
         """Learn of partitions that are new; a listener begins at the end of those that are there when it starts."""
         found = await self._client.metadata(self._topics)
+        missing = [name for name in self._topics if name not in found.topics]
+        if missing and begin == _LATEST:
+            raise UnknownTopic(
+                f"topic {', '.join(map(repr, missing))} does not exist; "
+                f"create it with: millstream topic create {missing[0]}"
+            )
         for name in self._topics:
             topic = found.topics.get(name)
             if topic is None:
-                if begin == _LATEST and not self._positions:
-                    raise UnknownTopic(f"topic {name!r} does not exist; create it with: millstream topic create {name}")
                 continue
             self._topic_ids[name] = topic.topic_id.bytes
             new = [one for one in topic.partitions if TopicPartition(name, one) not in self._positions]

@@ -47,10 +47,11 @@ class Subscriber:
             None if self._is_async else ThreadPoolExecutor(concurrency, thread_name_prefix="millstream handler")
         )
         self._forget = forget
-        """Called at the end; with True the subscription itself is deleted."""
+        """Called at the end, and with True when the subscription itself is to be deleted."""
         self._workers: list[asyncio.Task[None]] = []
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._draining = False
+        self._is_deleted = False
 
     @property
     def name(self) -> str:
@@ -83,11 +84,14 @@ class Subscriber:
             _logger.warning("subscription %r was not drained within %g s", self.name, timeout)
         finally:
             await self._end()
+            await self._forget(False)
 
     async def unsubscribe(self, *, delete: bool = False, timeout: float = DRAIN_S) -> None:
         """Stop handling; the subscription stays and gathers messages for whoever comes next, unless deleted."""
         await self.drain(timeout)
-        await self._forget(delete)
+        if delete and not self._is_deleted:
+            await self._forget(True)
+            self._is_deleted = True
 
     async def run_until_stopped(self) -> None:
         """Handle messages until SIGINT or SIGTERM comes, somebody drains this, or nothing can be received any more."""

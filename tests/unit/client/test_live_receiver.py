@@ -1,12 +1,17 @@
-"""A listener keeps nothing of what was taken from it."""
+"""A listener needs all of its topics, and keeps nothing of what was taken from it."""
 
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
+
+import pytest
 
 from millstream.client.held import Held
 from millstream.client.live_receiver import LiveReceiver
+from millstream.model.errors import UnknownTopic
 from millstream.model.ids import Offset, PartitionIndex
 from millstream.model.topic import TopicPartition
 from millstream.records.record import NewRecord, encode_batch
@@ -27,3 +32,15 @@ async def test_messages_that_were_taken_are_gone() -> None:
         assert len(receiver.take_many(1000)) == 100
     gc.collect()
     assert not [one for one in gc.get_objects() if type(one) is Held and one.settler is receiver.settling]
+
+
+@pytest.mark.parametrize("topics", [["orders", "missing", "gone"], ["missing", "orders", "gone"]])
+async def test_a_topic_that_is_missing_is_named_wherever_it_stands(topics: list[str]) -> None:
+    class Cluster:
+        async def metadata(self, topics: object) -> Any:
+            return SimpleNamespace(topics={"orders": SimpleNamespace(topic_id=UUID(int=1), partitions={})})
+
+    client: Any = Cluster()
+    receiver = LiveReceiver(client, topics)
+    with pytest.raises(UnknownTopic, match="topic 'missing', 'gone' does not exist"):
+        await receiver.start()
