@@ -62,6 +62,23 @@ def test_letters_beyond_the_limit_are_not_said_to_not_match(millstream: CommandL
     assert open_letters(millstream, name) == LETTERS - 9
 
 
+def test_what_is_redriven_is_as_young_as_the_redrive(millstream: CommandLine, name: str) -> None:
+    """Else its topic could delete it before anybody got it, when the letter is closed already."""
+    for times in ("1", "2"):
+        began_ms = int(time.time() * 1000)
+        assert millstream("dlq", "redrive", name, "--filter", "headers['message-id'] LIKE '%/0/3'").code == 0
+        stored = millstream("tail", name, "--from", "start", "--json").documents
+        told = [message for message in stored if message["value"] == "3"]
+        first, last = told[0], told[-1]
+        assert last["timestamp_ms"] >= began_ms
+        story = {key: text for key, text in last["headers"] if key.startswith("dlq-")}
+        assert story == {"dlq-redriven": times, "dlq-timestamp": str(first["timestamp_ms"])}
+        # It dies again, and keeps that.
+        pulled = millstream("subscription", "pull", name, "-n", 1, "--wait", 10, "--reject", "no", "--json")
+        assert len(pulled.documents) == 1
+        until(lambda: open_letters(millstream, name) == LETTERS)
+
+
 def test_letters_are_not_sent_to_a_topic_that_is_not_there(millstream: CommandLine, name: str) -> None:
     refused = millstream("dlq", "redrive", name, "--to", "no-such-topic")
     assert (refused.code, "millstream topic create no-such-topic" in refused.err) == (3, True)

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from time import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from millstream.admin.letter_post import LetterPost
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 PREFIX = "dlq-"
 OWN_PREFIX = "__dlq/"
 REDRIVEN = "dlq-redriven"
+FIRST_PUBLISHED = "dlq-timestamp"
 ACCEPT, RELEASE, EXTEND = 1, 2, 4
 BATCH = 500
 LEASE_MS = 60_000
@@ -143,13 +145,11 @@ class DeadLetterDesk:
             )
         partition = int(headers["dlq-partition"]) if headers.get("dlq-partition", "").isdigit() else None
         times = int(headers[REDRIVEN]) if headers.get(REDRIVEN, "").isdigit() else 0
+        published = headers.get(FIRST_PUBLISHED) or str(letter.record.timestamp_ms)
         kept: Headers = tuple(header for header in letter.record.headers if not header[0].startswith(PREFIX))
-        record = NewRecord(
-            letter.record.key,
-            letter.record.value,
-            (*kept, (REDRIVEN, str(times + 1).encode())),
-            letter.record.timestamp_ms,
-        )
+        story = ((REDRIVEN, str(times + 1).encode()), (FIRST_PUBLISHED, published.encode()))
+        # With a time in the past it could be too old for its topic: refused there, or deleted before anybody got it.
+        record = NewRecord(letter.record.key, letter.record.value, (*kept, *story), int(time() * 1000))
         await self.check_target(topic)
         await self._patiently(self._post.open, *TRANSIENT)
         await self._post.send(topic, partition if to is None else None, record, spread=letter.record.offset)

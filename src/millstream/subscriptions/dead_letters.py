@@ -33,6 +33,8 @@ UNDER_WAY_MAX: Final = 5
 """So many of the last batches of a producer are remembered by a log."""
 MESSAGE_ID: Final = "message-id"
 PREFIX: Final = "dlq-"
+REDRIVEN: Final = "dlq-redriven"
+FIRST_PUBLISHED: Final = "dlq-timestamp"
 READ_BYTES: Final = 1
 GONE: Final = "the log has the message no more"
 _PLAN: Final = struct.Struct(">qii")
@@ -227,7 +229,6 @@ class DeadLetters:
             "topic": source,
             "partition": str(key.partition),
             "offset": str(one.offset),
-            "timestamp": str(record.timestamp_ms),
             "attempts": str(one.attempts),
             "reason": one.reason,
             "first-time": str(one.first_ms),
@@ -236,10 +237,19 @@ class DeadLetters:
         headers: Headers = tuple(header for header in record.headers if not header[0].startswith(PREFIX))
         if not any(name == MESSAGE_ID for name, _ in headers):
             headers += ((MESSAGE_ID, f"{key.topic_id}/{key.partition}/{one.offset}".encode()),)
-        headers += tuple((PREFIX + name, text.encode()) for name, text in told.items())
+        headers += (*_earlier_lives(record), *((PREFIX + name, text.encode()) for name, text in told.items()))
         return encode_batch(
             [NewRecord(record.key, record.value, headers, now_ms)],
             producer_id=plan.producer_id,
             producer_epoch=0,
             base_sequence=plan.sequence,
         )
+
+
+def _earlier_lives(record: Record) -> Headers:
+    """When the message was published first, and how often it was redriven since, if it was."""
+    told = dict(record.headers)
+    published = str(record.timestamp_ms).encode()
+    if REDRIVEN not in told:
+        return ((FIRST_PUBLISHED, published),)
+    return ((FIRST_PUBLISHED, told.get(FIRST_PUBLISHED) or published), (REDRIVEN, told[REDRIVEN]))
