@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -25,11 +26,12 @@ GivenHeaders = Mapping[str, HeaderValue] | Sequence[tuple[str, HeaderValue]]
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class NewMessage:
     """A message to publish, with all that `publish` takes; for `publish_many`."""
 
     value: Any = None
+    _: KW_ONLY
     key: str | bytes | None = None
     headers: GivenHeaders = ()
     id: str | None = None
@@ -41,7 +43,7 @@ def encoded(value: Any) -> tuple[bytes | None, Headers]:
     """A value as it is stored, and the header that tells what it is.
 
     Bytes go as they are; None stores no value, which deletes the key in a compacted topic; a text goes as UTF-8;
-    everything else as JSON, also dataclasses, times and `msgspec.Struct`.
+    everything else as JSON, also dataclasses, times and `msgspec.Struct`. Numbers that JSON does not have are refused.
     """
     if isinstance(value, bytes) or value is None:
         return value, ()
@@ -50,9 +52,16 @@ def encoded(value: Any) -> tuple[bytes | None, Headers]:
     if isinstance(value, bytearray | memoryview):
         return bytes(value), ()
     try:
-        return _encode(value), _JSON
+        content = _encode(value)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"this {type(value).__name__} cannot be published as JSON: {error}") from error
+    # The encoder writes null for NaN and the infinities, so only where it has done so are they looked for.
+    if b"null" in content and not _is_finite(msgspec.to_builtins(value)):
+        raise InvalidRequest(
+            f"this {type(value).__name__} cannot be published as JSON, which has no NaN and no infinity; "
+            "say None where there is no number"
+        )
+    return content, _JSON
 
 
 def key_bytes(key: str | bytes | None) -> bytes | None:
@@ -61,7 +70,7 @@ def key_bytes(key: str | bytes | None) -> bytes | None:
         return key
     if isinstance(key, str):
         return key.encode()
-    raise InvalidRequest(f"a key is a text or bytes, not {type(key).__name__}")
+    raise InvalidRequest(f"key must be a text or bytes, not {type(key).__name__}")
 
 
 def headers_of(
@@ -70,14 +79,14 @@ def headers_of(
     """The headers of a message: the given ones, and those that say what it is, what it is called and when it is due."""
     if not given and message_id is None and delay is None:
         return content
-    pairs = given.items() if isinstance(given, Mapping) else given
+    pairs = given.items() if isinstance(given, Mapping) else _pairs(given)
     headers: list[tuple[str, bytes | None]] = [(name, _header(name, value)) for name, value in pairs]
     names = {name for name, _ in headers}
     if CONTENT_TYPE not in names:
         headers += content
     if message_id is not None:
-        if not message_id:
-            raise InvalidRequest("the id of a message cannot be empty")
+        if not isinstance(message_id, str) or not message_id:
+            raise InvalidRequest(f"id must be a text that is not empty, not {message_id!r}")
         if MESSAGE_ID in names:
             raise InvalidRequest(f"a message has one id: give either id=… or the header {MESSAGE_ID!r}")
         headers.append((MESSAGE_ID, message_id.encode()))
@@ -90,14 +99,42 @@ def due_ms(delay: Delay, now: datetime | None = None) -> int:
     """When a delayed message is due, in milliseconds since 1970."""
     if isinstance(delay, datetime):
         if delay.tzinfo is None:
-            raise InvalidRequest("the time at which a message is due needs a time zone")
+            raise InvalidRequest("delay: the time at which a message is due needs a time zone")
         moment = delay
     else:
-        moment = (now or datetime.now(UTC)) + (delay if isinstance(delay, timedelta) else timedelta(seconds=delay))
+        moment = _later(now or datetime.now(UTC), delay)
     return max(0, int(moment.timestamp() * 1000))
 
 
+def _later(now: datetime, delay: float | timedelta) -> datetime:
+    try:
+        wait = delay if isinstance(delay, timedelta) else timedelta(seconds=delay)
+        if wait >= timedelta(0):
+            return now + wait
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise InvalidRequest(f"delay must be 0 or more seconds, a timedelta or a time, not {delay!r}")
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether JSON has every number in a value of plain lists and dictionaries."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(map(_is_finite, value)) and all(map(_is_finite, value.values()))
+    return not isinstance(value, list | tuple) or all(map(_is_finite, value))
+
+
+def _pairs(given: Any) -> Sequence[tuple[str, HeaderValue]]:
+    is_sequence = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    if not is_sequence or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in given):
+        raise InvalidRequest(f"headers must be a mapping of names to values, or pairs of them, not {given!r}")
+    return cast("Sequence[tuple[str, HeaderValue]]", given)
+
+
 def _header(name: str, value: HeaderValue) -> bytes | None:
+    if not isinstance(name, str):
+        raise InvalidRequest(f"headers must have texts as names, not {name!r}")
     if value is None or isinstance(value, bytes):
         return value
     if isinstance(value, str | int | float):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
+import msgspec
 import pytest
 
 from millstream.client.declaration import wanted_settings
 from millstream.client.held import Held
 from millstream.client.leased_records import read_leased
-from millstream.client.payload import due_ms, encoded, headers_of, key_bytes
+from millstream.client.payload import NewMessage, due_ms, encoded, headers_of, key_bytes
 from millstream.model.errors import InvalidRequest, InvalidSetting, InvalidSubscription
 from millstream.model.message_id import message_id
 from millstream.records.record import NewRecord, encode_batch
@@ -55,6 +57,36 @@ def test_what_cannot_be_said_is_refused() -> None:
         headers_of((), (), message_id="")
     with pytest.raises(InvalidRequest, match="time zone"):
         due_ms(datetime(2026, 1, 1))
+
+
+class Price(msgspec.Struct):
+    amount: float
+
+
+@pytest.mark.parametrize("value", [math.nan, {"x": math.inf}, [None, (1, -math.inf)], Price(math.nan)])
+def test_numbers_that_json_does_not_have_are_refused(value: object) -> None:
+    with pytest.raises(InvalidRequest, match="no NaN and no infinity"):
+        encoded(value)
+
+
+def test_no_value_in_a_value_is_none_of_them() -> None:
+    assert encoded({"none": None, "n": [1.5, "null"]})[0] == b'{"none":null,"n":[1.5,"null"]}'
+
+
+@pytest.mark.parametrize("headers", [["a"], ["ab"], "ab", 5, [("a", "b", "c")], {5: "a"}])
+def test_headers_that_are_none_are_refused_by_name(headers: Any) -> None:
+    with pytest.raises(InvalidRequest, match="headers must"):
+        headers_of(headers, ())
+
+
+@pytest.mark.parametrize("delay", [-5, timedelta(seconds=-1), math.nan, math.inf, "5", -0.001])
+def test_a_delay_that_is_none_is_refused_by_name(delay: Any) -> None:
+    with pytest.raises(InvalidRequest, match="delay must be"):
+        headers_of((), (), delay=delay)
+
+
+def test_the_value_of_a_new_message_needs_no_name() -> None:
+    assert NewMessage("x", key="k") == NewMessage(value="x", key="k")
 
 
 def test_headers_say_what_a_message_is_and_when_it_is_due() -> None:
