@@ -81,11 +81,12 @@ class Leasing:
         is_wanted = False
         try:
             for node in asked:
-                left = request.max_records - len(messages)
-                if left <= 0:
+                left, left_bytes = request.max_records - len(messages), request.max_bytes - _size(messages)
+                if left <= 0 or left_bytes <= 0:
                     break
+                rest = msgspec.structs.replace(request, max_records=left, max_bytes=left_bytes)
                 try:
-                    messages += await self._from(node, msgspec.structs.replace(request, max_records=left))
+                    messages += await self._from(node, rest)
                 except _PASSING as error:
                     failed.append(error)
             is_wanted = True
@@ -151,6 +152,10 @@ class Leasing:
             self._nodes = sorted((await self._client.metadata(())).nodes)
             self._known_until = now + NODES_S
         return self._nodes
+
+
+def _size(messages: Sequence[LeasedMessage]) -> int:
+    return sum(len(one.record.key or b"") + len(one.record.value or b"") for one in messages)
 
 
 def _refused(answer: ReceiveAnswer, subscription: str) -> MillstreamError:

@@ -109,6 +109,14 @@ async def test_what_is_there_is_taken_from_one_node_after_the_other() -> None:
     assert not cluster.released
 
 
+async def test_all_nodes_together_give_no_more_bytes_than_was_asked_for() -> None:
+    cluster = Cluster(3)
+    for node in cluster.nodes.values():
+        node.messages = 2
+    await leasing(cluster).receive(request(max_bytes=4))
+    assert [node.asked[0].max_bytes for node in cluster.nodes.values() if node.asked] == [4, 2]
+
+
 async def test_whoever_waits_gets_what_comes_to_any_node_and_hangs_up_on_the_others() -> None:
     cluster = Cluster(3)
     waiting = asyncio.create_task(leasing(cluster).receive(request()))
