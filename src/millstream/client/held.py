@@ -33,6 +33,7 @@ class Held:
         "attempt",
         "deadline_ms",
         "is_leased",
+        "lease_s",
         "left",
         "messages",
         "node",
@@ -67,6 +68,8 @@ class Held:
         self.node = node
         """The node that gave them; None when it has to be found out who leads the partition now."""
         self.received = received
+        self.lease_s = lease_s
+        """How long leases last, and are extended for; None if nothing is leased."""
         self.is_leased = lease_s is not None
         self.valid_until = float("inf") if lease_s is None else received + lease_s
         """By the clock of the loop."""

@@ -69,6 +69,7 @@ class Receiver:
         self._low = self._ahead * 3 // 4
         """When so few wait, more are asked for."""
         self._lease_s = lease_s
+        """How long leases last; every answer tells what is declared then."""
         self._is_settled_at_once = delivery == AT_MOST_ONCE
         self._loop = asyncio.get_running_loop()
         self.settling = Settling(client, subscription, worker, lost=self._lost)
@@ -395,6 +396,8 @@ class Receiver:
     def _take_in(self, node: NodeId, partitions: list[PartitionMessages]) -> None:
         before = len(self._buffer)
         for part in partitions:
+            if part.lease_ms is not None:
+                self._lease_s = part.lease_ms / 1000
             attempts = {lease.attempt for lease in part.leases}
             if len(attempts) == 1:
                 self._buffer += self._hold(node, part, part.leases)
@@ -435,11 +438,13 @@ class Receiver:
         open_messages = [one for one in held.messages if not one.is_settled and one not in left_alone]
         if not open_messages:
             return
-        self.settling.tell(Order(held, [message.offset for message in open_messages], EXTEND))
-        held.valid_until = self._loop.time() + self._lease_s
+        # The time is named: another lease may have been declared meanwhile, and these go on as they began.
+        lease_s = held.lease_s or self._lease_s
+        self.settling.tell(Order(held, [message.offset for message in open_messages], EXTEND, int(lease_s * 1000)))
+        held.valid_until = self._loop.time() + lease_s
         if held.deadline_ms is not None:
-            held.deadline_ms += int(self._lease_s * 500)
-        held.timer = self._loop.call_later(self._lease_s / 2, self._renew, held)
+            held.deadline_ms += int(lease_s * 500)
+        held.timer = self._loop.call_later(lease_s / 2, self._renew, held)
 
     def _wake(self, count: int) -> None:
         idle = self._idle

@@ -45,6 +45,8 @@ class PartitionMessages(msgspec.Struct, frozen=True, array_like=True):
     partition: int
     leases: list[LeasedRange]
     batches: bytes
+    lease_ms: int | None = None
+    """How long the leases last from now on, since a worker's clock may be another one than the broker's."""
 
 
 class ReceiveAnswer(msgspec.Struct, frozen=True, array_like=True):

@@ -14,7 +14,7 @@ import pytest
 
 from millstream.client import receiver as module
 from millstream.client.held import Held
-from millstream.client.message import ACCEPT
+from millstream.client.message import ACCEPT, EXTEND
 from millstream.client.message_stream import MessageStream
 from millstream.client.receiver import Receiver
 from millstream.model.errors import InvalidRecordState
@@ -35,6 +35,7 @@ class Cluster:
         self._offset = 0
         self.settled: list[tuple[int, int]] = []
         """Verbs and offsets, as they were told."""
+        self.extended_ms: list[int | None] = []
 
     async def metadata(self, topics: object) -> Any:
         return SimpleNamespace(nodes={NodeId(node): None for node in self.nodes}, topics={})
@@ -48,17 +49,18 @@ class Cluster:
         results: list[list[tuple[int, str | None]]] = []
         for part in request.partitions:
             results.append([(0, None) for _ in part.verbs])
+            self.extended_ms += [one.delay_ms for one in part.verbs if one.verb == EXTEND]
             for one in part.verbs:
                 self.settled += [(one.verb, offset) for offset in range(one.first, one.last + 1)]
         return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, results)))
 
-    def give(self, node: int, count: int) -> None:
+    def give(self, node: int, count: int, lease_ms: int | None = None) -> None:
         """Answer the next request of a node."""
         leases = [LeasedRange(self._offset, self._offset + count - 1, 1, 0)]
         records = [NewRecord(None, b"%d" % number) for number in range(count)]
         batches = bytes(encode_batch(records, base_offset=self._offset)) if count else b""
         self._offset += count
-        parts = [PartitionMessages("orders", b"0" * 16, node, leases, batches)] if count else []
+        parts = [PartitionMessages("orders", b"0" * 16, node, leases, batches, lease_ms)] if count else []
         self._queue(node).put_nowait(parts)
 
     def _queue(self, node: int) -> asyncio.Queue[list[PartitionMessages]]:
@@ -253,3 +255,20 @@ async def test_messages_keep_their_order_whichever_delivery_they_are() -> None:
             (2, 3, 3),
             (3, 1, 1),
         ]
+
+
+async def test_a_lease_that_was_changed_is_followed() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=10, lease_s=30.0) as receiver:
+        cluster.give(1, 1)
+        cluster.give(1, 1, lease_ms=5000)
+        await until(lambda: len(receiver._buffer) == 2)
+        old, new = receiver.take_many(2)
+        loop = asyncio.get_running_loop()
+        assert (old._held.lease_s, new._held.lease_s) == (30.0, 5.0)
+        assert new._held.valid_until <= loop.time() + 5
+        for message in (old, new):
+            receiver._renew(message._held)
+        await receiver.settling.flush()
+        assert cluster.extended_ms == [30_000, 5000]
+        assert old._held.valid_until > loop.time() + 5 >= new._held.valid_until

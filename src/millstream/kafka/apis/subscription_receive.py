@@ -109,4 +109,5 @@ def _told(given: Given) -> PartitionMessages:
         partition.index,
         [LeasedRange(*lease) for lease in given.received.leases],
         b"".join(given.received.batches),
+        given.delivery.settings.lease_ms,
     )
