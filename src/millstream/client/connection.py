@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 from millstream.client import tracing
 from millstream.client.declaration import Declared, Start, declare, wanted_settings
@@ -21,13 +22,14 @@ from millstream.client.lane import ACKS_NONE
 from millstream.client.live_receiver import LiveReceiver
 from millstream.client.message_stream import MessageStream
 from millstream.client.payload import Delay, GivenHeaders, NewMessage, encoded, headers_of, key_bytes
-from millstream.client.publisher import ACKS_ALL, BATCH_BYTES, BUFFER_BYTES, Publisher
+from millstream.client.publisher import ACKS_ALL, BATCH_BYTES, BUFFER_BYTES, COMPRESSIONS, Publisher
 from millstream.client.receipt import Receipt
 from millstream.client.receipt_book import ReceiptBook
 from millstream.client.receiver import Receiver
 from millstream.client.source import Source
 from millstream.client.subscriber import DRAIN_S, Handler, Subscriber
-from millstream.model.errors import InvalidRequest, InvalidSubscription, PublishFailed, UnknownTopic
+from millstream.model.errors import InvalidRequest, InvalidSubscription, InvalidTopicName, PublishFailed, UnknownTopic
+from millstream.model.topic import check_topic_name
 from millstream.records.record import Headers, NewRecord
 from millstream.wire.client import Client
 from millstream.wire.delivery_state import MessageDelivery
@@ -44,7 +46,7 @@ def connect(
     publish_timeout: float = 120.0,
     linger: float = 0.0,
     compression: str = "none",
-    acks: int = ACKS_ALL,
+    acks: int | Literal["all"] = ACKS_ALL,
     batch_bytes: int = BATCH_BYTES,
     buffer_bytes: int = BUFFER_BYTES,
     receipts: str | Path | None = None,
@@ -53,9 +55,20 @@ def connect(
 
     `timeout` holds for questions, in seconds, and `publish_timeout` for a publish, which is repeated through failures
     until then. `linger` has messages wait for others that long; without, they go at once and batches grow under load.
+    `acks` is "all" (or -1) for every replica in sync, 1 for the leader alone, 0 for no answer at all.
     `receipts` names a file in which every acknowledged message is noted, to be held against the log later.
     """
-    client = Client.connect(",".join(addresses), client_id=client_id, timeout_s=timeout, waiting_max=_WAITING_MAX)
+    needed = ACKS_ALL if acks == "all" else acks
+    _check_options(addresses, needed, compression, receipts)
+    _check_numbers(timeout=timeout, publish_timeout=publish_timeout, linger=linger)
+    _check_numbers(1, batch_bytes=batch_bytes, buffer_bytes=buffer_bytes)
+    client = Client.connect(
+        ",".join(addresses),
+        client_id=client_id,
+        timeout_s=timeout,
+        waiting_max=_WAITING_MAX,
+        given_as="to millstream.connect",
+    )
 
     def publisher() -> Publisher:
         return Publisher(
@@ -64,14 +77,34 @@ def connect(
             batch_bytes=batch_bytes,
             buffer_bytes=buffer_bytes,
             compression=compression,
-            acks=acks,
+            acks=needed,
             timeout_s=publish_timeout,
         )
 
-    if receipts is not None and acks == ACKS_NONE:
-        raise InvalidRequest("without acknowledgements (acks=0) there is nothing that a book of receipts could keep")
     book = None if receipts is None else ReceiptBook(receipts)
     return Connection(client, publisher, client_id=client_id, book=book)
+
+
+def _check_options(addresses: Sequence[object], acks: object, compression: object, receipts: object) -> None:
+    """Say at once what is wrong, and which argument it is."""
+    if not addresses:
+        raise InvalidRequest('give the address of a broker, as in millstream.connect("localhost:9092")')
+    for address in addresses:
+        if not isinstance(address, str):
+            raise InvalidRequest(f'an address is a text such as "localhost:9092", not {address!r}')
+    if acks not in (ACKS_ALL, 1, ACKS_NONE):
+        raise InvalidRequest(f'acks must be "all" (or -1), 1 or 0, not {acks!r}')
+    if compression not in COMPRESSIONS:
+        raise InvalidRequest(f"compression must be one of {', '.join(COMPRESSIONS)}, not {compression!r}")
+    if receipts is not None and acks == ACKS_NONE:
+        raise InvalidRequest("without acknowledgements (acks=0) there is nothing that a book of receipts could keep")
+
+
+def _check_numbers(least: int = 0, /, **numbers: object) -> None:
+    for name, number in numbers.items():
+        # Written so that NaN, which is not smaller than anything, is refused as well.
+        if not isinstance(number, int | float) or not number >= least:
+            raise InvalidRequest(f"{name} must be a number of at least {least}, not {number!r}")
 
 
 class Connection:
@@ -149,6 +182,7 @@ class Connection:
         seconds or a time, is heeded by subscriptions. With `deduplicate`, a message whose `id` was published a while
         ago (`deduplication.window.ms` of the topic) is not stored again, and the receipt is that of the first one.
         """
+        _check_topic(topic)
         content, kind = encoded(value)
         written = headers_of(headers, kind, id, delay)
         if tracing.is_on():
@@ -167,6 +201,12 @@ class Connection:
 
         Raises `PublishFailed` if some could not be stored: it tells which, and has the receipts of the others.
         """
+        _check_topic(topic)
+        if isinstance(values, str | bytes | bytearray | memoryview | Mapping) or not isinstance(values, Iterable):
+            raise InvalidRequest(
+                f"values must be a list, or another iterable, of what is published, not one {type(values).__name__}; "
+                "publish takes a single value"
+            )
         if tracing.is_on():
             messages = list(values)
             with tracing.publish_span(topic, count=len(messages), client_id=self._client_id) as span:
@@ -252,23 +292,29 @@ class Connection:
         its lease is renewed. What is None of `filter` to `expires` is as declared; what is not must be as declared, or
         is changed with `update`. With `live`, nothing is declared: the handler gets what is published from now on.
         """
+        if not callable(handler):
+            raise InvalidSubscription(
+                f"handler must be a function that takes a message, not {handler!r}; give it without calling it"
+            )
         if concurrency < 1 or in_flight < 1:
             raise InvalidSubscription("concurrency and in_flight are at least 1")
+        asked: dict[str, Any] = {
+            "filter": filter,
+            "delivery": delivery,
+            "ordered": ordered,
+            "lease": lease,
+            "attempts": attempts,
+            "backoff": backoff,
+            "dead_letter": dead_letter,
+            "start": start,
+            "expires": expires,
+        }
         source: Source
         if live:
+            _refuse_declared(asked | {"name": name, "update": update or None})
             source = LiveReceiver(self.client, _listed(topics))
         else:
-            settings = wanted_settings(
-                filter=filter,
-                delivery=delivery,
-                ordered=ordered,
-                lease=lease,
-                attempts=attempts,
-                backoff=backoff,
-                dead_letter=dead_letter,
-                start=start,
-                expires=expires,
-            )
+            settings = wanted_settings(**asked)
             declared = await self._declare(topics, name, settings, update=update)
             source = self._receiver(declared, credit=in_flight, ahead=concurrency)
 
@@ -358,10 +404,32 @@ class Connection:
 
 
 def _listed(topics: str | Sequence[str]) -> list[str]:
+    if not isinstance(topics, str | Iterable):
+        raise InvalidTopicName(f"topics must be the name of a topic, or a list of names, not {topics!r}")
     listed = [topics] if isinstance(topics, str) else list(topics)
     if not listed:
         raise UnknownTopic("name a topic at least")
+    for topic in listed:
+        _check_topic(topic)
     return listed
+
+
+def _check_topic(topic: object) -> None:
+    if not isinstance(topic, str):
+        raise InvalidTopicName(f"topic must be the name of a topic, a text, not {topic!r}")
+    _check_name(topic)
+
+
+_check_name = lru_cache(maxsize=1024)(check_topic_name)
+
+
+def _refuse_declared(asked: Mapping[str, object]) -> None:
+    """What only a declared subscription has."""
+    given = [name for name, value in asked.items() if value is not None]
+    if given:
+        raise InvalidSubscription(
+            f"with live=True nothing is declared, so {', '.join(given)} would have no effect; leave it out, or live=True"
+        )
 
 
 def _record(value: Any) -> NewRecord:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from millstream.model.errors import InvalidSubscription, SubscriptionExists
+from millstream.admin.subscriptions import start_of
+from millstream.model.errors import InvalidRequest, InvalidSubscription, SubscriptionExists
 from millstream.model.subscription import (
     AT_TIME,
     ATTEMPTS,
@@ -122,6 +123,13 @@ def _start(start: Start) -> str:
         return f"{BY_DURATION}PT{int(start.total_seconds())}S"
     if isinstance(start, datetime):
         if start.tzinfo is None:
-            raise InvalidSubscription("the time at which a subscription starts needs a time zone")
+            raise InvalidSubscription("start: the time at which a subscription begins needs a time zone")
         return f"{AT_TIME}{int(start.timestamp() * 1000)}"
-    return start
+    if not isinstance(start, str):
+        raise InvalidSubscription(f"start must be a text, a time or a timedelta, not {start!r}")
+    try:
+        said = start if start.startswith(AT_TIME) else start_of(start)
+        SubscriptionSettings.from_strings({START: said})
+        return said
+    except InvalidRequest as error:
+        raise InvalidSubscription(f"start: {error}") from error

@@ -64,6 +64,9 @@ class ListedOffset(NamedTuple):
     leader_epoch: Epoch
 
 
+_GIVEN_AS: Final = "with --brokers HOST:PORT"
+
+
 class Client:
     """A client of one cluster. Use it as a context manager; one instance serves many tasks of one loop."""
 
@@ -74,11 +77,14 @@ class Client:
         client_id: str,
         timeout_s: float,
         waiting_max: int = BORROWED_MAX,
+        given_as: str = _GIVEN_AS,
     ) -> None:
         self._bootstrap = tuple(bootstrap)
         self._client_id = client_id
         self._timeout_s = timeout_s
         self._waiting_max = waiting_max
+        self._given_as = given_as
+        """How addresses are given, for whoever is told that nobody answers there."""
         self._pools: dict[tuple[str, int], Pool] = {}
         self._nodes: dict[NodeId, NodeMetadata] = {}
         self._leaders: dict[TopicPartition, NodeId] = {}
@@ -92,6 +98,7 @@ class Client:
         client_id: str = "millstream",
         timeout_s: float = 30.0,
         waiting_max: int = BORROWED_MAX,
+        given_as: str = _GIVEN_AS,
     ) -> Self:
         """Prepare a client from `host:port,host:port`; entering it connects to the first that answers.
 
@@ -99,7 +106,7 @@ class Client:
         """
         parts = [part.strip() for part in addresses.split(",") if part.strip()]
         bootstrap = [parse_address(part, name="the broker address") for part in parts or [addresses]]
-        return cls(bootstrap, client_id=client_id, timeout_s=timeout_s, waiting_max=waiting_max)
+        return cls(bootstrap, client_id=client_id, timeout_s=timeout_s, waiting_max=waiting_max, given_as=given_as)
 
     async def __aenter__(self) -> Self:
         try:
@@ -448,7 +455,7 @@ class Client:
         tried = ", ".join(f"{host}:{port}" for host, port in addresses)
         raise BrokerUnreachable(
             f"no broker answered at {tried} ({'; '.join(reasons)}); start one with `millstream serve`, "
-            "or give the address of one that runs with --brokers HOST:PORT"
+            f"or give the address of one that runs {self._given_as}"
         )
 
     def _pool(self, host: str, port: int) -> Pool:
