@@ -463,5 +463,5 @@ class Settling:
             except MillstreamError as error:
                 doubt = str(error)
             self._doubtful.popleft()
-            text = f"it is not known whether {topic}-{partition} at {order.offsets[0]} was accepted: {doubt}"
+            text = f"{topic}-{partition} at {order.offsets[0]} is not held, nor known to be accepted: {doubt}"
             self._told(order, None if doubt is None else InvalidRecordState(text))
