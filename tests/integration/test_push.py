@@ -171,6 +171,13 @@ async def test_an_endpoint_that_is_away_is_waited_for_and_told(server: Server) -
         # None has used up its attempts, and there is no dead letter topic that would take one.
         assert await work.ended(20) == ["accepted"] * 20
         assert (await work.pushed(state="up"))["concurrency"] > 1
+        # However much it took before, a single message finds out that it is away again, and loses no attempt by it.
+        await work.hook.stop()
+        await work.publish("20")
+        await work.pushed(state="down")
+        await work.hook.start()
+        assert await work.ended(21) == ["accepted"] * 21
+        assert work.hook.requests[-1].headers["ce-attempt"] == "1"
 
 
 async def test_a_slow_endpoint_keeps_its_leases(server: Server) -> None:

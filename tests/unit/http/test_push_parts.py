@@ -228,10 +228,10 @@ def test_failures_of_one_moment_count_once() -> None:
     endpoint = Endpoint(100)
     for _ in range(63):
         endpoint.succeeded(endpoint.limit)
-    endpoint.failed(began=0.0, now=1.0)
-    endpoint.failed(began=0.5, now=1.1)
+    endpoint.failed(began=0.0, now=1.0, under_way=64)
+    endpoint.failed(began=0.5, now=1.1, under_way=63)
     assert endpoint.limit == 32
-    endpoint.failed(began=1.0, now=2.0)
+    endpoint.failed(began=1.0, now=2.0, under_way=62)
     assert (endpoint.limit, endpoint.state) == (16, "failing")
 
 
@@ -240,20 +240,46 @@ def test_an_endpoint_is_down_when_everything_fails_that_was_under_way() -> None:
     for _ in range(9):
         endpoint.succeeded(endpoint.limit)
     assert endpoint.limit == 10
-    for _ in range(9):
-        endpoint.failed(began=0.0, now=1.0)
+    for ended in range(9):
+        endpoint.failed(began=0.0, now=1.0, under_way=10 - ended)
     assert endpoint.state == "failing"
-    endpoint.failed(began=0.0, now=1.0)
+    endpoint.failed(began=0.0, now=1.0, under_way=1)
     assert endpoint.is_down
     assert endpoint.rest_left(1.0) == REST_S_MIN
     assert (endpoint.room(0, 1.5), endpoint.room(0, 2.0), endpoint.room(1, 2.0)) == (0, 1, 0)
     # Others that began before say nothing new; a probe does.
-    endpoint.failed(began=0.0, now=1.5)
+    endpoint.failed(began=0.0, now=1.5, under_way=1)
     assert endpoint.rest_left(1.5) == 0.5
-    endpoint.failed(began=2.0, now=3.0)
+    endpoint.failed(began=2.0, now=3.0, under_way=1)
     assert endpoint.rest_left(3.0) == 2 * REST_S_MIN
     endpoint.succeeded(1)
     assert (endpoint.state, endpoint.limit) == ("up", 2)
+
+
+def _grown() -> Endpoint:
+    endpoint = Endpoint(100)
+    for _ in range(200):
+        endpoint.succeeded(endpoint.limit)
+    assert endpoint.limit == 100
+    return endpoint
+
+
+def test_how_many_could_be_under_way_does_not_matter_when_few_are() -> None:
+    endpoint = _grown()
+    for _ in range(DOWN_AFTER):
+        assert not endpoint.is_down
+        endpoint.failed(began=0.0, now=1.0, under_way=1)
+    assert endpoint.is_down
+
+
+def test_an_endpoint_that_takes_no_connection_is_down_once_nothing_is_under_way_that_could_say_else() -> None:
+    endpoint = _grown()
+    endpoint.failed(began=0.0, now=1.0, under_way=2, is_unsent=True)
+    assert endpoint.state == "failing"
+    endpoint.succeeded(1)
+    assert endpoint.state == "up"
+    endpoint.failed(began=1.0, now=2.0, under_way=1, is_unsent=True)
+    assert (endpoint.state, endpoint.rest_left(2.0)) == ("down", REST_S_MIN)
 
 
 @settings(max_examples=100)
@@ -266,7 +292,7 @@ def test_an_endpoint_is_never_asked_more_than_it_may_and_never_forgotten(steps: 
             endpoint.succeeded(endpoint.limit)
             in_a_row = 0
         elif what == "bad":
-            endpoint.failed(began, now)
+            endpoint.failed(began, now, endpoint.limit)
             in_a_row += 1
         else:
             endpoint.refused()

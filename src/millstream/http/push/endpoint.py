@@ -2,8 +2,9 @@
 
 It begins with one request at a time. While all goes well the limit grows, first by one with each answer, later by one
 with each round of them; a failure halves it. When everything that is under way fails, and three requests at least, the
-endpoint counts as down: it is left alone for a while, and then asked with one message, until it answers. So an endpoint
-that is down does not use up the attempts of everything that waits for it.
+endpoint counts as down: it is left alone for a while, and then asked with one message, until it answers. One that takes
+no connection is down at once, however few are under way. So an endpoint that is down does not use up the attempts of
+everything that waits for it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Endpoint:
         self._limit = 1.0
         self._threshold = self._cap
         self._failures = 0
-        # How many failures in a row are too many: as many as could be under way when the first came.
-        self._failures_max = DOWN_AFTER
+        # How many were under way when the first failure came: when as many have failed in a row, all have.
+        self._at_first_failure = 1
         self._rest_s = REST_S_MIN
         self._shrunk_at = float("-inf")
         self._resting_until = float("-inf")
@@ -71,19 +72,24 @@ class Endpoint:
             step = 1.0 if self._limit < self._threshold else 1.0 / self._limit
             self._limit = min(self._cap, self._limit + step)
 
-    def failed(self, began: float, now: float) -> None:
-        """It has not answered, or said that it cannot; `began` is when it was asked."""
+    def failed(self, began: float, now: float, under_way: int, *, is_unsent: bool = False) -> None:
+        """It has not answered, or said that it cannot.
+
+        `began` is when it was asked, `under_way` how many requests are, this one among them, and `is_unsent` says that
+        it took no connection.
+        """
         self.is_used = True
         if not self._failures:
-            self._failures_max = max(DOWN_AFTER, self.limit)
+            self._at_first_failure = under_way
         self._failures += 1
+        failures_max = max(1 if is_unsent else DOWN_AFTER, self._at_first_failure)
         # Of those that were under way at the same time, the first has said what there is to say.
         is_news = began >= self._shrunk_at
         if is_news:
             self._limit = max(1.0, self._limit / 2)
             self._threshold = max(2.0, self._limit)
             self._shrunk_at = now
-        if self._failures >= self._failures_max and (is_news or not self.is_down):
+        if self._failures >= failures_max and (is_news or not self.is_down):
             self.is_down = True
             self.rest(self._rest_s, now)
             self._rest_s = min(2 * self._rest_s, REST_S_MAX)

@@ -2,7 +2,8 @@
 
 What is under way follows the endpoint (`endpoint`). A lease is extended while its message is being sent. When the
 endpoint does not answer at all and counts as down, one message is kept and sent again after each rest, so that waiting
-for the endpoint costs no attempts; after some of these another message gets its turn, in case it is the message.
+for the endpoint costs no attempts. When it has got the message some times, and never answered, another message gets its
+turn, in case it is the message; while it takes no connection it cannot be.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ IN_FLIGHT_BYTES_MAX: Final = 16 * 1024 * 1024
 """How much is held of one subscription; one message is always taken."""
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
 PROBES_MAX: Final = 5
-"""How often one message is sent to an endpoint that is down before another is tried."""
+"""How often an endpoint that is down gets one message before another is tried."""
 REASON_LENGTH_MAX: Final = 500
 
 ReceiveFrom = Callable[[Receive], Awaitable[list[LeasedMessage]]]
@@ -191,11 +192,13 @@ class Pusher:
         endpoint, sender = self._endpoint, self._sender
         try:
             content = content_of(message, self.declared.layout)
-            for _ in range(PROBES_MAX):
+            sent = 0
+            while True:
                 began = self._now
                 answer = await sender.post(content)
                 self._note(endpoint, answer, began)
-                if not self._is_kept(endpoint, answer):
+                sent += not answer.is_unsent
+                if sent >= PROBES_MAX or not self._is_kept(endpoint, answer):
                     break
                 await self._rest(endpoint)
             await self._settle(message, answer)
@@ -211,7 +214,7 @@ class Pusher:
         elif answer.verdict is Verdict.REFUSED:
             endpoint.refused()
         else:
-            endpoint.failed(began, now)
+            endpoint.failed(began, now, len(self._in_flight), is_unsent=answer.is_unsent)
             if answer.retry_after_s is not None:
                 endpoint.rest(answer.retry_after_s, now)
         if (endpoint.state == "down") != (was == "down"):

@@ -8,6 +8,7 @@ No proxy of the environment is used, no cookie kept, and of an answer no more th
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import AsyncIterable
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ READ_BYTES_MAX: Final = 64 * 1024
 PLACED_MAX: Final = 64
 _REDIRECTS: Final = frozenset({301, 302, 307, 308})
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+_UNSENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, socket.gaierror)
 _USER_AGENT: Final = f"Millstream/{__version__}".encode()
 
 
@@ -79,7 +81,7 @@ class Sender:
             return Answer(0, str(refused))
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ssl.SSLError) as error:
             self._addresses.forget()
-            return Answer(0, _line(str(error) or type(error).__name__))
+            return Answer(0, _line(str(error) or type(error).__name__), is_unsent=isinstance(error, _UNSENT))
 
     async def _follow(self, content: Content) -> Answer:
         url = self._url
@@ -102,11 +104,15 @@ class Sender:
             except httpx.ConnectError as error:
                 failed = error
                 continue
-            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as broken:
                 if self._target.is_once:
                     raise
                 # A connection that was kept may have been closed by the other end just now; another one tells.
-                answered = await self._exchange(url, address, content)
+                try:
+                    answered = await self._exchange(url, address, content)
+                except _UNSENT:
+                    # The first may have come to the endpoint, and even be what has ended it.
+                    raise broken from None
             self._addresses.prefer(address)
             return answered
         raise failed or OSError(f"{url.host} has no address")
@@ -134,7 +140,8 @@ class Sender:
             content=content.body,
             extensions={
                 "sni_hostname": self._host,
-                "timeout": dict.fromkeys(("connect", "read", "write", "pool"), timeout_s),
+                # Shorter for the connection, so that it is told when there is none from when there is no answer.
+                "timeout": {"connect": timeout_s / 2, **dict.fromkeys(("read", "write", "pool"), timeout_s)},
             },
         )
 

@@ -34,6 +34,8 @@ class Answer(NamedTuple):
     status: int
     text: str = ""
     retry_after_s: float | None = None
+    is_unsent: bool = False
+    """Whether there was no connection, so that nothing of the message can have come to the endpoint."""
 
     @property
     def verdict(self) -> Verdict:
