@@ -428,7 +428,7 @@ def _refuse_declared(asked: Mapping[str, object]) -> None:
     given = [name for name, value in asked.items() if value is not None]
     if given:
         raise InvalidSubscription(
-            f"with live=True nothing is declared, so {', '.join(given)} would have no effect; leave it out, or live=True"
+            f"with live=True nothing is declared, so {', '.join(given)} has no effect; leave it out, or live=True"
         )
 
 
