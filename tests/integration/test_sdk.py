@@ -159,6 +159,66 @@ async def test_a_stream_that_ends_gives_back_what_nobody_saw(ms: millstream.Conn
     assert sorted(int(one.text) for one in rest) == list(range(4, 20))
 
 
+async def test_a_loop_that_is_left_gives_back_what_nobody_saw(ms: millstream.Connection, topic: str) -> None:
+    await ms.publish_many(topic, ["one", "two", "three"], partition=0)
+    async for message in ms.subscription(topic, name=topic, start="start", in_flight=10):
+        assert message.text == "one"
+        break
+    await ms.publish(topic, "four", partition=0)
+    got = []
+    async with asyncio.timeout(HANG_S):
+        async for other in ms.subscription(topic, name=topic):
+            got.append(other.text)
+            await other.ack()
+            if len(got) == 3:
+                break
+    assert sorted(got) == ["four", "three", "two"]
+    # What the first loop has got is its own while the lease lasts.
+    await message.ack()
+    async with asyncio.timeout(HANG_S):
+        while ms._leaving:
+            await asyncio.wait(list(ms._leaving))
+
+
+async def test_batches_that_are_left_are_given_back(ms: millstream.Connection, topic: str) -> None:
+    await ms.publish_many(topic, range(100), partition=0)
+    async for messages in ms.subscription(topic, name=topic, start="start").batches(10):
+        first = {message.offset for message in messages}
+        for message in messages:
+            await message.ack()
+        break
+    async with asyncio.timeout(HANG_S):
+        async for message in ms.subscription(topic, name=topic):
+            first.add(message.offset)
+            await message.ack()
+            if len(first) == 100:
+                break
+
+
+def test_a_loop_without_await_may_be_left_as_well(server: Server, topic: str) -> None:
+    with millstream.connect_sync(server.kafka) as ms:
+        ms.publish_many(topic, ["one", "two", "three"], partition=0)
+        for message in ms.subscription(topic, name=topic, start="start"):
+            assert message.text == "one"
+            break
+        got = []
+        for other in ms.subscription(topic, name=topic):
+            got.append(other.text)
+            other.ack()
+            if len(got) == 2:
+                break
+        assert sorted(got) == ["three", "two"]
+        message.ack()
+
+
+async def test_the_end_of_a_connection_ends_a_loop_that_was_left(server: Server, topic: str) -> None:
+    async with millstream.connect(server.kafka) as ms:
+        await ms.publish(topic, "one")
+        async for _ in ms.subscription(topic, name=topic, start="start"):
+            break
+    assert ms._leaving == {}
+
+
 async def test_listening_gets_what_comes_and_keeps_nothing(ms: millstream.Connection, topic: str) -> None:
     await ms.publish(topic, "before")
     got = Gathering(1)

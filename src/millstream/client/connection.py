@@ -10,8 +10,11 @@ What it does by itself is little: payloads become bytes here, and the parts that
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -34,6 +37,8 @@ from millstream.records.record import Headers, NewRecord
 from millstream.wire.client import Client
 from millstream.wire.delivery_state import MessageDelivery
 from millstream.wire.subscriptions import SubscriptionClient
+
+_logger = logging.getLogger(__name__)
 
 _WAITING_MAX: Final = 1000
 """How many subscriptions and listeners of one connection may wait at a node."""
@@ -121,7 +126,11 @@ class Connection:
         self._book = book
         self._subscriptions = SubscriptionClient(client)
         self._subscribers: list[Subscriber] = []
-        self._streams: list[MessageStream] = []
+        self._streams: weakref.WeakSet[MessageStream] = weakref.WeakSet()
+        """Weak, since a stream ends when nobody iterates over it any more."""
+        self._leaving: dict[asyncio.Task[None], Source] = {}
+        """What streams that have ended so took messages of, until those are settled."""
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
         if self._book is not None:
@@ -133,6 +142,7 @@ class Connection:
                 self._book.close()
             raise
         self._publisher = self._make_publisher()
+        self._loop = asyncio.get_running_loop()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -141,7 +151,11 @@ class Connection:
     async def close(self, timeout: float = DRAIN_S) -> None:
         """Finish what handlers are at, send what was published, and close."""
         try:
-            ends = [*(one.drain(timeout) for one in self._subscribers), *(one.close() for one in self._streams)]
+            ends = [
+                *(one.drain(timeout) for one in self._subscribers),
+                *(one.close() for one in self._streams),
+                *(_left_now(task, source) for task, source in self._leaving.items()),
+            ]
             ended = await asyncio.gather(*ends, return_exceptions=True)
             # Handlers may publish until they have ended.
             if self._publisher is not None:
@@ -397,10 +411,41 @@ class Connection:
         )
 
     def _stream(self, begin: Callable[[], Any]) -> MessageStream:
-        stream = MessageStream(begin)
-        self._streams = [one for one in self._streams if not one.is_closed]
-        self._streams.append(stream)
+        stream = MessageStream(begin, self._left)
+        self._streams.add(stream)
         return stream
+
+    def _left(self, source: Source) -> None:
+        """Nobody iterates over a stream any more. The collector may find that in any thread."""
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if self._loop is None:
+            return
+        if self._loop is here:
+            self._leave(source)
+        else:
+            with suppress(RuntimeError):  # The loop has ended, and everything on it.
+                self._loop.call_soon_threadsafe(self._leave, source)
+
+    def _leave(self, source: Source) -> None:
+        task = asyncio.get_running_loop().create_task(source.leave())
+        self._leaving[task] = source
+        task.add_done_callback(self._has_left)
+
+    def _has_left(self, task: asyncio.Task[None]) -> None:
+        source = self._leaving.pop(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _logger.warning("messages of %r could not be given back: %s", source.subscription, error)
+
+
+async def _left_now(leaving: asyncio.Task[None], source: Source) -> None:
+    """Give up what is not settled, too."""
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    await source.give_back()
+    await source.close()
 
 
 def _listed(topics: str | Sequence[str]) -> list[str]:

@@ -122,6 +122,10 @@ class LiveReceiver:
             await asyncio.gather(self._task, return_exceptions=True)
         self._wake(len(self._idle))
 
+    async def leave(self) -> None:
+        """There is nothing to give back, and nothing to settle."""
+        await self.close()
+
     async def close(self) -> None:
         """Follow no longer."""
         await self.stop()

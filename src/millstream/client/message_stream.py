@@ -14,11 +14,14 @@ class MessageStream:
     """`async for message in stream`: each message is kept while the body works on it, until it is settled.
 
     A message that the body left unsettled comes back when its lease is over. Used as a context manager, or at the end
-    of the connection, the stream gives back what it holds.
+    of the connection, the stream gives back what it holds. So does one that nobody refers to any more, such as that of
+    a loop that was left; what the loop has got may still be settled then, while its lease lasts.
     """
 
-    def __init__(self, start: Callable[[], Awaitable[Source]]) -> None:
+    def __init__(self, start: Callable[[], Awaitable[Source]], left: Callable[[Source], None] | None = None) -> None:
         self._start = start
+        self._left = left
+        """Called, in any thread, with what nobody takes messages of any more."""
         self._receiver: Source | None = None
         self._current: Message | None = None
         self.is_closed = False
@@ -82,6 +85,18 @@ class MessageStream:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
+
+    def __del__(self) -> None:
+        self._leave()
+
+    async def aclose(self) -> None:
+        """As when nobody refers to the stream any more: it ends, and what was got of it may still be settled."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._receiver is not None and self._left is not None and not self.is_closed:
+            self.is_closed = True
+            self._left(self._receiver)
 
     async def close(self) -> None:
         """Take no more messages, and give back those that nobody has seen."""

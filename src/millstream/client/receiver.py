@@ -85,6 +85,8 @@ class Receiver:
         """Messages whose lease is not renewed any more, and what is due when it is over."""
         self._helds: set[Held] = set()
         """All of which a message is not settled."""
+        self._empty = asyncio.Event()
+        """Set when the last of them is."""
         self._stopping = False
         self._asked_nodes = 0.0
         self.error: MillstreamError | None = None
@@ -249,6 +251,8 @@ class Receiver:
             held.timer.cancel()
         held.messages.clear()
         self._helds.discard(held)
+        if not self._helds:
+            self._empty.set()
         took_s = self._loop.time() - held.received
         if took_s < _QUICK_S:
             self._ahead = min(self._credit, self._ahead * 2)
@@ -289,6 +293,18 @@ class Receiver:
         while self._buffer:
             self.tell(self._buffer.popleft(), RELEASE, 0, "the worker was stopped")
         await self.settling.flush()
+
+    async def leave(self) -> None:
+        """Give back what nobody has taken, and close when what was taken is settled or its lease is over."""
+        await self.give_back()
+        for held in list(self._helds):
+            for message in held.messages:
+                self.leave_alone(message)
+        while self._helds:
+            self._empty.clear()
+            await self._empty.wait()
+        await self.settling.flush()
+        await self.close()
 
     async def close(self) -> None:
         """Stop, and give up what is not settled."""

@@ -61,5 +61,8 @@ class Source(Protocol):
     async def give_back(self) -> None:
         """Stop, and release what nobody has taken."""
 
+    async def leave(self) -> None:
+        """Stop, release what nobody has taken, and close when what was taken is settled or its lease is over."""
+
     async def close(self) -> None:
         """Stop, and give up what is not settled."""

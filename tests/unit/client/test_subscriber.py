@@ -75,6 +75,9 @@ class Given:
     async def give_back(self) -> None:
         await self.stop()
 
+    async def leave(self) -> None:
+        raise NotImplementedError
+
     async def close(self) -> None:
         await self.stop()
 
