@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
+from millstream.model.errors import InvalidRecordState
 from millstream.model.ids import Offset
 
 
@@ -40,3 +41,8 @@ class Settle(NamedTuple):
     """Release, reject: why; the dead letter carries it."""
     attempt: int | None = None
     """The delivery that the worker speaks of, so that an old lease of it does not settle a newer one; None for any."""
+
+    def not_held_by(self, worker: str) -> InvalidRecordState:
+        """Why it is refused when the worker has no lease, or one of another delivery."""
+        what = f"message {self.first}" if self.first == self.last else f"messages {self.first} to {self.last}"
+        return InvalidRecordState(f"{worker} does not hold {what}, or not any more")

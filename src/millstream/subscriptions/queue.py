@@ -358,9 +358,7 @@ class Queue:
         if not runs or (settle.attempt is not None and any(run[2] != settle.attempt for run in runs)):
             if settle.verb == Verb.ACCEPT and self.settings.delivery == AT_MOST_ONCE:
                 return None
-            return InvalidRecordState(
-                f"{worker} does not hold messages {settle.first} to {settle.last}, or not any more"
-            )
+            return settle.not_held_by(worker)
         verb = settle.verb
         for first, last, attempt in runs:
             if verb == _ACCEPT:

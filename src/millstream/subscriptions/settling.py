@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millstream.model.errors import InvalidRecordState, InvalidRequest
+from millstream.model.errors import InvalidRequest
 from millstream.model.subscription import AT_MOST_ONCE
 from millstream.subscriptions.delivery import Delivery
 from millstream.subscriptions.lease import Settle, Verb
@@ -25,9 +25,7 @@ def settle_all(delivery: Delivery, worker: str, verbs: Sequence[Settle], gaps: S
         delivery.settle_now(worker, ())
         for verb in verbs:
             if not holds(delivery.queue, worker, verb):
-                raise InvalidRecordState(
-                    f"{worker} does not hold messages {verb.first} to {verb.last}, or not any more"
-                )
+                raise verb.not_held_by(worker)
     results = delivery.settle_now(worker, [*verbs, *gaps])
     refused = next((error for error in results[: len(verbs)] if error is not None), None)
     if refused is not None:

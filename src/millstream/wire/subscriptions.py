@@ -228,7 +228,7 @@ class SubscriptionClient:
                     results[run.start : run.stop] = [None] * len(run)
                     continue
                 for at in run:
-                    results[at] = refusal(code, text, about=f"message {listed[at].record.offset}")
+                    results[at] = refusal(code, text, about="" if text else f"message {listed[at].record.offset}")
                 if len(run) > 1:
                     refused.append(run)
         return refused

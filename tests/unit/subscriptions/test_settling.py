@@ -50,3 +50,14 @@ def test_who_holds_may_settle_and_nobody_else(
             expected = holds(queue, worker, settle)
             (refused,) = queue.settle(worker, [settle], now_ms=NOW_MS)
             assert (refused is None) == expected
+
+
+def test_what_a_worker_does_not_hold_is_named_plainly() -> None:
+    queue = Queue(KEY, SubscriptionSettings(), leader_epoch=1)
+    queue.begin(0, now_ms=NOW_MS)
+    one, several = (Settle(Offset(0), Offset(last), Verb.ACCEPT) for last in (0, 3))
+    told = [str(refused) for refused in queue.settle("one", [one, several], now_ms=NOW_MS)]
+    assert told == [
+        "one does not hold message 0, or not any more",
+        "one does not hold messages 0 to 3, or not any more",
+    ]
