@@ -12,7 +12,7 @@ import typer
 from millstream.admin.position import HELP
 from millstream.admin.subscriptions import HIDDEN_PREFIX, place_of, start_of, summary_of
 from millstream.cli.connection import ask
-from millstream.cli.exit_code import CommandFailed
+from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import (
     DEFAULT_BROKERS,
     DEFAULT_TIMEOUT_S,
@@ -332,7 +332,7 @@ def seek(
     )
     moved = sorted(found, key=lambda queue: (queue["topic"], queue["partition"]))
     if not moved:
-        raise CommandFailed(f"there is nothing to move: subscription {name!r} has no queue there")
+        raise CommandFailed(f"there is nothing to move: subscription {name!r} has no queue there", ExitCode.NOT_FOUND)
     if as_json:
         print_json({"subscription": name, "queues": moved})
         return

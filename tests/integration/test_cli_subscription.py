@@ -1,0 +1,28 @@
+"""Subscriptions by command: what is told of messages that are taken, and of what is not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from millstream.testing.command import CommandLine
+from millstream.testing.server import Server
+
+
+@pytest.fixture(scope="module")
+def millstream(server: Server) -> CommandLine:
+    return CommandLine(server.kafka)
+
+
+@pytest.fixture
+def name(millstream: CommandLine, request: pytest.FixtureRequest) -> str:
+    """A subscription on a topic of the same name, which has one partition."""
+    name = str(request.node.name).replace("_", "-")[-40:].strip("-")
+    assert millstream("topic", "create", name).code == 0
+    assert millstream("subscription", "create", name, "--topic", name, "--start", "start").code == 0
+    return name
+
+
+def test_a_seek_in_a_partition_that_is_not_there_finds_nothing(millstream: CommandLine, name: str) -> None:
+    refused = millstream("subscription", "seek", name, "--to", "start", "--partition", 7)
+    assert (refused.code, "has no queue there" in refused.err) == (3, True)
+    assert millstream("subscription", "seek", name, "--to", "start", "--partition", 0).code == 0
