@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
 
 ACCEPT, RELEASE, REJECT = 1, 2, 3
+_SETTLED = {ACCEPT: "Accepted", RELEASE: "Gave back", REJECT: "Rejected"}
 
 T = TypeVar("T")
 
@@ -362,11 +363,11 @@ def pull(
     if sum((accept, release, reject is not None)) > 1:
         raise typer.BadParameter("--accept, --release and --reject exclude each other")
     worker = f"cli/{socket.gethostname()}-{os.getpid()}"
+    verb = ACCEPT if accept else RELEASE if release else REJECT if reject is not None else None
 
     async def question(subscriptions: SubscriptionClient) -> list[LeasedMessage]:
         messages = await subscriptions.receive(name, worker, max_records=number, wait_ms=int(wait * 1000))
         _show(messages, as_json=as_json)
-        verb = ACCEPT if accept else RELEASE if release else REJECT if reject is not None else None
         if verb is not None and messages:
             errors = await subscriptions.settle(name, worker, messages, verb, reason=reject or "")
             for error in errors:
@@ -375,10 +376,16 @@ def pull(
         return messages
 
     messages = _ask(brokers, timeout + wait, question)
-    if not messages and not as_json:
-        print_note("No messages now.")
-    elif messages and not (accept or release or reject is not None) and not as_json:
-        print_note(f"{counted(len(messages), 'message')} held until the lease has run out (--accept ends it).")
+    if not as_json:
+        print_note(_pulled(len(messages), verb))
+
+
+def _pulled(count: int, verb: int | None) -> str:
+    if not count:
+        return "No messages now."
+    if verb is None:
+        return f"{counted(count, 'message')} held until the lease has run out (--accept ends it)."
+    return f"{_SETTLED[verb]} {counted(count, 'message')}."
 
 
 def _show(messages: Iterable[LeasedMessage], *, as_json: bool) -> None:
