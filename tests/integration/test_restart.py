@@ -117,6 +117,7 @@ def test_everything_is_there_after_a_restart(start_server: Any, topic: str, clea
     assert server.stop() == 0
 
 
+@pytest.mark.trial
 def test_restarts_in_a_row_lose_nothing(start_server: Any, topic: str) -> None:
     server: Server = start_server()
     client = Client(server, topic)

@@ -322,6 +322,7 @@ def test_nothing_of_a_batch_that_fails_is_visible(bench: Bench) -> None:
     assert sorted(bench.values()) == [b"0", b"1", b"2"]
 
 
+@pytest.mark.trial
 def test_a_broker_that_is_killed_under_a_running_query_costs_a_retry(bench: Bench) -> None:
     source = bench.create(f"{bench.topic}-source", partitions=2)
     bench.create(partitions=2)

@@ -26,6 +26,7 @@ def run(trial: TransactionTrial, plan: Plan, lines: list[str]) -> None:
     assert outcome.report.visible > 0
 
 
+@pytest.mark.trial
 def test_each_effect_is_there_once_although_a_node_and_its_programs_are_killed(tmp_path: Path) -> None:
     plan = Plan(
         kills=3,
