@@ -37,3 +37,14 @@ def test_a_pull_tells_what_became_of_the_messages(millstream: CommandLine, name:
     assert millstream(*pull, "--accept").err == "Accepted 1 message.\n"
     assert millstream("subscription", "pull", name, "--accept").err == "No messages now.\n"
     assert millstream("subscription", "pull", name, "--accept", "--json").err == ""
+
+
+def test_an_endpoint_to_which_no_node_pushes_is_told(millstream: CommandLine, name: str) -> None:
+    told = "is a private address, to which node 1 does not push; nodes that may have --push-private-addresses true.\n"
+    push = ("--push", "http://127.0.0.1:1/hook")
+    assert millstream("subscription", "create", f"{name}-2", "--topic", name, *push).err == f"127.0.0.1 {told}"
+    changed = millstream("subscription", "update", name, "--push", "http://[::1]:1/hook", "--json")
+    assert (changed.code, changed.err) == (0, f"::1 {told}")
+    assert millstream("subscription", "update", name, "--push", "https://example.invalid/hook").err == ""
+    for one in (name, f"{name}-2"):
+        assert millstream("subscription", "delete", one, "--yes").code == 0

@@ -33,6 +33,7 @@ from millstream.cli.output import (
     print_note,
     print_table,
 )
+from millstream.cli.push_address import push_note
 from millstream.cli.push_options import PushHeaders, PushSecret, PushUrl, print_push, push_overrides
 from millstream.model.errors import SubscriptionExists
 from millstream.model.subscription import (
@@ -156,7 +157,7 @@ def create(
     overrides.update(push_overrides(push, push_secret, push_header))
     overrides.update({START: start_of(start), **parse_assignments(settings or [], flag="--set")})
 
-    async def question(client: Client) -> tuple[bool, list[str]]:
+    async def question(client: Client) -> tuple[bool, list[str], str | None]:
         from millstream.wire.subscriptions import SubscriptionClient
 
         known = (await client.metadata(topic)).topics
@@ -166,10 +167,10 @@ def create(
         except SubscriptionExists:
             if not if_missing:
                 raise
-            return False, missing
-        return True, missing
+            return False, missing, None
+        return True, missing, await push_note(client, overrides)
 
-    created, missing = ask(brokers, timeout, question)
+    created, missing, note = ask(brokers, timeout, question)
     if as_json:
         print_json({"subscription": name, "topics": topic, "created": created, "missing_topics": missing})
     else:
@@ -177,6 +178,8 @@ def create(
         print_line(f"{said} {one_line(name)} on {', '.join(topic)}.")
     for one in missing:
         print_note(f"Topic {one_line(one)} does not exist yet; its messages are delivered once it is there.")
+    if note is not None:
+        print_note(note)
 
 
 @app.command("list")
@@ -267,12 +270,21 @@ def update(
     }
     if not changes and topic is None:
         raise typer.BadParameter("there is nothing to change; see --help for what can be")
-    _ask(brokers, timeout, lambda subscriptions: subscriptions.alter(name, changes, topics=topic))
+
+    async def question(client: Client) -> str | None:
+        from millstream.wire.subscriptions import SubscriptionClient
+
+        await SubscriptionClient(client).alter(name, changes, topics=topic)
+        return await push_note(client, changes)
+
+    note = ask(brokers, timeout, question)
     if as_json:
         given = shown({setting: value for setting, value in changes.items() if value is not None})
         print_json({"subscription": name, "changes": {**changes, **given}, "topics": topic})
     else:
         print_line(f"Changed subscription {one_line(name)}.")
+    if note is not None:
+        print_note(note)
 
 
 @app.command("pause")

@@ -1,0 +1,35 @@
+"""Addresses in URLs, however they are written."""
+
+from __future__ import annotations
+
+import pytest
+
+from millstream.cli.push_address import private_host
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "169.254.169.254",
+        "0x7f.1",
+        "127.1",
+        "2130706433",
+        "10.1.2.3",
+        "[::1]",
+        "[::ffff:127.0.0.1]",
+        "[fe80::1%25eth0]",
+        "localhost",
+        "Localhost.",
+        "hook.localhost",
+    ],
+)
+def test_private_addresses_are_known_as_they_are_written(host: str) -> None:
+    assert private_host(f"http://{host}:8080/hook") == host.strip("[]").lower().rstrip(".")
+
+
+@pytest.mark.parametrize(
+    "url", ["", "https://example.com/", "http://8.8.8.8/", "http://10.example.com/", "http://[::1"]
+)
+def test_names_and_public_addresses_are_not(url: str) -> None:
+    assert private_host(url) is None
