@@ -40,6 +40,8 @@ class Declared:
     name: str
     lease_s: float
     delivery: str
+    attempts: int
+    """How often a message is delivered at most; 0 for no limit."""
 
 
 def wanted_settings(
@@ -107,7 +109,7 @@ async def _agree(
 
 
 def _declared(name: str, settings: SubscriptionSettings) -> Declared:
-    return Declared(name, settings.lease_ms / 1000, settings.delivery)
+    return Declared(name, settings.lease_ms / 1000, settings.delivery, settings.attempts)
 
 
 def _ms(seconds: float | None) -> int | None:

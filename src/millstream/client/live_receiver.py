@@ -110,6 +110,9 @@ class LiveReceiver:
     def leave_alone(self, message: Message) -> None:
         """There is nothing to renew."""
 
+    def put_back(self) -> None:
+        """There is nobody to give it to."""
+
     async def give_back(self) -> None:
         """There is nothing to give back."""
         await self.stop()

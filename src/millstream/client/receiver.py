@@ -57,6 +57,7 @@ class Receiver:
         lease_s: float,
         ahead: int = 1,
         delivery: str = "at-least-once",
+        attempts: int = 0,
     ) -> None:
         self._client = client
         self.subscription = subscription
@@ -87,7 +88,9 @@ class Receiver:
         """All of which a message is not settled."""
         self._empty = asyncio.Event()
         """Set when the last of them is."""
+        self._attempts = attempts
         self._stopping = False
+        self._puts_back = False
         self._asked_nodes = 0.0
         self.error: MillstreamError | None = None
         """Why nothing comes any more."""
@@ -271,6 +274,21 @@ class Receiver:
 
     # -- the end --------------------------------------------------------------------------------------------
 
+    def put_back(self) -> None:
+        """Ask for no more, and release what waits here and is delivered again; the rest is still to be taken.
+
+        That is what counts as delivered already, and what is on its last attempt: released, it would be a dead letter
+        that nobody has worked on.
+        """
+        self._stopping = self._puts_back = True
+        waiting = list(self._buffer)
+        self._buffer.clear()
+        for message in waiting:
+            if self._is_settled_at_once or 0 < self._attempts <= message.attempt:
+                self._buffer.append(message)
+            else:
+                self.tell(message, RELEASE, 0, "the worker was stopped")
+
     async def stop(self) -> None:
         """Ask for no more; what is here may still be taken."""
         self._stopping = True
@@ -376,7 +394,7 @@ class Receiver:
 
     def _feed(self) -> None:
         """Let polls ask for what there is room for."""
-        while self._hungry and (share := self._share()):
+        while self._hungry and not self._stopping and (share := self._share()):
             waiting = self._hungry.popleft()
             if not waiting.done():
                 self._asked += share
@@ -422,6 +440,8 @@ class Receiver:
             for attempt in attempts:
                 messages += self._hold(node, part, [lease for lease in part.leases if lease.attempt == attempt])
             self._buffer += sorted(messages, key=attrgetter("offset"))
+        if self._puts_back:
+            self.put_back()
         self._wake(len(self._buffer) - before)
 
     def _hold(self, node: NodeId, part: PartitionMessages, leases: list[LeasedRange]) -> list[Message]:

@@ -55,6 +55,9 @@ class Source(Protocol):
     def leave_alone(self, message: Message) -> None:
         """Do not renew the lease of a message any more."""
 
+    def put_back(self) -> None:
+        """Release what waits here and is delivered again, now and as it comes; the rest is still to be taken."""
+
     async def stop(self) -> None:
         """Receive no more; what is here may still be taken."""
 

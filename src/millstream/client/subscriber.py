@@ -67,9 +67,10 @@ class Subscriber:
             self._workers[-1].add_done_callback(self._ended)
 
     async def drain(self, timeout: float = DRAIN_S) -> None:
-        """Take no more messages, finish those that are here, and stop.
+        """Take no more messages, finish those that handlers are at, give back those that wait here, and stop.
 
-        What is not finished in time is cancelled and delivered again, here or elsewhere.
+        Those that nobody would get again are handled: on their last attempt, at most once, or live. What is not
+        finished in time is cancelled and delivered again, here or elsewhere.
         """
         if self._draining:
             await asyncio.shield(self._stopped)
@@ -77,6 +78,7 @@ class Subscriber:
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
+                self._source.put_back()
                 await self._source.stop()
                 await asyncio.gather(*self._workers, return_exceptions=True)
                 await self._source.settling.flush()

@@ -14,7 +14,7 @@ import pytest
 
 from millstream.client import receiver as module
 from millstream.client.held import Held
-from millstream.client.message import ACCEPT, EXTEND
+from millstream.client.message import ACCEPT, EXTEND, RELEASE
 from millstream.client.message_stream import MessageStream
 from millstream.client.receiver import Receiver
 from millstream.model.errors import InvalidRecordState
@@ -272,3 +272,39 @@ async def test_a_lease_that_was_changed_is_followed() -> None:
         await receiver.settling.flush()
         assert cluster.extended_ms == [30_000, 5000]
         assert old._held.valid_until > loop.time() + 5 >= new._held.valid_until
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [({}, 0), ({"attempts": 2}, 0), ({"attempts": 1}, 3), ({"delivery": "at-most-once"}, 3)]
+)
+async def test_what_waits_is_put_back_unless_nobody_would_get_it_again(given: dict[str, Any], kept: int) -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=10, **given) as receiver:
+        cluster.give(1, 2)
+        await receiver.arrival()
+        await until(lambda: len(cluster.asked[1]) == 2)
+        receiver.put_back()
+        # An answer that is on its way comes all the same.
+        cluster.give(1, 1)
+        await receiver.stop()
+        await receiver.settling.flush()
+        assert len(receiver.take_many(10)) == kept
+        assert cluster.settled == ([] if kept else [(RELEASE, 0), (RELEASE, 1), (RELEASE, 2)])
+        assert len(cluster.asked[1]) == 2
+
+
+async def test_whoever_leaves_may_settle_what_he_has() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=10) as receiver:
+        cluster.give(1, 4)
+        await receiver.arrival()
+        first, second = receiver.take_many(2)
+        leaving = asyncio.create_task(receiver.leave())
+        await until(lambda: len(cluster.settled) == 2)
+        assert cluster.settled == [(RELEASE, 2), (RELEASE, 3)]
+        await first.ack()
+        assert not leaving.done()
+        # The lease of the other one is over.
+        receiver.done(second)
+        async with asyncio.timeout(HANG_S):
+            await leaving

@@ -68,6 +68,9 @@ class Given:
     async def flush(self) -> None:
         pass
 
+    def put_back(self) -> None:
+        pass
+
     async def stop(self) -> None:
         self.is_over = True
         self._end.set()
