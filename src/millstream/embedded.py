@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Literal, TypedDict, Unpack
 
 from millstream.client.at_exit import end_before_exit
 from millstream.client.connection import Connection, connect
@@ -146,7 +146,7 @@ class ConnectOptions(TypedDict, total=False):
     publish_timeout: float
     linger: float
     compression: str
-    acks: int
+    acks: int | Literal["all"]
     batch_bytes: int
     buffer_bytes: int
     receipts: str | Path | None
