@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ACCEPT: Final = 1
 RELEASE: Final = 2
+RETURN: Final = 5
 REJECT: Final = 3
 EXTEND: Final = 4
 

@@ -19,7 +19,7 @@ import msgspec
 
 from millstream.client.held import Held
 from millstream.client.leased_records import read_leased
-from millstream.client.message import ACCEPT, EXTEND, RELEASE, Message
+from millstream.client.message import ACCEPT, EXTEND, RETURN, Message
 from millstream.client.settling import REPEATED, Awaited, Order, Settling
 from millstream.model.errors import InvalidRecordState, MillstreamError, ProtocolViolation
 from millstream.model.ids import NodeId
@@ -287,7 +287,7 @@ class Receiver:
             if self._is_settled_at_once or 0 < self._attempts <= message.attempt:
                 self._buffer.append(message)
             else:
-                self.tell(message, RELEASE, 0, "the worker was stopped")
+                self.tell(message, RETURN, 0, "the worker was stopped")
 
     async def stop(self) -> None:
         """Ask for no more; what is here may still be taken."""
@@ -309,7 +309,7 @@ class Receiver:
         """Stop, and release what nobody has taken, so that others get it at once."""
         await self.stop()
         while self._buffer:
-            self.tell(self._buffer.popleft(), RELEASE, 0, "the worker was stopped")
+            self.tell(self._buffer.popleft(), RETURN, 0, "the worker was stopped")
         await self.settling.flush()
 
     async def leave(self) -> None:

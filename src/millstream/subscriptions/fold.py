@@ -222,6 +222,9 @@ class Fold:
         parked = delta.due_ms > delta.time_ms
         for columns, start, end in self._exact(delta):
             self._move(columns, start, end, PARKED if parked else AVAILABLE)
+            if delta.kind == DeltaKind.RELEASED and delta.attempt < columns.attempts[start]:
+                # It was returned: a delivery that nobody has looked at does not count.
+                columns.attempts[start:end] = bytes((delta.attempt,)) * (end - start)
             if parked:
                 columns.set_due(start, end, delta.due_ms)
         self.counters[delta.kind] += delta.last - delta.first + 1

@@ -20,12 +20,14 @@ class Lease(NamedTuple):
 
 
 class Verb(IntEnum):
-    """What a worker says of messages that it holds; the numbers are those of Kafka's acknowledgements."""
+    """What a worker says of messages that it holds; the first four numbers are those of Kafka's acknowledgements."""
 
     ACCEPT = 1
     RELEASE = 2
     REJECT = 3
     EXTEND = 4
+    RETURN = 5
+    """Nobody has looked at it, so it goes to another worker as if it had never been given."""
 
 
 class Settle(NamedTuple):

@@ -369,6 +369,10 @@ class Queue:
                 self._fail(Delta(DeltaKind.RELEASED, first, last, attempt, due_ms, worker, now_ms, settle.reason))
             elif verb == Verb.REJECT:
                 self._give_up(first, last, attempt, worker, now_ms, settle.reason)
+            elif verb == Verb.RETURN:
+                self._do(Delta(DeltaKind.RELEASED, first, last, attempt - 1, now_ms, worker, now_ms, settle.reason))
+                if self.is_ready:
+                    self._supply.came_back(first, last)
             else:
                 self._extend(first, last, attempt, worker, now_ms, settle.delay_ms)
         return None

@@ -200,6 +200,6 @@ async def _certain(given: list[Given], worker: str, beside: asyncio.Future[Any] 
 def _give_back(given: list[Given], worker: str) -> None:
     """The worker went in the moment in which it was served; nobody will ever settle these leases."""
     for delivery, received in given:
-        verbs = [Settle(lease.first, lease.last, Verb.RELEASE, 0) for lease in received.leases]
+        verbs = [Settle(lease.first, lease.last, Verb.RETURN, 0) for lease in received.leases]
         with suppress(MillstreamError):
             delivery.settle_now(worker, verbs)

@@ -14,7 +14,7 @@ import pytest
 
 from millstream.client import receiver as module
 from millstream.client.held import Held
-from millstream.client.message import ACCEPT, EXTEND, RELEASE
+from millstream.client.message import ACCEPT, EXTEND, RETURN
 from millstream.client.message_stream import MessageStream
 from millstream.client.receiver import Receiver
 from millstream.model.errors import InvalidRecordState
@@ -289,7 +289,7 @@ async def test_what_waits_is_put_back_unless_nobody_would_get_it_again(given: di
         await receiver.stop()
         await receiver.settling.flush()
         assert len(receiver.take_many(10)) == kept
-        assert cluster.settled == ([] if kept else [(RELEASE, 0), (RELEASE, 1), (RELEASE, 2)])
+        assert cluster.settled == ([] if kept else [(RETURN, 0), (RETURN, 1), (RETURN, 2)])
         assert len(cluster.asked[1]) == 2
 
 
@@ -301,7 +301,7 @@ async def test_whoever_leaves_may_settle_what_he_has() -> None:
         first, second = receiver.take_many(2)
         leaving = asyncio.create_task(receiver.leave())
         await until(lambda: len(cluster.settled) == 2)
-        assert cluster.settled == [(RELEASE, 2), (RELEASE, 3)]
+        assert cluster.settled == [(RETURN, 2), (RETURN, 3)]
         await first.ack()
         assert not leaving.done()
         # The lease of the other one is over.

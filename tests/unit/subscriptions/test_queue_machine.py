@@ -133,6 +133,9 @@ class Model:
             self.fail(offset, now_ms + (backoff_ms if settle.delay_ms is None else settle.delay_ms), now_ms, "")
         elif settle.verb == Verb.REJECT:
             self.reject(offset, settle.reason)
+        elif settle.verb == Verb.RETURN:
+            message.attempts -= 1
+            message.state = AVAILABLE
         else:
             message.due_ms = now_ms + (self.settings.lease_ms if settle.delay_ms is None else settle.delay_ms)
 

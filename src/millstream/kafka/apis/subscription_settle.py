@@ -73,7 +73,8 @@ class SubscriptionSettle(PackedApi[SettleRequest]):
 
 def _verb(asked: SettledRange) -> Settle:
     if asked.verb not in _VERBS:
-        raise InvalidRequest(f"verb {asked.verb} is not known; there are 1 accept, 2 release, 3 reject, 4 extend")
+        known = "1 accept, 2 release, 3 reject, 4 extend, 5 return"
+        raise InvalidRequest(f"verb {asked.verb} is not known; there are {known}")
     if not 0 <= asked.first <= asked.last < OFFSET_MAX:
         raise InvalidRequest(f"messages {asked.first} to {asked.last} are none")
     if asked.delay_ms is not None and not 0 <= asked.delay_ms <= DELAY_MS_MAX:
