@@ -30,7 +30,7 @@ ANSWER_S: Final = 15.0
 GIVE_BACK_S: Final = 5.0
 HUNG_S: Final = 10.0
 """For how long a node that did not answer in time is not asked before the others have been."""
-RELEASE: Final = 2
+RETURN: Final = 5
 _PASSING: Final = (*TRANSIENT, RequestTimedOut)
 
 _decoder = msgspec.msgpack.Decoder(ReceiveAnswer)
@@ -67,11 +67,14 @@ class Leasing:
         return messages
 
     async def give_back(self, subscription: str, worker: str, messages: Sequence[LeasedMessage]) -> None:
-        """Release what never got to the one it was leased for; what cannot be given back comes back by itself."""
+        """Return what never got to the one it was leased for: that does not count as delivered.
+
+        What cannot be given back comes back by itself.
+        """
         if messages:
             with suppress(MillstreamError, TimeoutError):
                 async with asyncio.timeout(GIVE_BACK_S):
-                    await self._subscriptions.settle(subscription, worker, messages, RELEASE, delay_ms=0)
+                    await self._subscriptions.settle(subscription, worker, messages, RETURN, delay_ms=0)
 
     async def _at_once(self, nodes: Sequence[NodeId], request: Receive) -> list[LeasedMessage]:
         """One node after the other, since all of them together give no more than was asked for."""

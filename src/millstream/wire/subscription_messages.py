@@ -58,7 +58,7 @@ class ReceiveAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SettledRange(msgspec.Struct, frozen=True, array_like=True):
-    """One verb about consecutive messages: 1 accept, 2 release, 3 reject, 4 extend."""
+    """One verb about consecutive messages: 1 accept, 2 release, 3 reject, 4 extend, 5 return."""
 
     first: int
     last: int

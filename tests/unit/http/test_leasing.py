@@ -182,7 +182,7 @@ async def test_whoever_hangs_up_while_a_node_hangs_leaves_nothing_leased() -> No
         await asking
     (released,) = cluster.released
     assert [part.partition for part in released.partitions] == [2]
-    assert [(one.first, one.last, one.verb) for one in released.partitions[0].verbs] == [(0, 3, 2)]
+    assert [(one.first, one.last, one.verb) for one in released.partitions[0].verbs] == [(0, 3, 5)]
 
 
 async def test_what_one_node_gave_goes_back_when_another_refuses() -> None:

@@ -4,7 +4,8 @@
     answer, when it is durable: [error, message, for each partition [[error, message], …]]
 
 Verbs: 1 accept, 2 release (after `delay ms`, else the declared backoff), 3 reject (dead letter now), 4 extend (for
-`delay ms`, else the declared lease). A lease that has expired, is another worker's, or is of another attempt than
+`delay ms`, else the declared lease), 5 return (nobody has looked at it: at once to another worker, and the delivery
+does not count). A lease that has expired, is another worker's, or is of another attempt than
 the one that is named, is INVALID_RECORD_STATE.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
