@@ -21,7 +21,7 @@ from benchmarks.processes import resident_of_tree
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.subscriptions.lease import Verb
+from millstream.model.verb import Verb
 from millstream.testing.server import Server
 from millstream.wire.client import Client
 from millstream.wire.subscription_messages import (

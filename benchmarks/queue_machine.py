@@ -18,7 +18,8 @@ import numpy as np
 
 from millstream.model.ids import Offset, PartitionIndex
 from millstream.model.subscription import QueueKey, SubscriptionSettings
-from millstream.subscriptions.lease import Settle, Verb
+from millstream.model.verb import Verb
+from millstream.subscriptions.lease import Settle
 from millstream.subscriptions.queue import Queue
 from millstream.subscriptions.snapshot import read_snapshot, write_snapshot
 

@@ -17,9 +17,9 @@ import msgspec
 import uvloop
 from benchmarks.queue_load import Publishers, Run, arguments
 
+from millstream.model.verb import Verb
 from millstream.records.batch import check_crc, iterate_whole_headers
 from millstream.records.raw_record import records_section
-from millstream.subscriptions.lease import Verb
 from millstream.wire.client import Client
 from millstream.wire.subscription_messages import (
     RECEIVE_KEY,

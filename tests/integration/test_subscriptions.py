@@ -31,12 +31,12 @@ from millstream.model.subscription import (
     PAUSED,
     START,
 )
+from millstream.model.verb import Verb
 from millstream.records.record import Headers, NewRecord, Record, decode_records, encode_batch
 from millstream.testing.server import Server
 from millstream.wire.client import Client
 from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
 
-ACCEPT, RELEASE, REJECT, EXTEND = 1, 2, 3, 4
 WAIT_MS = 10_000
 
 
@@ -118,14 +118,14 @@ async def test_each_message_goes_to_one_worker_until_it_is_accepted(server: Serv
         second = await work.receive(2, "two")
         assert sorted(values(first) + values(second)) == ["a", "b", "c", "d"]
         await work.nothing("three")
-        await work.settle(first, ACCEPT, "one")
-        refused = await work.subscriptions.settle(work.name, "one", second, ACCEPT)
+        await work.settle(first, Verb.ACCEPT, "one")
+        refused = await work.subscriptions.settle(work.name, "one", second, Verb.ACCEPT)
         assert all(isinstance(error, InvalidRecordState) for error in refused)
-        await work.settle(second, RELEASE, "two")
+        await work.settle(second, Verb.RELEASE, "two")
         again = await work.receive(2, "three")
         assert [message.attempt for message in again] == [2, 2]
-        await work.settle(again, EXTEND, "three", delay_ms=60_000)
-        await work.settle(again, ACCEPT, "three")
+        await work.settle(again, Verb.EXTEND, "three", delay_ms=60_000)
+        await work.settle(again, Verb.ACCEPT, "three")
         (told,) = await work.subscriptions.describe([work.name])
         (queue,) = told["queues"]
         assert (queue["backlog"], queue["leased"], queue["accepted"], queue["released"]) == (0, 0, 4, 2)
@@ -136,7 +136,7 @@ async def test_a_lease_that_runs_out_gives_the_message_to_another(server: Server
         await work.publish("a")
         held = await work.receive(1, "dies")
         assert values(await work.receive(1, "lives")) == ["a"]
-        (late,) = await work.subscriptions.settle(work.name, "dies", held, ACCEPT)
+        (late,) = await work.subscriptions.settle(work.name, "dies", held, Verb.ACCEPT)
         assert late is not None
 
 
@@ -147,8 +147,8 @@ async def test_what_fails_for_good_is_dead_lettered_with_its_story(server: Serve
         await work.publish("good")
         for _ in range(2):
             bad, *rest = sorted(await work.receive(2), key=lambda message: message.record.offset)
-            await work.settle([bad], RELEASE)
-            await work.settle(rest, RELEASE, delay_ms=0)
+            await work.settle([bad], Verb.RELEASE)
+            await work.settle(rest, Verb.RELEASE, delay_ms=0)
             if bad.attempt == 1:
                 continue
         letters = await work.letters(2)
@@ -166,8 +166,8 @@ async def test_a_rejected_message_dies_at_once_and_holds_nothing_up(server: Serv
     async with desk(server, "reject", {DEAD_LETTER_TOPIC: "topic-reject-dead"}) as work:
         await work.publish("bad", "good")
         bad, good = await work.receive(2)
-        await work.settle([bad], REJECT)
-        await work.settle([good], ACCEPT)
+        await work.settle([bad], Verb.REJECT)
+        await work.settle([good], Verb.ACCEPT)
         (letter,) = await work.letters(1)
         assert letter.value == b"bad"
 
@@ -179,7 +179,7 @@ async def test_a_filter_lets_through_what_matches(server: Server) -> None:
         await work.publish('{"total": 3000}', headers=(("region", b"eu"),))
         found = await work.receive(2)
         assert values(found) == ['{"total": 1500}', '{"total": 3000}']
-        await work.settle(found, ACCEPT)
+        await work.settle(found, Verb.ACCEPT)
         await work.nothing()
 
 
@@ -197,14 +197,14 @@ async def test_messages_of_a_key_come_one_after_the_other(server: Server) -> Non
         first = await work.receive(2)
         assert values(first) == ["a1", "b1"]
         await work.nothing("two")
-        await work.settle(first[:1], RELEASE, delay_ms=0)
+        await work.settle(first[:1], Verb.RELEASE, delay_ms=0)
         again = await work.receive(1, "two")
         assert values(again) == ["a1"]
-        await work.settle(again, ACCEPT, "two")
+        await work.settle(again, Verb.ACCEPT, "two")
         for expected in ("a2", "a3"):
             after = await work.receive(1, "two")
             assert values(after) == [expected]
-            await work.settle(after, ACCEPT, "two")
+            await work.settle(after, Verb.ACCEPT, "two")
 
 
 async def test_a_delayed_message_lets_others_pass(server: Server) -> None:
@@ -270,7 +270,7 @@ async def test_the_page_lists_every_metric(server: Server) -> None:
     documented = set(re.findall(r"`(millstream_\w+)`", page.read_text(encoding="utf-8")))
     async with desk(server, "metered", {}) as work:
         await work.publish("a")
-        await work.settle(await work.receive(1), ACCEPT)
+        await work.settle(await work.receive(1), Verb.ACCEPT)
     text = await metrics(server)
     served = {
         name
@@ -293,7 +293,7 @@ async def test_a_subscription_is_paused_sought_changed_and_deleted(server: Serve
         assert values(held) == ["old"]
         (place,) = await admin.seek("moved", "latest")
         assert place == {"topic": work.topic, "partition": 0, "offset": 1}
-        (voided,) = await admin.settle("moved", "one", held, ACCEPT)
+        (voided,) = await admin.settle("moved", "one", held, Verb.ACCEPT)
         assert voided is not None
         await work.publish("new")
         assert values(await work.receive(1)) == ["new"]
@@ -310,9 +310,9 @@ async def test_nothing_is_lost_or_doubled_by_a_kill(tmp_path: Path) -> None:
         async with desk(server, "killed", settings) as work:
             await work.publish(*(f"v{number}" for number in range(20)))
             messages = sorted(await work.receive(20), key=lambda message: message.record.offset)
-            await work.settle(messages[:8], ACCEPT)
-            await work.settle(messages[8:10], RELEASE, delay_ms=0)
-            await work.settle(messages[10:13], REJECT)
+            await work.settle(messages[:8], Verb.ACCEPT)
+            await work.settle(messages[8:10], Verb.RELEASE, delay_ms=0)
+            await work.settle(messages[10:13], Verb.REJECT)
         server.kill()
         server.start()
         async with Client.connect(server.kafka) as client:
@@ -322,8 +322,8 @@ async def test_nothing_is_lost_or_doubled_by_a_kill(tmp_path: Path) -> None:
             assert [message.attempt for message in back] == [2, 2]
             # The leases of the others have held.
             await work.nothing("other")
-            await work.settle(messages[13:], ACCEPT, "one")
-            await work.settle(back, ACCEPT, "other")
+            await work.settle(messages[13:], Verb.ACCEPT, "one")
+            await work.settle(back, Verb.ACCEPT, "other")
             assert sorted(letter.value or b"" for letter in await work.letters(3)) == [b"v10", b"v11", b"v12"]
             await work.nothing("other")
             (told,) = await work.subscriptions.describe(["killed"])

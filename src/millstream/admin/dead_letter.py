@@ -24,6 +24,7 @@ from millstream.model.errors import (
 )
 from millstream.model.ids import NodeId
 from millstream.model.subscription import ATTEMPTS, DEAD_LETTER_TOPIC, EARLIEST, IN_FLIGHT_MAX, LEASE, START
+from millstream.model.verb import Verb
 from millstream.records.record import Headers, NewRecord
 from millstream.wire.refusal import TRANSIENT
 from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
@@ -35,7 +36,6 @@ PREFIX = "dlq-"
 OWN_PREFIX = "__dlq/"
 REDRIVEN = "dlq-redriven"
 FIRST_PUBLISHED = "dlq-timestamp"
-ACCEPT, RELEASE, EXTEND = 1, 2, 4
 BATCH = 500
 LEASE_MS = 60_000
 """Short, since it is how long the letters of a command that was killed are kept from others."""
@@ -103,7 +103,7 @@ class DeadLetterDesk:
             # What cannot be given back comes back by itself, and that must not hide how the work went.
             with suppress(MillstreamError, TimeoutError):
                 async with asyncio.timeout(min(RELEASE_S_MAX, self._patience_s)):
-                    await self._settle(self._held.values(), RELEASE)
+                    await self._settle(self._held.values(), Verb.RELEASE)
 
     async def letters(self, wanted: Callable[[], int]) -> AsyncIterator[list[LeasedMessage]]:
         """The open letters, some at a time, each once, while any are wanted; they are held until they are settled."""
@@ -125,7 +125,7 @@ class DeadLetterDesk:
 
     async def accept(self, letter: LeasedMessage) -> bool:
         """Close a letter; whether it is closed for certain, which it is not when a failover lost its lease."""
-        (error,) = await self._settle([letter], ACCEPT)
+        (error,) = await self._settle([letter], Verb.ACCEPT)
         if error is not None and not isinstance(error, InvalidRecordState):
             raise error
         self._held.pop(_place(letter), None)
@@ -183,7 +183,7 @@ class DeadLetterDesk:
             nonlocal left
             some = [listed[at]._replace(node=self._leaders[listed[at].partition]) for at in left]
             told = await self._subscriptions.settle(
-                self._name, self._worker, some, verb, delay_ms=None if verb == EXTEND else 0
+                self._name, self._worker, some, verb, delay_ms=None if verb == Verb.EXTEND else 0
             )
             for at, error in zip(left, told, strict=True):
                 results[at] = error
@@ -208,7 +208,7 @@ class DeadLetterDesk:
             await asyncio.sleep(EXTEND_S)
             # A lease that is gone meanwhile shows when its letter is settled.
             with suppress(MillstreamError):
-                await self._settle(self._held.values(), EXTEND)
+                await self._settle(self._held.values(), Verb.EXTEND)
 
     async def _patiently(self, attempt: Callable[[], Awaitable[T]], *named: type[MillstreamError]) -> T:
         """Try again what passes by itself, for as long as the command may wait."""

@@ -51,13 +51,13 @@ from millstream.model.subscription import (
     START,
     shown,
 )
+from millstream.model.verb import Verb
 
 if TYPE_CHECKING:
     from millstream.wire.client import Client
     from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
 
-ACCEPT, RELEASE, REJECT = 1, 2, 3
-_SETTLED = {ACCEPT: "Accepted", RELEASE: "Gave back", REJECT: "Rejected"}
+_SETTLED = {Verb.ACCEPT: "Accepted", Verb.RELEASE: "Gave back", Verb.REJECT: "Rejected"}
 
 T = TypeVar("T")
 
@@ -375,7 +375,7 @@ def pull(
     if sum((accept, release, reject is not None)) > 1:
         raise typer.BadParameter("--accept, --release and --reject exclude each other")
     worker = f"cli/{socket.gethostname()}-{os.getpid()}"
-    verb = ACCEPT if accept else RELEASE if release else REJECT if reject is not None else None
+    verb = Verb.ACCEPT if accept else Verb.RELEASE if release else Verb.REJECT if reject is not None else None
 
     async def question(subscriptions: SubscriptionClient) -> list[LeasedMessage]:
         messages = await subscriptions.receive(name, worker, max_records=number, wait_ms=int(wait * 1000))
@@ -392,7 +392,7 @@ def pull(
         print_note(_pulled(len(messages), verb))
 
 
-def _pulled(count: int, verb: int | None) -> str:
+def _pulled(count: int, verb: Verb | None) -> str:
     if not count:
         return "No messages now."
     if verb is None:

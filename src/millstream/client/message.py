@@ -12,16 +12,11 @@ from millstream.client.outcome import milliseconds
 from millstream.client.tracing import CORRELATION_ID, TRACEPARENT
 from millstream.model.errors import InvalidRecordState
 from millstream.model.message_id import message_id
+from millstream.model.verb import Verb
 from millstream.records.record import Headers, decode_headers
 
 if TYPE_CHECKING:
     from millstream.client.held import Held
-
-ACCEPT: Final = 1
-RELEASE: Final = 2
-RETURN: Final = 5
-REJECT: Final = 3
-EXTEND: Final = 4
 
 NO_HEADERS: Final = b"\x00"
 
@@ -130,19 +125,19 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
     async def ack(self) -> None:
         """Done: it is not delivered again. Returns when that is durable."""
-        await self._settle(ACCEPT)
+        await self._settle(Verb.ACCEPT)
 
     async def nack(self, *, delay: float | None = None, reason: str = "") -> None:
         """Not now: it is delivered again after `delay` seconds, else after the declared backoff."""
-        await self._settle(RELEASE, delay, reason)
+        await self._settle(Verb.RELEASE, delay, reason)
 
     async def reject(self, reason: str = "") -> None:
         """Never: it goes to the dead letter topic now."""
-        await self._settle(REJECT, None, reason)
+        await self._settle(Verb.REJECT, None, reason)
 
     async def extend(self, seconds: float | None = None) -> None:
         """Keep it for so much longer from now on, else for the declared lease."""
-        await self._held.settler.settle(self, EXTEND, _ms(seconds), "")
+        await self._held.settler.settle(self, Verb.EXTEND, _ms(seconds), "")
 
     async def _settle(self, verb: int, delay: float | None = None, reason: str = "") -> None:
         if self.is_settled and self._held.is_leased:

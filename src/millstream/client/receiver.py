@@ -19,11 +19,12 @@ import msgspec
 
 from millstream.client.held import Held
 from millstream.client.leased_records import read_leased
-from millstream.client.message import ACCEPT, EXTEND, RETURN, Message
+from millstream.client.message import Message
 from millstream.client.settling import REPEATED, Awaited, Order, Settling
 from millstream.model.errors import InvalidRecordState, MillstreamError, ProtocolViolation
 from millstream.model.ids import NodeId
 from millstream.model.subscription import AT_MOST_ONCE
+from millstream.model.verb import Verb
 from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
 from millstream.wire.codec import response_body_at
 from millstream.wire.refusal import refusal
@@ -194,7 +195,7 @@ class Receiver:
 
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
         """Tell the broker; the future ends when it is durable."""
-        if verb != EXTEND:
+        if verb != Verb.EXTEND:
             self.done(message)
         else:
             until = self._loop.time() + (self._lease_s if delay_ms is None else delay_ms / 1000)
@@ -224,7 +225,7 @@ class Receiver:
         answers: list[asyncio.Future[None]] = []
         for held, offsets in by_held.items():
             answers.append(self._loop.create_future())
-            self.settling.tell(Order(held, offsets, ACCEPT, awaited=Awaited(answers[-1])))
+            self.settling.tell(Order(held, offsets, Verb.ACCEPT, awaited=Awaited(answers[-1])))
             self._held -= len(offsets)
             held.left -= len(offsets)
             if held.left == 0:
@@ -287,7 +288,7 @@ class Receiver:
             if self._is_settled_at_once or 0 < self._attempts <= message.attempt:
                 self._buffer.append(message)
             else:
-                self.tell(message, RETURN, 0, "the worker was stopped")
+                self.tell(message, Verb.RETURN, 0, "the worker was stopped")
 
     async def stop(self) -> None:
         """Ask for no more; what is here may still be taken."""
@@ -309,7 +310,7 @@ class Receiver:
         """Stop, and release what nobody has taken, so that others get it at once."""
         await self.stop()
         while self._buffer:
-            self.tell(self._buffer.popleft(), RETURN, 0, "the worker was stopped")
+            self.tell(self._buffer.popleft(), Verb.RETURN, 0, "the worker was stopped")
         await self.settling.flush()
 
     async def leave(self) -> None:
@@ -476,7 +477,7 @@ class Receiver:
             return
         # The time is named: another lease may have been declared meanwhile, and these go on as they began.
         lease_s = held.lease_s or self._lease_s
-        self.settling.tell(Order(held, [message.offset for message in open_messages], EXTEND, int(lease_s * 1000)))
+        self.settling.tell(Order(held, [message.offset for message in open_messages], Verb.EXTEND, int(lease_s * 1000)))
         held.valid_until = self._loop.time() + lease_s
         if held.deadline_ms is not None:
             held.deadline_ms += int(lease_s * 500)

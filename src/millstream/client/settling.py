@@ -16,9 +16,10 @@ from typing import Final, NamedTuple
 import msgspec
 
 from millstream.client.held import Held
-from millstream.client.message import ACCEPT, EXTEND, Message
+from millstream.client.message import Message
 from millstream.model.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
 from millstream.model.ids import NodeId
+from millstream.model.verb import Verb
 from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
 from millstream.wire.delivery_state import delivery_state
 from millstream.wire.refusal import TRANSIENT, refusal
@@ -251,7 +252,7 @@ def _ranges(orders: list[Order]) -> Iterator[_Range]:
         if len(order.offsets) > 1:
             yield from _runs(order)
     # A message may be extended and settled in the same request; the first of both comes first.
-    singles.sort(key=lambda order: (order.verb != EXTEND, order.offsets[0]))
+    singles.sort(key=lambda order: (order.verb != Verb.EXTEND, order.offsets[0]))
     together: list[Order] = []
     for order in singles:
         if together:
@@ -319,7 +320,7 @@ class Settling:
 
     def accepting(self, held: Held) -> Order:
         """An order to which accepted messages are added until it is sent."""
-        order = held.accepting = Order(held, [], ACCEPT)
+        order = held.accepting = Order(held, [], Verb.ACCEPT)
         self.tell(order)
         return order
 
@@ -361,7 +362,7 @@ class Settling:
         self._open += count
 
     def _told(self, order: Order, error: MillstreamError | None) -> None:
-        if order.is_repeated and order.verb == ACCEPT and isinstance(error, InvalidRecordState):
+        if order.is_repeated and order.verb == Verb.ACCEPT and isinstance(error, InvalidRecordState):
             # The answer to the first request may have been lost: then nobody holds the message since it is accepted.
             order.is_repeated = False
             self._doubtful.append(order)
@@ -370,7 +371,7 @@ class Settling:
         self._open -= 1
         if error is not None:
             self._lost(order)
-            if order.verb != EXTEND and order.awaited is None:
+            if order.verb != Verb.EXTEND and order.awaited is None:
                 place, count = f"{order.held.topic}-{order.held.partition}", len(order.offsets)
                 _logger.warning(
                     "%d messages of %s from %d on are not settled: %s", count, place, order.offsets[0], error

@@ -13,9 +13,10 @@ from contextlib import suppress
 from typing import Any, Final
 
 from millstream.client import tracing
-from millstream.client.message import REJECT, RELEASE, Message
+from millstream.client.message import Message
 from millstream.client.outcome import Reject, RetryLater, milliseconds
 from millstream.client.source import Source
+from millstream.model.verb import Verb
 
 _logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class Subscriber:
                     await self._call(message)
             except asyncio.CancelledError as error:
                 if _is_cancelled():
-                    source.tell(message, RELEASE, 0, "the worker was stopped")
+                    source.tell(message, Verb.RELEASE, 0, "the worker was stopped")
                     raise
                 # Something that the handler waited for was cancelled, not the handler.
                 self._failed(message, error)
@@ -182,18 +183,18 @@ class Subscriber:
         except Exception:
             # An error that cannot even say what it is must not keep the message here.
             _logger.exception("the handler of %r failed at message %s", self.name, message.id)
-            self._source.tell(message, RELEASE)
+            self._source.tell(message, Verb.RELEASE)
 
     def _tell(self, message: Message, error: BaseException) -> None:
         tell = self._source.tell
         if isinstance(error, Reject):
-            tell(message, REJECT, None, _reason(error))
+            tell(message, Verb.REJECT, None, _reason(error))
         elif isinstance(error, RetryLater):
-            tell(message, RELEASE, milliseconds(error.seconds), _reason(error))
+            tell(message, Verb.RELEASE, milliseconds(error.seconds), _reason(error))
         else:
             reason = _reason(error)
             _logger.warning("the handler of %r failed at message %s", self.name, message.id, exc_info=error)
-            tell(message, RELEASE, None, reason)
+            tell(message, Verb.RELEASE, None, reason)
 
 
 def _is_cancelled() -> bool:

@@ -16,6 +16,7 @@ import msgspec
 
 from millstream.model.errors import MillstreamError, NotFound, ProtocolViolation, RequestTimedOut
 from millstream.model.ids import NodeId
+from millstream.model.verb import Verb
 from millstream.wire.client import Client
 from millstream.wire.codec import response_body_at
 from millstream.wire.refusal import TRANSIENT, refusal
@@ -30,7 +31,6 @@ ANSWER_S: Final = 15.0
 GIVE_BACK_S: Final = 5.0
 HUNG_S: Final = 10.0
 """For how long a node that did not answer in time is not asked before the others have been."""
-RETURN: Final = 5
 _PASSING: Final = (*TRANSIENT, RequestTimedOut)
 
 _decoder = msgspec.msgpack.Decoder(ReceiveAnswer)
@@ -74,7 +74,7 @@ class Leasing:
         if messages:
             with suppress(MillstreamError, TimeoutError):
                 async with asyncio.timeout(GIVE_BACK_S):
-                    await self._subscriptions.settle(subscription, worker, messages, RETURN, delay_ms=0)
+                    await self._subscriptions.settle(subscription, worker, messages, Verb.RETURN, delay_ms=0)
 
     async def _at_once(self, nodes: Sequence[NodeId], request: Receive) -> list[LeasedMessage]:
         """One node after the other, since all of them together give no more than was asked for."""

@@ -17,9 +17,10 @@ from millstream.kafka.subscription_service import SubscriptionService
 from millstream.model.errors import InvalidRequest, MillstreamError, UnknownTopicId
 from millstream.model.ids import NodeId, Offset, PartitionIndex
 from millstream.model.subscription import QueueKey, Subscription
+from millstream.model.verb import Verb
 from millstream.net.presence import Presence
 from millstream.replication.partition import Partition
-from millstream.subscriptions.lease import Settle, Verb
+from millstream.subscriptions.lease import Settle
 
 if TYPE_CHECKING:
     from millstream.subscriptions.delivery import Delivery

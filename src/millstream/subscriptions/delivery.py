@@ -33,10 +33,11 @@ from millstream.model.heap import give_back_in
 from millstream.model.ids import Epoch, Offset
 from millstream.model.metric import LATENCY_BOUNDS_S, Histogram
 from millstream.model.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSettings
+from millstream.model.verb import Verb
 from millstream.records.batch import iterate_whole_headers
 from millstream.replication.partition import Partition
 from millstream.subscriptions.endings import Endings
-from millstream.subscriptions.lease import Lease, Settle, Verb
+from millstream.subscriptions.lease import Lease, Settle
 from millstream.subscriptions.look_ahead import Stretch, batch_ends, batches_with, look, read, readable_end
 from millstream.subscriptions.queue import Queue
 from millstream.subscriptions.sieve import QueueSieve

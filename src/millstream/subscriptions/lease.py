@@ -1,12 +1,12 @@
-"""What workers are given and what they say: leases, and the four verbs that settle them."""
+"""What workers are given and what they say: leases, and what settles them."""
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import NamedTuple
 
 from millstream.model.errors import InvalidRecordState
 from millstream.model.ids import Offset
+from millstream.model.verb import Verb
 
 
 class Lease(NamedTuple):
@@ -17,17 +17,6 @@ class Lease(NamedTuple):
     attempt: int
     """The how manieth delivery this is, from 1."""
     deadline_ms: int
-
-
-class Verb(IntEnum):
-    """What a worker says of messages that it holds; the first four numbers are those of Kafka's acknowledgements."""
-
-    ACCEPT = 1
-    RELEASE = 2
-    REJECT = 3
-    EXTEND = 4
-    RETURN = 5
-    """Nobody has looked at it, so it goes to another worker as if it had never been given."""
 
 
 class Settle(NamedTuple):

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from millstream.model.errors import CorruptState, InvalidRecordState
 from millstream.model.ids import Offset
 from millstream.model.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings
+from millstream.model.verb import Verb
 from millstream.subscriptions.aside import Aside
 from millstream.subscriptions.clock_step import CLOCK_STEP_MS, put_back
 from millstream.subscriptions.delta import Delta, DeltaKind
@@ -28,7 +29,7 @@ from millstream.subscriptions.due_index import NEVER_MS, DueIndex
 from millstream.subscriptions.fold import Fold
 from millstream.subscriptions.frame import FrameHeader, write_frame
 from millstream.subscriptions.key_order import KeyOrder
-from millstream.subscriptions.lease import Lease, Settle, Verb
+from millstream.subscriptions.lease import Lease, Settle
 from millstream.subscriptions.look import Look
 from millstream.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
 from millstream.subscriptions.rejected import Rejected

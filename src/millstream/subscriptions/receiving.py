@@ -9,9 +9,10 @@ from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from millstream.model.errors import MillstreamError
+from millstream.model.verb import Verb
 from millstream.net.budget import Budget
 from millstream.subscriptions.delivery import Delivery, Received, Wanted
-from millstream.subscriptions.lease import Settle, Verb
+from millstream.subscriptions.lease import Settle
 
 NOWHERE_S: Final = 1.0
 """How long an answer is held back at most when no queue of the subscription is here."""

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from millstream.model.errors import InvalidRequest
 from millstream.model.subscription import AT_MOST_ONCE
+from millstream.model.verb import Verb
 from millstream.subscriptions.delivery import Delivery
-from millstream.subscriptions.lease import Settle, Verb
+from millstream.subscriptions.lease import Settle
 from millstream.subscriptions.queue import Queue
 
 

@@ -34,8 +34,8 @@ from millstream.model.subscription import (
     ORDERED,
     START,
 )
+from millstream.model.verb import Verb
 from millstream.records.record import NewRecord, Record, decode_records, encode_batch
-from millstream.subscriptions.lease import Verb
 from millstream.testing.subscription_check import check
 from millstream.testing.subscription_history import (
     Delivery,

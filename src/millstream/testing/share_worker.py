@@ -11,7 +11,7 @@ from zlib import crc32
 
 from confluent_kafka import AcknowledgeType, KafkaError, KafkaException, Message, ShareConsumer, TopicPartition
 
-from millstream.subscriptions.lease import Verb
+from millstream.model.verb import Verb
 from millstream.testing.subscription_events import Diary, Leased, Notebook, now_ms
 from millstream.testing.subscription_worker import BATCH_MAX, POISON, Task
 

@@ -25,7 +25,7 @@ from math import inf
 from typing import Final
 
 from millstream.model.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE
-from millstream.subscriptions.lease import Verb
+from millstream.model.verb import Verb
 from millstream.testing.subscription_history import (
     Call,
     Delivery,

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from millstream.subscriptions.lease import Verb
+from millstream.model.verb import Verb
 from millstream.testing.subscription_events import Asking, Event, Failed, Given, Left, Saying
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from millstream.model.errors import InvalidRecordState, MillstreamError, NotLeader
 from millstream.model.ids import NodeId, PartitionIndex
-from millstream.subscriptions.lease import Verb
+from millstream.model.verb import Verb
 from millstream.testing.subscription_events import Diary, Leased, Notebook
 from millstream.wire.client import Client
 from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient

@@ -58,11 +58,12 @@ class ReceiveAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SettledRange(msgspec.Struct, frozen=True, array_like=True):
-    """One verb about consecutive messages: 1 accept, 2 release, 3 reject, 4 extend, 5 return."""
+    """One verb about consecutive messages."""
 
     first: int
     last: int
     verb: int
+    """A number of `Verb`; one that is not known is refused by its name, so it is read as any number."""
     delay_ms: int | None = None
     reason: str = ""
     attempt: int | None = None

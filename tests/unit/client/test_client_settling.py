@@ -10,10 +10,11 @@ import msgspec
 import pytest
 
 from millstream.client.held import Held
-from millstream.client.message import ACCEPT, Message
+from millstream.client.message import Message
 from millstream.client.settling import Awaited, Order, Settling
 from millstream.model.errors import InvalidRecordState, ProtocolViolation, RequestTimedOut
 from millstream.model.ids import NodeId
+from millstream.model.verb import Verb
 from millstream.wire.delivery_state import DELIVERY_STATE_KEY, DeliveryStateAnswer
 from millstream.wire.subscription_messages import SettleAnswer, SettledRange, SettleRequest
 
@@ -60,7 +61,7 @@ def held() -> Held:
 
 def order_of(offsets: list[int]) -> tuple[Order, asyncio.Future[None]]:
     answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    return Order(held(), offsets, ACCEPT, awaited=Awaited(answer)), answer
+    return Order(held(), offsets, Verb.ACCEPT, awaited=Awaited(answer)), answer
 
 
 @pytest.mark.parametrize("offsets", [[1, 2, 3, 5], [5, 7, 8], [3, 4, 5, 6], [5]])

@@ -14,11 +14,11 @@ import pytest
 
 from millstream.client import receiver as module
 from millstream.client.held import Held
-from millstream.client.message import ACCEPT, EXTEND, RETURN
 from millstream.client.message_stream import MessageStream
 from millstream.client.receiver import Receiver
 from millstream.model.errors import InvalidRecordState
 from millstream.model.ids import NodeId
+from millstream.model.verb import Verb
 from millstream.records.record import NewRecord, encode_batch
 from millstream.wire.subscription_messages import LeasedRange, PartitionMessages, SettleAnswer, SettleRequest
 
@@ -49,7 +49,7 @@ class Cluster:
         results: list[list[tuple[int, str | None]]] = []
         for part in request.partitions:
             results.append([(0, None) for _ in part.verbs])
-            self.extended_ms += [one.delay_ms for one in part.verbs if one.verb == EXTEND]
+            self.extended_ms += [one.delay_ms for one in part.verbs if one.verb == Verb.EXTEND]
             for one in part.verbs:
                 self.settled += [(one.verb, offset) for offset in range(one.first, one.last + 1)]
         return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, results)))
@@ -172,7 +172,7 @@ async def test_a_list_with_messages_that_are_not_held_is_an_error_and_the_others
         stream = MessageStream(started(receiver))
         with pytest.raises(InvalidRecordState, match="1 of 4 messages"):
             await stream.ack(messages)
-        assert cluster.settled == [(ACCEPT, 0), (ACCEPT, 2), (ACCEPT, 3)]
+        assert cluster.settled == [(Verb.ACCEPT, 0), (Verb.ACCEPT, 2), (Verb.ACCEPT, 3)]
         with pytest.raises(InvalidRecordState, match="4 of 4 messages"):
             await stream.ack(messages)
         cluster.give(1, 2)
@@ -289,7 +289,7 @@ async def test_what_waits_is_put_back_unless_nobody_would_get_it_again(given: di
         await receiver.stop()
         await receiver.settling.flush()
         assert len(receiver.take_many(10)) == kept
-        assert cluster.settled == ([] if kept else [(RETURN, 0), (RETURN, 1), (RETURN, 2)])
+        assert cluster.settled == ([] if kept else [(Verb.RETURN, 0), (Verb.RETURN, 1), (Verb.RETURN, 2)])
         assert len(cluster.asked[1]) == 2
 
 
@@ -301,7 +301,7 @@ async def test_whoever_leaves_may_settle_what_he_has() -> None:
         first, second = receiver.take_many(2)
         leaving = asyncio.create_task(receiver.leave())
         await until(lambda: len(cluster.settled) == 2)
-        assert cluster.settled == [(RETURN, 2), (RETURN, 3)]
+        assert cluster.settled == [(Verb.RETURN, 2), (Verb.RETURN, 3)]
         await first.ack()
         assert not leaving.done()
         # The lease of the other one is over.

@@ -12,10 +12,11 @@ import pytest
 
 from millstream.client.held import Held
 from millstream.client.idempotent_handler import IdempotentHandler
-from millstream.client.message import ACCEPT, REJECT, RELEASE, Message
+from millstream.client.message import Message
 from millstream.client.outcome import Reject, RetryLater
 from millstream.client.subscriber import Handler, Subscriber
 from millstream.model.errors import InvalidRequest, MillstreamError
+from millstream.model.verb import Verb
 
 HANG_S = 60
 
@@ -57,7 +58,7 @@ class Given:
             self._all.set()
 
     def accept(self, message: Message) -> None:
-        self.tell(message, ACCEPT)
+        self.tell(message, Verb.ACCEPT)
 
     def accept_many(self, messages: object) -> list[asyncio.Future[None]]:
         raise NotImplementedError
@@ -111,7 +112,11 @@ async def test_what_a_handler_waited_for_may_be_cancelled() -> None:
             await waiting
 
     told = await told_of(3, handle)
-    assert told == {0: (RELEASE, None, "CancelledError: CancelledError"), 1: (ACCEPT, None, ""), 2: (ACCEPT, None, "")}
+    assert told == {
+        0: (Verb.RELEASE, None, "CancelledError: CancelledError"),
+        1: (Verb.ACCEPT, None, ""),
+        2: (Verb.ACCEPT, None, ""),
+    }
 
 
 async def test_a_worker_that_is_stopped_gives_its_message_back() -> None:
@@ -125,7 +130,7 @@ async def test_a_worker_that_is_stopped_gives_its_message_back() -> None:
     await subscriber.start()
     await begun.wait()
     await subscriber.drain(timeout=0)
-    assert source.told == {0: (RELEASE, 0, "the worker was stopped")}
+    assert source.told == {0: (Verb.RELEASE, 0, "the worker was stopped")}
 
 
 @pytest.mark.parametrize("seconds", [math.inf, math.nan, "5", 1e300, None])
@@ -141,8 +146,8 @@ async def test_a_delay_that_is_no_time_is_an_error_of_the_handler(seconds: Any) 
             raise RetryLater(seconds)
 
     told = await told_of(2, handle)
-    assert told[0][:2] == (RELEASE, None)
-    assert told[1][0] == ACCEPT
+    assert told[0][:2] == (Verb.RELEASE, None)
+    assert told[1][0] == Verb.ACCEPT
 
 
 async def test_an_error_that_cannot_say_what_it_is_releases_the_message() -> None:
@@ -154,9 +159,9 @@ async def test_an_error_that_cannot_say_what_it_is_releases_the_message() -> Non
         raise (Unspeakable, Reject, RetryLater)[message.offset](*((), ("half \ud800",), (2.5, "soon"))[message.offset])
 
     assert await told_of(3, handle) == {
-        0: (RELEASE, None, ""),
-        1: (REJECT, None, "half ?"),
-        2: (RELEASE, 2500, "soon"),
+        0: (Verb.RELEASE, None, ""),
+        1: (Verb.REJECT, None, "half ?"),
+        2: (Verb.RELEASE, 2500, "soon"),
     }
 
 
@@ -176,4 +181,4 @@ async def test_as_many_plain_functions_run_at_once_as_are_allowed(is_idempotent:
     await subscriber.drain()
     if idempotent is not None:
         await idempotent.close()
-    assert source.told == dict.fromkeys(range(count), (ACCEPT, None, ""))
+    assert source.told == dict.fromkeys(range(count), (Verb.ACCEPT, None, ""))

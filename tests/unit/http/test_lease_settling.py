@@ -12,10 +12,10 @@ from millstream.http.lease_token import Lease
 from millstream.http.settling import Verdict, settle
 from millstream.model.errors import BrokerUnreachable, MillstreamError, NotLeader
 from millstream.model.ids import NodeId
+from millstream.model.verb import Verb
 from millstream.wire.client import Client
 from millstream.wire.subscription_messages import SettleAnswer, SettleRequest
 
-ACCEPT = 1
 OK, NOT_LEADER = 0, 6
 
 
@@ -42,7 +42,7 @@ class Cluster:
 
 
 async def settled(cluster: Cluster) -> list[MillstreamError | None]:
-    verdicts = [Verdict(Lease("orders", partition, 3, 1, "http/w"), ACCEPT) for partition in cluster.codes]
+    verdicts = [Verdict(Lease("orders", partition, 3, 1, "http/w"), Verb.ACCEPT) for partition in cluster.codes]
     return await settle(cast("Client", cluster), "billing", verdicts)
 
 

@@ -21,11 +21,12 @@ from millstream.http.push.event import Content
 from millstream.http.push.push_subscription import PushSubscription, push_subscription
 from millstream.http.push.pusher import Pusher
 from millstream.http.push.sender import Sender, Target, trusted
-from millstream.http.push.settler import ACCEPT, EXTEND, RELEASE, Settler
+from millstream.http.push.settler import Settler
 from millstream.http.push.verdict import Answer
 from millstream.model.errors import BrokerUnreachable
 from millstream.model.ids import Offset
 from millstream.model.subscription import AT_MOST_ONCE, Subscription, SubscriptionSettings
+from millstream.model.verb import Verb
 from millstream.records.record import Record
 from millstream.testing.webhook import Reply, Request, Webhook
 from millstream.wire.subscription_messages import Receive
@@ -268,7 +269,7 @@ async def test_messages_are_accepted_at_a_growing_pace(hook: Webhook) -> None:
     run = Run(hook, 50)
     await run.ledger.until(lambda: len(run.ledger.said) == 50)
     await run.end()
-    assert sorted(run.ledger.of(ACCEPT)) == list(range(50))
+    assert sorted(run.ledger.of(Verb.ACCEPT)) == list(range(50))
     assert run.shelf.asked[0] == 1
     assert max(run.shelf.asked) > 1
     report = run.pusher.report()
@@ -281,8 +282,8 @@ async def test_a_message_that_is_refused_comes_back_later_and_others_go_on(hook:
     run = Run(hook, 20)
     await run.ledger.until(lambda: len(run.ledger.said) == 20)
     await run.end()
-    assert run.ledger.of(RELEASE) == [3]
-    assert (3, RELEASE, 1000) in run.ledger.said
+    assert run.ledger.of(Verb.RELEASE) == [3]
+    assert (3, Verb.RELEASE, 1000) in run.ledger.said
     assert "the endpoint answered 400: no such order" in run.ledger.reasons
     assert run.pusher.report().state == "up"
 
@@ -303,7 +304,7 @@ async def test_an_endpoint_that_takes_no_connection_costs_no_attempts(
     await run.ledger.until(lambda: len(run.ledger.said) == 100)
     await run.end()
     assert run.pusher.report().state == "up"
-    assert sorted(run.ledger.of(ACCEPT)) == list(range(100))
+    assert sorted(run.ledger.of(Verb.ACCEPT)) == list(range(100))
 
 
 async def test_an_endpoint_that_goes_away_after_it_was_well_costs_a_single_message_no_attempt(
@@ -312,15 +313,15 @@ async def test_an_endpoint_that_goes_away_after_it_was_well_costs_a_single_messa
     monkeypatch.setattr(pace, "REST_S_MIN", 0.01)
     monkeypatch.setattr(pace, "REST_S_MAX", 0.01)
     run = Run(hook, 300)
-    await run.ledger.until(lambda: len(run.ledger.of(ACCEPT)) == 300)
+    await run.ledger.until(lambda: len(run.ledger.of(Verb.ACCEPT)) == 300)
     assert run.pusher.report().concurrency > 10
     await hook.stop()
     run.shelf.add(_message(300, 60_000))
     while run.pusher.report().unreachable < 4 * pushing.PROBES_MAX:
         await asyncio.sleep(0.01)
-    assert (run.pusher.report().state, run.ledger.of(RELEASE)) == ("down", [])
+    assert (run.pusher.report().state, run.ledger.of(Verb.RELEASE)) == ("down", [])
     await hook.start()
-    await run.ledger.until(lambda: 300 in run.ledger.of(ACCEPT))
+    await run.ledger.until(lambda: 300 in run.ledger.of(Verb.ACCEPT))
     await run.end()
 
 
@@ -333,17 +334,17 @@ async def test_a_message_that_brings_the_endpoint_down_is_not_tried_for_ever(
     run = Run(hook, 10)
     await run.ledger.until(lambda: len(run.ledger.said) == 10)
     await run.end()
-    assert sorted(run.ledger.of(RELEASE)) == [0, 1, 2]
+    assert sorted(run.ledger.of(Verb.RELEASE)) == [0, 1, 2]
 
 
 async def test_the_lease_of_a_message_that_takes_long_is_extended(hook: Webhook) -> None:
     hook.answer = lambda _request: Reply(after_s=WAIT_S)
     run = Run(hook, 1, share_record_lock_duration_ms="100")
-    await run.ledger.until(lambda: len(run.ledger.of(EXTEND)) >= 2)
+    await run.ledger.until(lambda: len(run.ledger.of(Verb.EXTEND)) >= 2)
     run.pusher.stop()
     run.pusher.hurry()
     await asyncio.wait_for(run.running, WAIT_S)
-    assert run.ledger.said[-1] == (0, RELEASE, 0)
+    assert run.ledger.said[-1] == (0, Verb.RELEASE, 0)
 
 
 async def test_what_is_under_way_ends_before_push_does(hook: Webhook) -> None:
@@ -352,7 +353,7 @@ async def test_what_is_under_way_ends_before_push_does(hook: Webhook) -> None:
     while not hook.requests:
         await asyncio.sleep(0.01)
     await run.end()
-    assert run.ledger.of(ACCEPT) == [0]
+    assert run.ledger.of(Verb.ACCEPT) == [0]
     assert len(hook.requests) == 1
 
 
@@ -360,7 +361,7 @@ async def test_an_endpoint_that_asks_for_patience_gets_it(hook: Webhook) -> None
     hook.answer = lambda _request: Reply(429, {"retry-after": "3600"})
     run = Run(hook, 5, millstream_backoff_min_ms="10")
     await run.ledger.until(lambda: len(run.ledger.said) == 1)
-    assert run.ledger.said == [(0, RELEASE, 3_600_000)]
+    assert run.ledger.said == [(0, Verb.RELEASE, 3_600_000)]
     await run.end()
     assert len(hook.requests) == 1
 
@@ -408,7 +409,7 @@ async def test_a_node_that_does_not_answer_is_asked_again(hook: Webhook) -> None
         return await receive(wanted)
 
     run.pusher._receive = fails
-    await run.ledger.until(lambda: len(run.ledger.of(ACCEPT)) == 3)
+    await run.ledger.until(lambda: len(run.ledger.of(Verb.ACCEPT)) == 3)
     await run.end()
     assert not failures
 
@@ -419,7 +420,7 @@ async def test_a_lease_that_is_declared_shorter_is_extended_in_time(hook: Webhoo
     run.pusher._receive = Shelf(1, lease_ms=100).receive
     await hook.until(lambda: bool(hook.requests))
     await run.pusher.change(_declared(hook, share_record_lock_duration_ms="100"), sender(hook))
-    await run.ledger.until(lambda: len(run.ledger.of(EXTEND)) >= 2)
+    await run.ledger.until(lambda: len(run.ledger.of(Verb.EXTEND)) >= 2)
     run.pusher.stop()
     run.pusher.hurry()
     await asyncio.wait_for(run.running, WAIT_S)

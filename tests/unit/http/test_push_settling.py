@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from millstream.http.push import settler as settling
-from millstream.http.push.settler import ACCEPT, RELEASE, Settler
+from millstream.http.push.settler import Settler
 from millstream.model.errors import BrokerUnreachable
 from millstream.model.ids import NodeId, Offset
+from millstream.model.verb import Verb
 from millstream.records.record import Record
 from millstream.wire.client import Client
 from millstream.wire.subscription_messages import SettleAnswer, SettleRequest
@@ -75,7 +76,7 @@ class Desk:
         self.settler = Settler("billing", "push/1", self.here.ask, cast("Client", Others(self.there)))
 
     def accept(self, offset: int, partition: int = 0) -> asyncio.Future[bool]:
-        return asyncio.ensure_future(self.settler.settle(message(offset, partition), ACCEPT))
+        return asyncio.ensure_future(self.settler.settle(message(offset, partition), Verb.ACCEPT))
 
 
 @pytest.fixture
@@ -97,9 +98,9 @@ async def test_what_is_said_meanwhile_goes_together(desk: Desk) -> None:
 
 
 async def test_a_release_carries_its_delay_and_reason(desk: Desk) -> None:
-    assert await desk.settler.settle(message(3), RELEASE, delay_ms=700, reason="the endpoint answered 503")
+    assert await desk.settler.settle(message(3), Verb.RELEASE, delay_ms=700, reason="the endpoint answered 503")
     (verb,) = desk.here.requests[0].partitions[0].verbs
-    assert (verb.first, verb.verb, verb.delay_ms, verb.reason) == (3, RELEASE, 700, "the endpoint answered 503")
+    assert (verb.first, verb.verb, verb.delay_ms, verb.reason) == (3, Verb.RELEASE, 700, "the endpoint answered 503")
     assert verb.attempt == 1
 
 

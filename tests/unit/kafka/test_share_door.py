@@ -15,8 +15,9 @@ from millstream.kafka.share_door import GAP, OFFSETS_MAX, RENEW, check_member_id
 from millstream.kafka.share_session import ShareSession, ShareSessions
 from millstream.model.errors import InvalidRequest
 from millstream.model.ids import Offset
+from millstream.model.verb import Verb
 from millstream.net.presence import Presence
-from millstream.subscriptions.lease import Settle, Verb
+from millstream.subscriptions.lease import Settle
 
 ONE = ("group", "one")
 TWO = ("group", "two")

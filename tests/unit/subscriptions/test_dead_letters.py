@@ -18,12 +18,13 @@ from millstream.model.errors import (
 )
 from millstream.model.ids import Offset, ProducerId
 from millstream.model.subscription import READ_UNCOMMITTED, SubscriptionSettings
+from millstream.model.verb import Verb
 from millstream.records.batch import COMPRESSION_GZIP, read_header
 from millstream.records.record import NewRecord, Record, decode_records, encode_batch
 from millstream.subscriptions.dead_letters import DeadLetters
 from millstream.subscriptions.delivery import Delivery
 from millstream.subscriptions.delta import DeltaKind
-from millstream.subscriptions.lease import Settle, Verb
+from millstream.subscriptions.lease import Settle
 from millstream.subscriptions.letter_box import LetterBox
 from millstream.testing.queue_bench import Workbench, turns, wanted
 

@@ -20,13 +20,14 @@ from millstream.model.errors import (
 )
 from millstream.model.ids import Offset
 from millstream.model.subscription import AT_MOST_ONCE, EXACTLY_ONCE, READ_UNCOMMITTED, SubscriptionSettings
+from millstream.model.verb import Verb
 from millstream.net.budget import Budget
 from millstream.records.batch import COMPRESSION_ZSTD, Buffer
 from millstream.records.record import NewRecord, decode_records, encode_batch
 from millstream.subscriptions import delivery as driver
 from millstream.subscriptions.delivery import LEASES_S, Delivery
 from millstream.subscriptions.filter.filter import Filter, compile_filter
-from millstream.subscriptions.lease import Settle, Verb
+from millstream.subscriptions.lease import Settle
 from millstream.subscriptions.receiving import Given, receive
 from millstream.subscriptions.sieve import QueueSieve
 from millstream.testing.queue_bench import Workbench, offsets, turns, wanted

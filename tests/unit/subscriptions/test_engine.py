@@ -24,12 +24,13 @@ from millstream.model.errors import (
 from millstream.model.ids import Offset, PartitionIndex, ProducerId
 from millstream.model.subscription import FILTER, ORDERED, QueueKey, Subscription, SubscriptionSettings, start_key
 from millstream.model.topic import Topic
+from millstream.model.verb import Verb
 from millstream.net.budget import Budget
 from millstream.replication.partition import Partition
 from millstream.subscriptions import engine as opening
 from millstream.subscriptions.engine import Engine, Surroundings
 from millstream.subscriptions.filter.worker import FilterWorker
-from millstream.subscriptions.lease import Settle, Verb
+from millstream.subscriptions.lease import Settle
 from millstream.subscriptions.letter_box import LetterBox
 from millstream.subscriptions.receiving import receive
 from millstream.subscriptions.sieve import Sieve

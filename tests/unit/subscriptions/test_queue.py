@@ -11,11 +11,12 @@ import pytest
 from millstream.model.errors import CorruptState, InvalidRecordState
 from millstream.model.ids import Offset, PartitionIndex
 from millstream.model.subscription import AT_MOST_ONCE, QueueKey, SubscriptionSettings
+from millstream.model.verb import Verb
 from millstream.subscriptions.clock_step import CLOCK_STEP_MS
 from millstream.subscriptions.delta import DeltaKind
 from millstream.subscriptions.frame import read_frame
 from millstream.subscriptions.image import Image
-from millstream.subscriptions.lease import Lease, Settle, Verb
+from millstream.subscriptions.lease import Lease, Settle
 from millstream.subscriptions.message_state import AVAILABLE, DONE, LEASED, PARKED
 from millstream.subscriptions.queue import REASON_LENGTH_MAX, REASONS_MAX, Queue
 from millstream.subscriptions.snapshot import write_snapshot

@@ -20,9 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from millstream.model.errors import InvalidRecordState
 from millstream.model.ids import Offset, PartitionIndex
 from millstream.model.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE, QueueKey, SubscriptionSettings
+from millstream.model.verb import Verb
 from millstream.subscriptions.delta import DeltaKind
 from millstream.subscriptions.image import Image
-from millstream.subscriptions.lease import Lease, Settle, Verb
+from millstream.subscriptions.lease import Lease, Settle
 from millstream.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
 from millstream.subscriptions.queue import Queue
 from millstream.subscriptions.snapshot import write_snapshot

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from millstream.model.ids import Offset, PartitionIndex
 from millstream.model.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings
-from millstream.subscriptions.lease import Settle, Verb
+from millstream.model.verb import Verb
+from millstream.subscriptions.lease import Settle
 from millstream.subscriptions.queue import Queue
 from millstream.subscriptions.settling import holds
 

@@ -10,10 +10,11 @@ import pytest
 from millstream.model.errors import NotLeader, PolicyViolation
 from millstream.model.ids import Offset
 from millstream.model.subscription import AT_MOST_ONCE
+from millstream.model.verb import Verb
 from millstream.subscriptions import endings
 from millstream.subscriptions.delivery import Delivery
 from millstream.subscriptions.endings import Endings
-from millstream.subscriptions.lease import Settle, Verb
+from millstream.subscriptions.lease import Settle
 from millstream.subscriptions.remembered import Remembered
 from millstream.subscriptions.told_state import ToldState, told_state
 from millstream.testing.queue_bench import Workbench, turns, wanted

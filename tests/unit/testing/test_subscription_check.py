@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millstream.model.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE
-from millstream.subscriptions.lease import Verb
+from millstream.model.verb import Verb
 from millstream.testing.subscription_check import check
 from millstream.testing.subscription_events import Asking, Failed, Given, Leased, Left, Said, Saying
 from millstream.testing.subscription_history import (

@@ -10,11 +10,11 @@ import pytest
 
 from millstream.model.errors import BrokerUnreachable, MillstreamError
 from millstream.model.ids import NodeId, Offset
+from millstream.model.verb import Verb
 from millstream.records.record import Record
 from millstream.wire.subscription_messages import SettleAnswer, SettleRequest
 from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
 
-ACCEPT = 1
 REFUSED = 121
 
 
@@ -54,7 +54,7 @@ def leased(offset: int, *, partition: int = 0, node: int = 1, attempt: int = 1) 
 async def settled(broker: Broker, *messages: LeasedMessage) -> list[MillstreamError | None]:
     """What settling them says."""
     client: Any = broker
-    return await SubscriptionClient(client).settle("billing", "one", messages, ACCEPT)
+    return await SubscriptionClient(client).settle("billing", "one", messages, Verb.ACCEPT)
 
 
 async def test_messages_that_follow_each_other_are_one_range() -> None:

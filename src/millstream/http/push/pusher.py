@@ -19,12 +19,13 @@ from millstream.http.push.endpoint import Endpoint
 from millstream.http.push.event import content_of
 from millstream.http.push.push_subscription import PushSubscription
 from millstream.http.push.sender import Sender
-from millstream.http.push.settler import ACCEPT, EXTEND, RELEASE, Settler
+from millstream.http.push.settler import Settler
 from millstream.http.push.statistics import Statistics
 from millstream.http.push.verdict import Answer, Verdict
 from millstream.kafka.push_board import PushReport
 from millstream.model.errors import MillstreamError
 from millstream.model.subscription import AT_MOST_ONCE
+from millstream.model.verb import Verb
 from millstream.wire.subscription_messages import Receive
 from millstream.wire.subscriptions import LeasedMessage
 
@@ -203,7 +204,7 @@ class Pusher:
                 await self._rest(endpoint)
             await self._settle(message, answer)
         except asyncio.CancelledError:
-            await self._settler.settle(message, RELEASE, delay_ms=0, reason="the node stops")
+            await self._settler.settle(message, Verb.RELEASE, delay_ms=0, reason="the node stops")
 
     def _note(self, endpoint: Endpoint, answer: Answer, began: float) -> None:
         now = self._now
@@ -242,7 +243,7 @@ class Pusher:
 
     async def _settle(self, message: LeasedMessage, answer: Answer) -> None:
         if answer.verdict is Verdict.ACCEPTED:
-            await self._settler.settle(message, ACCEPT)
+            await self._settler.settle(message, Verb.ACCEPT)
             return
         declared = self.declared
         if declared.delivery == AT_MOST_ONCE:
@@ -251,7 +252,7 @@ class Pusher:
         delay_ms = answer.delay_ms(
             message.attempt, backoff_min_ms=declared.backoff_min_ms, backoff_max_ms=declared.backoff_max_ms
         )
-        await self._settler.settle(message, RELEASE, delay_ms=delay_ms, reason=answer.reason[:REASON_LENGTH_MAX])
+        await self._settler.settle(message, Verb.RELEASE, delay_ms=delay_ms, reason=answer.reason[:REASON_LENGTH_MAX])
 
     # -- holding them ----------------------------------------------------------------------------------------
 
@@ -269,7 +270,7 @@ class Pusher:
                 continue
             now_ms = int(time() * 1000)
             due = [task for task, until_ms in self._deadlines_ms.items() if until_ms < now_ms + lease_ms / 2]
-            extended = await asyncio.gather(*(self._settler.settle(self._in_flight[task], EXTEND) for task in due))
+            extended = await asyncio.gather(*(self._settler.settle(self._in_flight[task], Verb.EXTEND) for task in due))
             for task, holds in zip(due, extended, strict=True):
                 if holds and task in self._in_flight:
                     self._deadlines_ms[task] = now_ms + lease_ms

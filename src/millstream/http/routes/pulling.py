@@ -17,6 +17,7 @@ from millstream.http.problem import invalid, status_of
 from millstream.http.route import Asked, Lane, Nothing, Route
 from millstream.http.settling import Verdict, settle
 from millstream.model.errors import MillstreamError
+from millstream.model.verb import Verb
 from millstream.wire.subscription_messages import Receive
 from millstream.wire.subscriptions import LeasedMessage
 
@@ -28,7 +29,6 @@ SETTLE_MAX: Final = 1000
 MEMBERS_BYTES: Final = 1024
 """What a message takes beside its key, its value and its headers, about."""
 DELAY_MS_MAX: Final = 366 * 24 * 3600 * 1000
-ACCEPT, RELEASE, REJECT, EXTEND = 1, 2, 3, 4
 
 Token = Annotated[str, Meta(min_length=1, max_length=2000)]
 DelayMs = Annotated[int, Meta(ge=0, le=DELAY_MS_MAX)]
@@ -164,10 +164,10 @@ async def settle_leases(parts: Parts, asked: Asked[Nothing, Settle]) -> SettledL
     if len(set(tokens)) != len(tokens):
         raise invalid("a lease is settled once in a request")
     verdicts = [
-        *(Verdict(read_token(token), ACCEPT) for token in said.accept),
-        *(Verdict(read_token(one.lease), RELEASE, one.delay_ms, one.reason) for one in said.release),
-        *(Verdict(read_token(one.lease), REJECT, None, one.reason) for one in said.reject),
-        *(Verdict(read_token(one.lease), EXTEND, one.delay_ms) for one in said.extend),
+        *(Verdict(read_token(token), Verb.ACCEPT) for token in said.accept),
+        *(Verdict(read_token(one.lease), Verb.RELEASE, one.delay_ms, one.reason) for one in said.release),
+        *(Verdict(read_token(one.lease), Verb.REJECT, None, one.reason) for one in said.reject),
+        *(Verdict(read_token(one.lease), Verb.EXTEND, one.delay_ms) for one in said.extend),
     ]
     outcomes = await settle(parts.client, asked.path["subscription"], verdicts)
     results = [

@@ -23,7 +23,8 @@ from millstream.kafka.subscription_service import SubscriptionService
 from millstream.model.errors import InvalidRequest, MillstreamError
 from millstream.model.ids import Offset
 from millstream.model.subscription import Subscription
-from millstream.subscriptions.lease import Settle, Verb
+from millstream.model.verb import Verb
+from millstream.subscriptions.lease import Settle
 from millstream.wire.subscription_messages import (
     SETTLE_KEY,
     PartitionSettles,
