@@ -14,8 +14,11 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from millstream.admin.groups import committed_offsets
+from millstream.model.errors import ProducerFenced
 from millstream.spark.bulk import records
+from millstream.spark.options import write_options
 from millstream.spark.session import session
+from millstream.spark.writer import TopicWriter
 from millstream.testing.server import Server
 from millstream.wire.client import Client
 
@@ -320,6 +323,18 @@ def test_nothing_of_a_batch_that_fails_is_visible(bench: Bench) -> None:
     assert bench.values() == []
     bench.write(bench.spark.range(3).selectExpr("cast(id as string) as value"))
     assert sorted(bench.values()) == [b"0", b"1", b"2"]
+
+
+def test_a_task_that_outlives_its_failed_write_holds_nothing_up(bench: Bench) -> None:
+    bench.create()
+    options = write_options({"kafka.bootstrap.servers": bench.server.kafka, "topic": bench.topic})
+    given_up, again = TopicWriter(options), TopicWriter(options)
+    rows = pa.RecordBatch.from_pydict({"value": ["late"]})
+    given_up.abort([])
+    with pytest.raises(ProducerFenced):
+        given_up.write(iter([rows]))
+    again.commit([again.write(iter([rows]))])
+    assert bench.values() == [b"late"]
 
 
 @pytest.mark.trial

@@ -94,18 +94,19 @@ class TopicWriter(DataSourceArrowWriter):
         # Without a name there is nothing to know the write by again: nothing partial shows, but a repeated job doubles.
         self._query = f"batch-{uuid4()}" if options.application is None else quote(options.application, safe="")
         self._batch = 0 if options.version is None else options.version
+        self._run = uuid4().hex[:12]
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Write the rows of one task."""
-        return write_part(self._options, self._query, self._batch, iterator)
+        return write_part(self._options, self._query, self._batch, iterator, run=self._run)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Make all parts visible."""
         commit_parts(self._options, messages)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Leave nothing behind."""
-        abort_parts(self._options, self._query, self._batch)
+        """Leave nothing behind, not even what tasks do that Spark has not stopped yet."""
+        abort_parts(self._options, self._query, self._batch, run=self._run)
 
 
 class TopicStreamWriter(DataSourceStreamArrowWriter):
@@ -136,7 +137,9 @@ class TopicStreamWriter(DataSourceStreamArrowWriter):
                 return
 
 
-def write_part(options: WriteOptions, query: str, batch: int, iterator: Iterator[pa.RecordBatch]) -> Part:
+def write_part(
+    options: WriteOptions, query: str, batch: int, iterator: Iterator[pa.RecordBatch], *, run: str = ""
+) -> Part:
     """Write the rows of one attempt at a task, and have the coordinator keep them until the batch is decided."""
     link = _link(options)
     if not _knows_batches(link):
@@ -147,7 +150,8 @@ def write_part(options: WriteOptions, query: str, batch: int, iterator: Iterator
         return Part(query, batch, sum(rows.num_rows for rows in iterator), None)
     context = TaskContext.get()
     task = 0 if context is None else context.partitionId()
-    transactional_id = f"spark/{query}/{batch}/{task}/{uuid4().hex[:12]}"
+    attempt = uuid4().hex[:12]
+    transactional_id = f"spark/{query}/{batch}/{task}/{f'{run}-{attempt}' if run else attempt}"
     identity = link.call(transactions.begin(transactional_id, timeout_ms=TASK_MS_MAX))
     producer = RowProducer(link, options, identity, transactional=True)
     try:
@@ -176,11 +180,11 @@ def commit_parts(options: WriteOptions, messages: Sequence[WriterCommitMessage |
     link.call(Transactions(link.client).complete_batch(parts[0].query, parts[0].batch, members))
 
 
-def abort_parts(options: WriteOptions, query: str, batch: int) -> None:
-    """Abort every attempt at a batch."""
+def abort_parts(options: WriteOptions, query: str, batch: int, *, run: str = "") -> None:
+    """Abort every attempt at a batch, and those that a run still begins."""
     link = _link(options)
     if _knows_batches(link):
-        link.call(Transactions(link.client).abort_batch(query, batch))
+        link.call(Transactions(link.client).abort_batch(query, batch, run=run))
 
 
 def _write_at_least_once(

@@ -3,6 +3,9 @@
 A transactional id of the form `spark/{query}/{batch}/{partition}/{random}` belongs to one attempt to write one part of
 one batch of a query. All of them are placed by the query, so one shard sees them all, and it keeps the last batch of
 each query that was committed.
+
+`{random}` may begin with the name of a run and a hyphen. A driver that gives up aborts its run: attempts of it that
+only begin then, in tasks which Spark has not stopped yet, are refused, while another run may try the batch again.
 """
 
 from __future__ import annotations
@@ -23,13 +26,15 @@ class Attempt(NamedTuple):
 
     query: str
     batch: int
+    run: str = ""
 
 
 class LastBatch(NamedTuple):
-    """The last batch of a query that was committed, and when that was."""
+    """The last batch of a query that was committed, if there is one; when this was written; the last run given up."""
 
     batch: int
     updated_ms: int
+    ended_run: str = ""
 
 
 class Member(NamedTuple):
@@ -48,7 +53,8 @@ def attempt_of(transactional_id: str) -> Attempt | None:
     if len(parts) != _PARTS or not all(parts) or not (parts[1].isascii() and parts[1].isdigit()):
         return None
     batch = int(parts[1])
-    return Attempt(parts[0], batch) if batch <= _BATCH_MAX else None
+    run, hyphen, _ = parts[3].partition("-")
+    return Attempt(parts[0], batch, run if hyphen else "") if batch <= _BATCH_MAX else None
 
 
 def placement_of(transactional_id: str) -> str:
@@ -61,7 +67,7 @@ def check_members(query: str, batch: int, members: tuple[Member, ...]) -> None:
     """Raise unless every member is an attempt at this batch of this query."""
     if not query or not 0 <= batch <= _BATCH_MAX:
         raise InvalidRequest(f"a batch has a query and a number from 0 on, not {query!r} and {batch}")
-    wanted = Attempt(query, batch)
     for member in members:
-        if attempt_of(member.transactional_id) != wanted:
+        attempt = attempt_of(member.transactional_id)
+        if attempt is None or (attempt.query, attempt.batch) != (query, batch):
             raise InvalidRequest(f"{member.transactional_id!r} is no attempt at batch {batch} of query {query!r}")

@@ -18,7 +18,7 @@ from millstream.model.errors import (
     PolicyViolation,
     ProducerFenced,
 )
-from millstream.transactions.batch import NO_BATCH, LastBatch, Member, attempt_of, check_members
+from millstream.transactions.batch import NO_BATCH, Attempt, LastBatch, Member, attempt_of, check_members
 from millstream.transactions.records import query_record, query_tombstone, transaction_record, transaction_tombstone
 from millstream.transactions.requests import ProducerRef
 from millstream.transactions.transaction import (
@@ -61,10 +61,15 @@ class Batches:
         """Which batch of a query was committed last."""
         return [], self.last_batch_of(query)
 
-    def check_room(self, query: str) -> None:
-        """Raise when a query is new and as many are known as may be."""
-        if query not in self.queries and len(self.queries) >= self._queries_max:
-            raise PolicyViolation(f"a coordinator keeps the last batches of at most {self._queries_max} queries")
+    def check_may_begin(self, attempt: Attempt) -> None:
+        """Raise when nobody would commit what this attempt writes."""
+        known = self.queries.get(attempt.query)
+        if known is not None and attempt.batch <= known.batch:
+            raise ProducerFenced(f"batch {attempt.batch} of query {attempt.query!r} is committed already")
+        if known is not None and attempt.run and attempt.run == known.ended_run:
+            raise ProducerFenced(f"the run {attempt.run!r} of query {attempt.query!r} was given up")
+        if not self._has_room(attempt.query):
+            raise self._full()
 
     def prepare(self, who: ProducerRef) -> Outcome[None]:
         """A writer has written all of its part: from here on only the batch decides."""
@@ -88,9 +93,10 @@ class Batches:
         check_members(query, batch, members)
         if batch <= self.last_batch_of(query):
             return self._cleared(query, self.last_batch_of(query)), False
-        self.check_room(query)
+        if not self._has_room(query):
+            raise self._full()
         named = {member.transactional_id for member in members}
-        records = [query_record(query, LastBatch(batch, self._clock.now_ms()))]
+        records = [query_record(query, self._known(query)._replace(batch=batch))]
         for member in dict.fromkeys(members):
             transaction = self._checked(member)
             if transaction.state is not TransactionState.PREPARED:
@@ -99,12 +105,18 @@ class Batches:
             records.append(transaction_record(committed))
         return records + self._cleared(query, batch, but=named), True
 
-    def abort(self, query: str, batch: int) -> Outcome[int]:
-        """Abort every attempt at one batch that is not decided; the answer is how many there were."""
+    def abort(self, query: str, batch: int, run: str = "") -> Outcome[int]:
+        """Abort every attempt at one batch that is not decided; the answer is how many there were.
+
+        When a run is named, no further attempt of it may begin.
+        """
         if batch <= self.last_batch_of(query):
             raise InvalidTransactionState(f"batch {batch} of query {query!r} is committed already")
         undecided = [one for number, one in self._of(query) if number == batch and one.state not in ENDING]
-        return [self._ended(one) for one in undecided], len(undecided)
+        records = [self._ended(one) for one in undecided]
+        if run and self._has_room(query):
+            records.append(query_record(query, self._known(query)._replace(ended_run=run)))
+        return records, len(undecided)
 
     def replay_query(self, query: str, last: LastBatch | None) -> None:
         """Take over the last batch of a query; None when it is forgotten."""
@@ -139,6 +151,16 @@ class Batches:
             self._attempts[attempt.query].pop(transactional_id, None)
             if not self._attempts[attempt.query]:
                 del self._attempts[attempt.query]
+
+    def _known(self, query: str) -> LastBatch:
+        known = self.queries.get(query, LastBatch(NO_BATCH, NO_TIME_MS))
+        return known._replace(updated_ms=self._clock.now_ms())
+
+    def _has_room(self, query: str) -> bool:
+        return query in self.queries or len(self.queries) < self._queries_max
+
+    def _full(self) -> PolicyViolation:
+        return PolicyViolation(f"a coordinator keeps the last batches of at most {self._queries_max} queries")
 
     def _of(self, query: str) -> Iterator[tuple[int, Transaction]]:
         for transactional_id in self._attempts.get(query, ()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -45,6 +46,8 @@ T = TypeVar("T")
 ID_CHARACTERS_MAX: Final = 4096
 PATIENCE_S: Final = 0.5
 """How long a producer waits here for its last transaction to be ended, before it is told to ask again."""
+MARKERS_S: Final = 5.0
+"""How long who commits a batch waits here for its markers, which may be on other nodes, before it is told of it."""
 
 _TOPIC_SETTINGS: Final = {
     "cleanup.policy": "compact",
@@ -177,16 +180,27 @@ class TransactionCoordinator:
         await self._run(who.transactional_id, lambda shard: shard.batches.prepare(who))
 
     async def complete_batch(self, query: str, batch: int, members: tuple[Member, ...]) -> bool:
-        """Commit all members of a batch together; False if that was done before."""
-        _check_id(query)
-        await self._spare.fill()
-        return await self._runtime.run(query, lambda shard: shard.batches.complete(query, batch, members), pure=True)
+        """Commit all members of a batch together; False if that was done before.
 
-    async def abort_batch(self, query: str, batch: int) -> int:
-        """Abort every attempt at a batch; the answer is how many there were."""
+        Answered when the markers are there too, so that who reads after a job sees what it wrote; unless that takes
+        long, since the decision stands.
+        """
         _check_id(query)
         await self._spare.fill()
-        return await self._runtime.run(query, lambda shard: shard.batches.abort(query, batch), pure=True)
+        is_new = await self._runtime.run(query, lambda shard: shard.batches.complete(query, batch, members), pure=True)
+        with suppress(TimeoutError, CoordinatorUnavailable):
+            async with asyncio.timeout(MARKERS_S):
+                for member in members:
+                    await self._until_ended(member.transactional_id)
+        return is_new
+
+    async def abort_batch(self, query: str, batch: int, run: str = "") -> int:
+        """Abort every attempt at a batch, and whatever a named run still begins; the answer is how many there were."""
+        _check_id(query)
+        if run:
+            _check_id(run)
+        await self._spare.fill()
+        return await self._runtime.run(query, lambda shard: shard.batches.abort(query, batch, run), pure=True)
 
     # For administrators
 
@@ -227,10 +241,13 @@ class TransactionCoordinator:
         except ConcurrentTransactions as concurrent:
             try:
                 async with asyncio.timeout(PATIENCE_S):
-                    await self._run(transactional_id, lambda shard: shard.until_ended(transactional_id))
+                    await self._until_ended(transactional_id)
             except (TimeoutError, CoordinatorUnavailable):
                 raise concurrent from None
         return await self._run(transactional_id, operation)
+
+    async def _until_ended(self, transactional_id: str) -> None:
+        await self._run(transactional_id, lambda shard: shard.until_ended(transactional_id))
 
     def _make_shard(self, timers: Timers) -> TransactionShard:
         return TransactionShard(

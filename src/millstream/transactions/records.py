@@ -1,7 +1,8 @@
 """The records of `__transaction_state`, in Kafka's own format, so that tools which read that topic understand it.
 
     key 0      (transactional id)   value: the producer of that id and its transaction
-    key 7300   (query)              value: its last batch that was committed, and when; ours, see `batch.py`
+    key 7300   (query)              value: its last batch that was committed, and when; ours, see `batch.py`.
+                                    Tag 0: the last run of it that was given up
 
 Keys and values begin with a 16-bit number: of a key it says what the record is, of a value its version. Written is
 version 1 of a transaction, which has tagged fields; 0 is read too. Beside Kafka's tags (0 previous producer id, 1 next
@@ -30,6 +31,7 @@ _VERSION: Final = 1
 _QUERY_VERSION: Final = 1
 _FIRST_WITH_TIME: Final = 1
 
+_ENDED_RUN_TAG: Final = 0
 _PREVIOUS_TAG: Final = 0
 _NEXT_TAG: Final = 1
 _PROTOCOL_TAG: Final = 2
@@ -97,7 +99,7 @@ def query_record(query: str, last: LastBatch) -> StateRecord:
     writer.int16(_QUERY_VERSION)
     writer.int64(last.batch)
     writer.int64(last.updated_ms)
-    writer.no_tags()
+    _write_tags(writer, [(_ENDED_RUN_TAG, last.ended_run.encode())] if last.ended_run else [])
     return StateRecord(_query_key(query), bytes(writer.buffer))
 
 
@@ -121,7 +123,9 @@ def read_query(value: bytes) -> LastBatch:
     version = reader.int16()
     if not 0 <= version <= _QUERY_VERSION:
         raise ProtocolViolation(f"version {version} of a query's record is unknown")
-    return LastBatch(reader.int64(), reader.int64() if version >= _FIRST_WITH_TIME else NO_TIME_MS)
+    batch, updated_ms = reader.int64(), reader.int64() if version >= _FIRST_WITH_TIME else NO_TIME_MS
+    tags = {tag: bytes(content.rest()) for tag, content in reader.tags()}
+    return LastBatch(batch, updated_ms, tags.get(_ENDED_RUN_TAG, b"").decode(errors="replace"))
 
 
 def read_transaction(transactional_id: str, value: bytes) -> Transaction:

@@ -278,10 +278,8 @@ class TransactionShard:
 
     def _check_may_begin(self, transactional_id: str, known: Transaction | None) -> None:
         attempt = attempt_of(transactional_id)
-        if attempt is not None and attempt.batch <= self.batches.last_batch_of(attempt.query):
-            raise ProducerFenced(f"batch {attempt.batch} of query {attempt.query!r} is committed already")
         if attempt is not None:
-            self.batches.check_room(attempt.query)
+            self.batches.check_may_begin(attempt)
         if known is None and len(self._transactions) >= self._limits.ids_max:
             raise PolicyViolation(f"a coordinator keeps at most {self._limits.ids_max} transactional ids")
 

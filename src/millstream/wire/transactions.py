@@ -91,9 +91,10 @@ class Transactions:
         body = {"query": query, "batch": batch, "members": [_member(member) for member in members]}
         return bool((await self._ask(_place_of(query), COMPLETE_BATCH_KEY, body))["done_now"])
 
-    async def abort_batch(self, query: str, batch: int) -> int:
-        """Abort every attempt at a batch; says how many there were."""
-        return int((await self._ask(_place_of(query), ABORT_BATCH_KEY, {"query": query, "batch": batch}))["aborted"])
+    async def abort_batch(self, query: str, batch: int, *, run: str = "") -> int:
+        """Abort every attempt at a batch, and all that this run still begins; says how many there were."""
+        body = {"query": query, "batch": batch, "run": run}
+        return int((await self._ask(_place_of(query), ABORT_BATCH_KEY, body))["aborted"])
 
     async def last_batch(self, query: str) -> int:
         """The last batch of a query that was committed; -1 if none was."""

@@ -185,8 +185,9 @@ def test_every_part_of_every_batch_is_committed_exactly_once(seed: int) -> None:
 @pytest.mark.parametrize(
     ("transactional_id", "found"),
     [
-        ("spark/q/3/0/abc", ("q", 3)),
-        ("spark/a/b/q/3/0/abc", ("a/b/q", 3)),
+        ("spark/q/3/0/abc", ("q", 3, "")),
+        ("spark/a/b/q/3/0/abc", ("a/b/q", 3, "")),
+        ("spark/q/3/0/run-abc", ("q", 3, "run")),
         ("spark/q/3/0", None),
         ("spark/q/x/0/abc", None),
         ("spark/q/-1/0/abc", None),
@@ -195,7 +196,7 @@ def test_every_part_of_every_batch_is_committed_exactly_once(seed: int) -> None:
         ("other/q/3/0/abc", None),
     ],
 )
-def test_ids_of_batches(transactional_id: str, found: tuple[str, int] | None) -> None:
+def test_ids_of_batches(transactional_id: str, found: tuple[str, int, str] | None) -> None:
     assert attempt_of(transactional_id) == found
     assert placement_of(transactional_id) == (transactional_id if found is None else found[0])
 
@@ -241,6 +242,23 @@ def test_a_prepared_transaction_waits_without_a_timeout() -> None:
         one.coordinator.run(lambda shard: shard.end(ref, commit=True, version=2))
     assert one.coordinator.run(lambda shard: shard.abort("spark/q/0/0/a")) == "Prepared"
     assert one.states() == {"spark/q/0/0/a": "PrepareAbort"}
+
+
+def test_a_run_that_was_given_up_begins_nothing_more() -> None:
+    one = One()
+    ref = one.begin("spark/q/0/0/first-a")
+    one.write(ref)
+    one.coordinator.run(lambda shard: shard.batches.abort(QUERY, 0, "first"))
+    assert one.states() == {"spark/q/0/0/first-a": "PrepareAbort"}
+    for late in ("spark/q/0/1/first-b", "spark/q/1/0/first-c"):
+        with pytest.raises(ProducerFenced, match="given up"):
+            one.begin(late)
+    again = one.begin("spark/q/0/0/second-d")
+    one.write(again)
+    one.prepare(again)
+    assert one.complete(0, again)
+    with pytest.raises(ProducerFenced, match="given up"):
+        one.begin("spark/q/1/0/first-e")
 
 
 def test_a_member_that_is_not_prepared_fails_the_whole() -> None:

@@ -59,17 +59,17 @@ def test_what_is_written_is_read_back(transaction: Transaction) -> None:
     assert transaction_tombstone(transaction.transactional_id) == (record.key, None, ())
 
 
-@given(st.text(min_size=1, max_size=20), st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
-def test_the_last_batch_of_a_query(query: str, batch: int, updated_ms: int) -> None:
-    record = query_record(query, LastBatch(batch, updated_ms))
+@given(st.text(min_size=1, max_size=20), st.integers(-1, 2**63 - 1), st.integers(0, 2**63 - 1), st.text(max_size=20))
+def test_the_last_batch_of_a_query(query: str, batch: int, updated_ms: int, run: str) -> None:
+    record = query_record(query, LastBatch(batch, updated_ms, run))
     assert record.value is not None
     assert read_key(record.key) == QueryKey(query)
-    assert read_query(record.value) == (batch, updated_ms)
+    assert read_query(record.value) == (batch, updated_ms, run)
     assert query_tombstone(query) == (record.key, None, ())
 
 
 def test_the_last_batch_of_a_query_without_its_time() -> None:
-    assert read_query(bytes.fromhex("0000 0000000000000007 00")) == (7, -1)
+    assert read_query(bytes.fromhex("0000 0000000000000007 00")) == (7, -1, "")
 
 
 def test_the_bytes_are_those_of_kafka() -> None:

@@ -1,8 +1,10 @@
 """AbortBatch (key 32012), version 0: Millstream's private request that aborts every attempt at a batch.
 
-    {"query": "q", "batch": 3}   answer: {"error": 0, "message": null, "aborted": 2}
+    {"query": "q", "batch": 3, "run": "4f2a"}   answer: {"error": 0, "message": null, "aborted": 2}
 
-A batch that is committed cannot be aborted (INVALID_TXN_STATE). The same batch may be tried again afterwards.
+A batch that is committed cannot be aborted (INVALID_TXN_STATE). The same batch may be tried again afterwards, but not
+by the run that is named, if one is: its transactional ids, `spark/q/3/{partition}/4f2a-{random}`, are fenced from here
+on, so that a task which nobody has stopped yet cannot open a transaction that nobody would end.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -22,6 +24,7 @@ class NamedBatch(msgspec.Struct, frozen=True):
 
     query: str
     batch: int
+    run: str = ""
 
 
 class AbortBatch(PrivateApi[NamedBatch]):
@@ -35,4 +38,4 @@ class AbortBatch(PrivateApi[NamedBatch]):
 
     async def handle(self, request: NamedBatch) -> dict[str, Any]:
         """Abort every attempt."""
-        return {"aborted": await self._transactions.abort_batch(request.query, request.batch)}
+        return {"aborted": await self._transactions.abort_batch(request.query, request.batch, request.run)}
