@@ -25,7 +25,6 @@ from millstream.wire.subscriptions import LeasedMessage
 
 _logger = logging.getLogger(__name__)
 
-ACCEPT, RELEASE, REJECT, EXTEND = 1, 2, 3, 4
 SETTLES_MAX: Final = 1000
 """How many messages one request is about."""
 ELSEWHERE_S: Final = 5.0
