@@ -10,6 +10,7 @@ import pytest
 
 from millstream.admin.dead_letter import HELD_MAX, LEASE_MS, DeadLetterDesk
 from millstream.model.subscription import ATTEMPTS, EARLIEST, LEASE, START
+from millstream.model.verb import Verb
 from millstream.testing.command import CommandLine
 from millstream.testing.server import Server
 from millstream.wire.client import Client
@@ -124,6 +125,10 @@ async def test_an_interrupted_command_gives_back_what_it_held(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        subscriptions = SubscriptionClient(client)
+        again = await subscriptions.receive(f"__dlq/{name}-dead", "next", max_records=LETTERS, wait_ms=10_000)
+        assert [letter.attempt for letter in again] == [1] * LETTERS, "nobody has worked on them"
+        await subscriptions.settle(f"__dlq/{name}-dead", "next", again, Verb.RETURN)
     purged = (await asyncio.to_thread(millstream, "dlq", "purge", name, "--json")).document
     assert purged == {"purged": LETTERS, "skipped": 0, "held": 0, "doubtful": 0}
 

@@ -71,6 +71,8 @@ class DeadLetterDesk:
         self._name = OWN_PREFIX + topic
         self._patience_s = patience_s
         self._held: dict[tuple[int, int], LeasedMessage] = {}
+        self._sent: set[tuple[int, int]] = set()
+        """Of these, those that were sent back, or may have been."""
         self._leaders: dict[int, NodeId | None] = {}
         self._post = LetterPost(client)
         self.held_by_others = 0
@@ -103,7 +105,7 @@ class DeadLetterDesk:
             # What cannot be given back comes back by itself, and that must not hide how the work went.
             with suppress(MillstreamError, TimeoutError):
                 async with asyncio.timeout(min(RELEASE_S_MAX, self._patience_s)):
-                    await self._settle(self._held.values(), Verb.RELEASE)
+                    await self._give_back()
 
     async def letters(self, wanted: Callable[[], int]) -> AsyncIterator[list[LeasedMessage]]:
         """The open letters, some at a time, each once, while any are wanted; they are held until they are settled."""
@@ -129,6 +131,7 @@ class DeadLetterDesk:
         if error is not None and not isinstance(error, InvalidRecordState):
             raise error
         self._held.pop(_place(letter), None)
+        self._sent.discard(_place(letter))
         return error is None
 
     async def check_target(self, topic: str) -> None:
@@ -152,6 +155,7 @@ class DeadLetterDesk:
         record = NewRecord(letter.record.key, letter.record.value, (*kept, *story), int(time() * 1000))
         await self.check_target(topic)
         await self._patiently(self._post.open, *TRANSIENT)
+        self._sent.add(_place(letter))
         await self._post.send(topic, partition if to is None else None, record, spread=letter.record.offset)
         return topic
 
@@ -196,6 +200,13 @@ class DeadLetterDesk:
         with suppress(*_PASSES):
             await self._patiently(attempt)
         return results
+
+    async def _give_back(self) -> None:
+        """Return what nothing was done with, which does not count as a delivery, and release what was sent."""
+        for verb, is_sent in ((Verb.RETURN, False), (Verb.RELEASE, True)):
+            letters = [letter for place, letter in self._held.items() if (place in self._sent) == is_sent]
+            if letters:
+                await self._settle(letters, verb)
 
     async def _find_leaders(self) -> None:
         found = (await self._client.metadata([self._topic])).topics.get(self._topic)

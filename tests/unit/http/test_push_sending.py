@@ -347,6 +347,15 @@ async def test_the_lease_of_a_message_that_takes_long_is_extended(hook: Webhook)
     assert run.ledger.said[-1] == (0, Verb.RELEASE, 0)
 
 
+async def test_a_message_that_waits_for_its_endpoint_when_push_ends_was_not_delivered(hook: Webhook) -> None:
+    await hook.stop()
+    run = Run(hook, 3)
+    while run.pusher.report().state != "down":
+        await asyncio.sleep(0.01)
+    await run.end()
+    assert run.ledger.said == [(0, Verb.RETURN, 0)]
+
+
 async def test_what_is_under_way_ends_before_push_does(hook: Webhook) -> None:
     hook.answer = lambda _request: Reply(after_s=0.2)
     run = Run(hook, 5)

@@ -191,20 +191,30 @@ class Pusher:
     async def _deliver(self, message: LeasedMessage) -> None:
         """Send a message until it is settled, or given back since there is no more time."""
         endpoint, sender = self._endpoint, self._sender
+        sent = 0
+        """How often the endpoint may have got it."""
         try:
             content = content_of(message, self.declared.layout)
-            sent = 0
             while True:
                 began = self._now
+                sent += 1
                 answer = await sender.post(content)
+                sent -= answer.is_unsent
                 self._note(endpoint, answer, began)
-                sent += not answer.is_unsent
                 if sent >= PROBES_MAX or not self._is_kept(endpoint, answer):
                     break
                 await self._rest(endpoint)
+                if self._stopping.is_set() and not sent:
+                    await self._give_back(message, sent)
+                    return
             await self._settle(message, answer)
         except asyncio.CancelledError:
-            await self._settler.settle(message, Verb.RELEASE, delay_ms=0, reason="the node stops")
+            await self._give_back(message, sent)
+
+    async def _give_back(self, message: LeasedMessage, sent: int) -> None:
+        """Leave a message to whoever pushes next; that it was never sent does not count as a delivery."""
+        verb = Verb.RELEASE if sent else Verb.RETURN
+        await self._settler.settle(message, verb, delay_ms=0, reason="the node stops")
 
     def _note(self, endpoint: Endpoint, answer: Answer, began: float) -> None:
         now = self._now
