@@ -51,6 +51,9 @@ _EXPIRY_S_MIN: Final = 0.02
 _TURN: Final = 2048
 """So many records are written before others may use the loop."""
 
+_UNKNOWN_MAX: Final = 3
+"""How often a topic that was there is found missing until it counts as deleted: a node may not have heard of it yet."""
+
 _RECORD_BYTES: Final = 32
 """What a record takes beside its key, value and headers, about."""
 
@@ -130,14 +133,21 @@ class Publisher:
         batch.singles.append((position, future, timestamp_ms, _given_id(headers) if headers else None))
         if queue.lane is not None:
             queue.lane.kick(queue)
-        return await future
+        try:
+            return await future
+        except UnknownTopic as error:
+            if error is not queue.given_up:
+                raise
+        # The topic that was known here is gone, and this was not stored in it: it goes where any other publish does.
+        return await self.send(topic, key, value, headers, timestamp_ms, partition)
 
     async def publish_many(
         self, topic: str, records: Sequence[NewRecord], *, partition: int | None = None
     ) -> list[Receipt]:
         """Store messages and say where each of them went, in the order given; one wait for all of them.
 
-        Raises `PublishFailed`, which tells what came of each, when some could not be stored.
+        Raises `PublishFailed`, which tells what came of each, when some could not be stored. If the topic is deleted
+        meanwhile, the rest fails: it is not the beginning of another topic of that name.
         """
         if not records:
             return []
@@ -156,16 +166,19 @@ class Publisher:
                 if index % _TURN == _TURN - 1:
                     # What is written already goes out, and others have their turn.
                     await asyncio.sleep(0)
-                    route = await self._ready(topic)
-                elif self._buffered >= self._buffer_bytes:
-                    route = await self._ready(topic)
+                while self._buffered >= self._buffer_bytes and not self._closed:
+                    await self._room()
                 self._add(route.choose(key, partition), _plain(key), _plain(value), headers, together, index)
         except MillstreamError as error:
-            if index == 0:
+            if index == 0 and error is not route.queues[0].given_up:
                 raise
             # Those before are on their way, and their outcome is told as well.
             together.fail_from(index, error)
         await together.future
+        gone = route.queues[0].given_up
+        if isinstance(gone, UnknownTopic) and all(outcome is gone for outcome in together.receipts):
+            # Nothing of the list was stored in the topic that was known here, so it begins anew.
+            return await self.publish_many(topic, records, partition=partition)
         return _receipts(together)
 
     def _add(
@@ -256,19 +269,22 @@ class Publisher:
     async def _ready(self, topic: str) -> TopicRoute:
         """Wait until the topic is known and not too much is under way.
 
-        The route holds until the caller lets others run: then the topic may be gone, and its queues given up.
+        The route holds until the caller lets others run: then the topic may be gone, and its queues take nothing.
         """
         while True:
             if self._closed:
                 raise InvalidRequest("the publisher is closed")
             if self._buffered >= self._buffer_bytes:
-                waiter: asyncio.Future[None] = self._loop.create_future()
-                self._waiting_for_room.append(waiter)
-                await waiter
+                await self._room()
             elif (route := self._topics.get(topic)) is not None:
                 return route
             else:
                 await self._open_topic(topic)
+
+    async def _room(self) -> None:
+        """Wait until there may be room for more."""
+        self._waiting_for_room.append(self._loop.create_future())
+        await self._waiting_for_room[-1]
 
     def _freed(self, size: int) -> None:
         self._buffered -= size
@@ -312,7 +328,7 @@ class Publisher:
         pause_s = BACKOFF_S_MIN
         while True:
             try:
-                found = await self._ask_topic(topic)
+                found = await self._ask_topic(topic, create=True)
                 lanes = await self._lanes_to(found)
                 if self._identity is None:
                     self._identity = await self._take_identity()
@@ -325,8 +341,8 @@ class Publisher:
         route = self._topics[topic] = TopicRoute(topic, str(found.topic_id), self._new_queues(found, 0))
         self._place(route.queues, found, lanes)
 
-    async def _ask_topic(self, topic: str) -> TopicMetadata:
-        found = await self._client.metadata([topic], create=True)
+    async def _ask_topic(self, topic: str, *, create: bool) -> TopicMetadata:
+        found = await self._client.metadata([topic], create=create)
         if topic in found.topics:
             if not found.topics[topic].partitions:
                 raise NotLeader(f"topic {topic!r} has no partitions yet")
@@ -433,7 +449,10 @@ class Publisher:
                 queues = [queue for queue in self._troubled if queue.topic == topic]
                 try:
                     await self._mend_topic(topic, queues)
-                except (*TRANSIENT, RequestTimedOut) as error:
+                except (*TRANSIENT, RequestTimedOut, UnknownTopic) as error:
+                    if isinstance(error, UnknownTopic) and min(queue.failures for queue in queues) >= _UNKNOWN_MAX:
+                        self._forget(topic, UnknownTopic(f"topic {topic!r} was deleted while this was published"))
+                        continue
                     for queue in queues:
                         queue.failures += 1
                         queue.cause = str(error)
@@ -446,7 +465,8 @@ class Publisher:
         for queue in queues:
             if queue.needs_identity:
                 queue.begin(NOT_IDEMPOTENT if self._acks != ACKS_ALL else await self._take_identity())
-        found = await self._ask_topic(topic)
+        # What waits is for the topic that was there; if it was deleted, that is not to be undone.
+        found = await self._ask_topic(topic, create=False)
         lanes = await self._lanes_to(found)
         for queue in queues:
             self._troubled.pop(queue, None)

@@ -25,6 +25,7 @@ from millstream.model.ids import NodeId
 from millstream.records.record import NewRecord
 from millstream.testing.producer_ledger import ProducerLedger
 from millstream.testing.scripted_broker import METADATA
+from millstream.wire import codec
 from millstream.wire.codec import RequestHeader
 from millstream.wire.pool import Pool
 
@@ -64,22 +65,66 @@ async def test_a_topic_deleted_while_many_are_published_ends_the_call_and_frees_
         await publisher.publish("other", NewRecord(None, b"after"))
 
 
-async def test_a_topic_made_anew_while_many_are_published_takes_those_that_come_later(ledger: ProducerLedger) -> None:
+async def test_a_topic_made_anew_while_many_are_published_takes_nothing_more_of_them(ledger: ProducerLedger) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing(batch_bytes=2000, buffer_bytes=20_000) as publisher:
         await publisher.publish("orders", NewRecord(None, b"before"), partition=0)
-        ledger.faults = ["", "made anew", "not leader"]
-        with pytest.raises(PublishFailed) as failed:
-            await publisher.publish_many("orders", sent := records(1000), partition=0)
-        now = [one for one in failed.value.outcomes if isinstance(one, Receipt)]
-        now = [one for one in now if one.topic_id == str(ledger.topic_id("orders"))]
-        assert failed.value.outcomes[-1] in now
-        stored = ledger.stored["orders", 0]
-        for outcome, record in zip(failed.value.outcomes, sent, strict=True):
-            assert isinstance(outcome, Receipt | UnknownTopic)
-            if outcome in now:
-                assert isinstance(outcome, Receipt)
-                assert stored[outcome.offset] == record.value
-        assert len(set(stored)) == len(stored)
+        ledger.faults = ["", "made anew", *["not leader"] * 5]
+        with pytest.raises(PublishFailed, match="another one has its name now") as failed:
+            await publisher.publish_many("orders", records(1000), partition=0)
+        outcomes = failed.value.outcomes
+        stored = [type(one) for one in outcomes].index(UnknownTopic)
+        assert all(isinstance(one, Receipt) for one in outcomes[:stored])
+        assert all(isinstance(one, UnknownTopic) for one in outcomes[stored:])
+        # Requests name topics, so a batch that was on its way is in the new one.
+        now = len(ledger.stored["orders", 0])
+        assert len(ledger.past[0]["orders", 0]) + now == 1 + stored
+        assert (await publisher.publish("orders", NewRecord(None, b"after"), partition=0)).offset == now
+
+
+def creates_topics(ledger: ProducerLedger) -> None:
+    """Have the broker make a topic when it is asked about with leave to do so."""
+
+    async def metadata(header: RequestHeader, frame: memoryview) -> object:
+        request = codec.read_request(METADATA, header.version, frame, header.body_at)
+        if request.allow_auto_topic_creation:
+            for topic in request.topics or ():
+                if topic.name not in ledger.broker.topics:
+                    ledger.create(topic.name)
+        return await ledger.metadata(header, frame)
+
+    ledger.broker.handlers[METADATA] = metadata
+
+
+async def test_a_deleted_topic_is_not_made_again_by_the_rest_of_a_list(ledger: ProducerLedger) -> None:
+    creates_topics(ledger)
+    async with asyncio.timeout(HANG_S), ledger.publishing(batch_bytes=2000, buffer_bytes=20_000) as publisher:
+        await publisher.publish("orders", NewRecord(None, b"before"), partition=0)
+        ledger.faults = ["", "deleted"]
+        with pytest.raises(PublishFailed, match="topic 'orders' was deleted while this was published"):
+            await publisher.publish_many("orders", records(5000), partition=0)
+        assert "orders" not in ledger.broker.topics
+
+
+@pytest.mark.parametrize("creates", [True, False])
+async def test_a_publish_that_begins_after_the_topic_was_deleted_is_a_publish_to_an_unknown_topic(
+    ledger: ProducerLedger, creates: bool
+) -> None:
+    async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
+        for send in (
+            lambda: publisher.publish("orders", NewRecord(None, b"a"), partition=0),
+            lambda: publisher.publish_many("orders", [NewRecord(None, b"a"), NewRecord(None, b"b")], partition=0),
+        ):
+            ledger.create("orders")
+            await publisher.publish("orders", NewRecord(None, b"before"), partition=0)
+            ledger.delete("orders")
+            if creates:
+                creates_topics(ledger)
+                await send()
+                assert ledger.stored["orders", 0][0] == b"a"
+                ledger.delete("orders")
+            else:
+                with pytest.raises(UnknownTopic, match="does not exist and the broker does not create it"):
+                    await send()
 
 
 async def test_answers_to_batches_that_were_given_up_are_left_alone(ledger: ProducerLedger) -> None:
@@ -110,20 +155,23 @@ async def test_a_record_that_cannot_be_written_leaves_nothing_behind(ledger: Pro
         await publisher.flush()
 
 
+@pytest.mark.parametrize("times", [1, 8])
 async def test_a_topic_that_one_node_does_not_know_for_a_moment_is_not_taken_for_what_was_stored(
-    ledger: ProducerLedger,
+    ledger: ProducerLedger, times: int
 ) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
         await publisher.publish("orders", NewRecord(None, b"a"), partition=0)
         await publisher.publish("other", NewRecord(None, b"1"), partition=0)
         ledger.faults = ["not leader"]
-        ledger.metadata_faults["orders"] = [ErrorCode.unknown_topic_or_partition]
-        with pytest.raises(UnknownTopic):
-            await publisher.publish("orders", NewRecord(None, b"b"), partition=0)
+        faults = ledger.metadata_faults["orders"] = [ErrorCode.unknown_topic_or_partition] * times
+        if times > 1:
+            with pytest.raises(UnknownTopic):
+                await publisher.publish("orders", NewRecord(None, b"b"), partition=0)
+            faults.clear()
         assert (await publisher.publish("orders", NewRecord(None, b"c"), partition=0)).offset == 1
         assert (await publisher.publish("other", NewRecord(None, b"2"), partition=0)).offset == 1
     assert ledger.stored == {("orders", 0): [b"a", b"c"], ("other", 0): [b"1", b"2"]}
-    assert ledger.producers == 2
+    assert ledger.producers == (2 if times > 1 else 1)
 
 
 async def test_an_error_that_stays_fails_its_topic_and_no_other(ledger: ProducerLedger) -> None:
