@@ -408,7 +408,6 @@ class Connection:
             ahead=ahead,
             lease_s=declared.lease_s,
             delivery=declared.delivery,
-            attempts=declared.attempts,
         )
 
     def _stream(self, begin: Callable[[], Any]) -> MessageStream:

@@ -40,8 +40,6 @@ class Declared:
     name: str
     lease_s: float
     delivery: str
-    attempts: int
-    """How often a message is delivered at most; 0 for no limit."""
 
 
 def wanted_settings(
@@ -109,7 +107,7 @@ async def _agree(
 
 
 def _declared(name: str, settings: SubscriptionSettings) -> Declared:
-    return Declared(name, settings.lease_ms / 1000, settings.delivery, settings.attempts)
+    return Declared(name, settings.lease_ms / 1000, settings.delivery)
 
 
 def _ms(seconds: float | None) -> int | None:

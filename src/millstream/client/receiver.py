@@ -58,7 +58,6 @@ class Receiver:
         lease_s: float,
         ahead: int = 1,
         delivery: str = "at-least-once",
-        attempts: int = 0,
     ) -> None:
         self._client = client
         self.subscription = subscription
@@ -89,7 +88,6 @@ class Receiver:
         """All of which a message is not settled."""
         self._empty = asyncio.Event()
         """Set when the last of them is."""
-        self._attempts = attempts
         self._stopping = False
         self._puts_back = False
         self._asked_nodes = 0.0
@@ -276,19 +274,10 @@ class Receiver:
     # -- the end --------------------------------------------------------------------------------------------
 
     def put_back(self) -> None:
-        """Ask for no more, and release what waits here and is delivered again; the rest is still to be taken.
-
-        That is what counts as delivered already, and what is on its last attempt: released, it would be a dead letter
-        that nobody has worked on.
-        """
+        """Ask for no more, and return what waits here, unless it is done already: then it is still to be taken."""
         self._stopping = self._puts_back = True
-        waiting = list(self._buffer)
-        self._buffer.clear()
-        for message in waiting:
-            if self._is_settled_at_once or 0 < self._attempts <= message.attempt:
-                self._buffer.append(message)
-            else:
-                self.tell(message, Verb.RETURN, 0, "the worker was stopped")
+        if not self._is_settled_at_once:
+            self._return_all()
 
     async def stop(self) -> None:
         """Ask for no more; what is here may still be taken."""
@@ -307,11 +296,14 @@ class Receiver:
         self._wake(len(self._idle))
 
     async def give_back(self) -> None:
-        """Stop, and release what nobody has taken, so that others get it at once."""
+        """Stop, and return what nobody has taken, so that others get it at once."""
         await self.stop()
+        self._return_all()
+        await self.settling.flush()
+
+    def _return_all(self) -> None:
         while self._buffer:
             self.tell(self._buffer.popleft(), Verb.RETURN, 0, "the worker was stopped")
-        await self.settling.flush()
 
     async def leave(self) -> None:
         """Give back what nobody has taken, and close when what was taken is settled or its lease is over."""

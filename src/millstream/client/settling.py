@@ -286,6 +286,11 @@ def _given_up() -> MillstreamError:
     return RequestTimedOut("closed before the broker answered; whether the message is settled is not known")
 
 
+def _not_known(order: Order, doubt: str) -> InvalidRecordState:
+    place = f"{order.held.topic}-{order.held.partition} at {order.offsets[0]}"
+    return InvalidRecordState(f"{place} is not held, nor known to be accepted: {doubt}")
+
+
 def _read(body: memoryview) -> SettleAnswer:
     try:
         return msgspec.msgpack.decode(body, type=SettleAnswer)
@@ -364,9 +369,7 @@ class Settling:
     def _told(self, order: Order, error: MillstreamError | None) -> None:
         if order.is_repeated and order.verb == Verb.ACCEPT and isinstance(error, InvalidRecordState):
             # The answer to the first request may have been lost: then nobody holds the message since it is accepted.
-            order.is_repeated = False
-            self._doubtful.append(order)
-            self._begin_to_find_out()
+            self._doubt(order)
             return
         self._open -= 1
         if error is not None:
@@ -387,12 +390,15 @@ class Settling:
     # -- when leaders move ----------------------------------------------------------------------------------
 
     def _elsewhere(self, order: Order, error: MillstreamError | None) -> None:
-        if self._loop.time() >= order.held.valid_until:
+        if self._loop.time() < order.held.valid_until:
+            order.is_repeated = True
+            self._moving.append(order)
+            self._begin_to_move()
+        elif order.verb == Verb.ACCEPT:
+            # It cannot be repeated any more, but it may have been carried out, and only the answer was lost.
+            self._doubt(order)
+        else:
             self._told(order, error)
-            return
-        order.is_repeated = True
-        self._moving.append(order)
-        self._begin_to_move()
 
     def _begin_to_move(self) -> None:
         if self._mover is None:
@@ -440,7 +446,10 @@ class Settling:
 
     # -- when it is not known what was carried out ----------------------------------------------------------------
 
-    def _begin_to_find_out(self) -> None:
+    def _doubt(self, order: Order) -> None:
+        """Ask what became of the messages of an order."""
+        order.is_repeated = False
+        self._doubtful.append(order)
         if self._asker is None:
             self._asker = self._loop.create_task(self._find_out())
             self._asker.add_done_callback(self._found_out)
@@ -453,7 +462,7 @@ class Settling:
     async def _find_out(self) -> None:
         """Ask what became of messages; one that is accepted is not delivered again, whoever said so."""
         while self._doubtful:
-            order = self._doubtful[0]
+            order, concluded = self._doubtful[0], 1
             topic, partition = order.held.place
             try:
                 states = [
@@ -463,6 +472,8 @@ class Settling:
                 doubt = next((state for state in states if state != ACCEPTED), None)
             except MillstreamError as error:
                 doubt = str(error)
-            self._doubtful.popleft()
-            text = f"{topic}-{partition} at {order.offsets[0]} is not held, nor known to be accepted: {doubt}"
-            self._told(order, None if doubt is None else InvalidRecordState(text))
+                if isinstance(error, REPEATED):
+                    # Nobody could be asked for a while, and the others do not wait as long one after the other.
+                    concluded = len(self._doubtful)
+            for one in [self._doubtful.popleft() for _ in range(concluded)]:
+                self._told(one, None if doubt is None else _not_known(one, doubt))

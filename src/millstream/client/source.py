@@ -56,16 +56,16 @@ class Source(Protocol):
         """Do not renew the lease of a message any more."""
 
     def put_back(self) -> None:
-        """Release what waits here and is delivered again, now and as it comes; the rest is still to be taken."""
+        """Return what waits here and is delivered again, now and as it comes; the rest is still to be taken."""
 
     async def stop(self) -> None:
         """Receive no more; what is here may still be taken."""
 
     async def give_back(self) -> None:
-        """Stop, and release what nobody has taken."""
+        """Stop, and return what nobody has taken."""
 
     async def leave(self) -> None:
-        """Stop, release what nobody has taken, and close when what was taken is settled or its lease is over."""
+        """Stop, return what nobody has taken, and close when what was taken is settled or its lease is over."""
 
     async def close(self) -> None:
         """Stop, and give up what is not settled."""

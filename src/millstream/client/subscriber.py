@@ -70,8 +70,8 @@ class Subscriber:
     async def drain(self, timeout: float = DRAIN_S) -> None:
         """Take no more messages, finish those that handlers are at, give back those that wait here, and stop.
 
-        Those that nobody would get again are handled: on their last attempt, at most once, or live. What is not
-        finished in time is cancelled and delivered again, here or elsewhere.
+        Those that nobody would get again are handled: at most once, or live. What is not finished in time is cancelled
+        and delivered again, here or elsewhere.
         """
         if self._draining:
             await asyncio.shield(self._stopped)

@@ -12,7 +12,7 @@ import pytest
 from millstream.client.held import Held
 from millstream.client.message import Message
 from millstream.client.settling import Awaited, Order, Settling
-from millstream.model.errors import InvalidRecordState, ProtocolViolation, RequestTimedOut
+from millstream.model.errors import BrokerUnreachable, InvalidRecordState, ProtocolViolation, RequestTimedOut
 from millstream.model.ids import NodeId
 from millstream.model.verb import Verb
 from millstream.wire.delivery_state import DELIVERY_STATE_KEY, DeliveryStateAnswer
@@ -178,3 +178,42 @@ async def test_messages_of_different_deliveries_are_told_apart() -> None:
     async with asyncio.timeout(HANG_S):
         await settling.flush()
     assert [(one.first, one.last, one.attempt) for one in node.told] == [(1, 2, 1), (3, 4, 2)]
+
+
+@pytest.mark.parametrize(("state", "told"), [("accepted", None), ("waiting", "nor known to be accepted: waiting")])
+async def test_an_accept_that_is_lost_when_the_lease_is_over_is_asked_about(state: str, told: str | None) -> None:
+    settling = settling_at(Failing(BrokerUnreachable("lost"), state=state))
+    order, answer = order_of([4])
+    order.held.valid_until = 0.0
+    settling.tell(order)
+    async with asyncio.timeout(HANG_S):
+        if told is None:
+            await answer
+        else:
+            with pytest.raises(InvalidRecordState, match=told):
+                await answer
+
+
+async def test_many_that_cannot_be_asked_about_do_not_wait_one_after_the_other() -> None:
+    class Gone(Failing):
+        asked = 0
+
+        async def at_leader(self, topic: str, partition: int, attempt: Any) -> Any:
+            self.asked += 1
+            # Everybody whose request was lost waits here by then.
+            while len(settling._doubtful) < 3:
+                await asyncio.sleep(0)
+            raise BrokerUnreachable("nobody there")
+
+    node = Gone(*[BrokerUnreachable("lost")] * 3)
+    settling = settling_at(node)
+    orders = [order_of([offset]) for offset in (1, 4, 7)]
+    for order, _ in orders:
+        order.held.valid_until = 0.0
+        settling.tell(order)
+    async with asyncio.timeout(HANG_S):
+        await settling.flush()
+    for _, answer in orders:
+        with pytest.raises(InvalidRecordState, match="nobody there"):
+            await answer
+    assert node.asked == 1
