@@ -214,6 +214,7 @@ class Broker:
         self._gateway = HttpChild(
             self._http_socket,
             self.kafka_address,
+            hosts=[self._config.http, self._config.advertise, *self._config.http_hosts.split(",")],
             log_level=self._config.log_level,
             log_format=self._config.log_format,
         )

@@ -41,6 +41,12 @@ class Config:
     http: str = setting(
         "http", "127.0.0.1:8080", "HOST:PORT of the HTTP gateway; port 0 picks a free one, empty means no gateway."
     )
+    http_hosts: str = setting(
+        "http-hosts",
+        "",
+        "Names by which browsers reach the HTTP gateway without TLS, separated by commas; `*` takes any. Addresses, "
+        "names without a dot and the hosts of `http` and `advertise` need not be named.",
+    )
     advertise: str = setting(
         "advertise", "", "HOST:PORT that clients are told to connect to; empty means the address of `kafka`."
     )

@@ -22,6 +22,7 @@ from millstream.http.path_tree import PathTree
 from millstream.http.problem import CONTENT_TYPE, Refused, invalid, problem_document, refusal_of
 from millstream.http.room import HungUp, Receive, Room
 from millstream.http.route import JSON, PREFIX, Answered, Asked, Lane, Nothing, Route, Streamed
+from millstream.http.site import Site
 from millstream.model.errors import MillstreamError
 
 _logger = logging.getLogger(__name__)
@@ -33,17 +34,17 @@ Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _encode = msgspec.json.Encoder().encode
-_FOREIGN: Final = frozenset({b"cross-site", b"same-site"})
 
 
 class Api:
     """Serves routes."""
 
-    def __init__(self, routes: Iterable[Route[Any, Any]], parts: Parts) -> None:
+    def __init__(self, routes: Iterable[Route[Any, Any]], parts: Parts, site: Site) -> None:
         self._tree: PathTree[_Reader] = PathTree()
         for route in routes:
             self._tree.add(route, _Reader(route))
         self._parts = parts
+        self._site = site
         self._pressure = parts.pressure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,8 +67,7 @@ class Api:
         route = reader.route
         self._parts.check_started()
         headers = dict(scope["headers"])
-        if _is_of_another_site(headers):
-            raise Refused(HTTPStatus.FORBIDDEN, "pages of other sites may not use this")
+        self._site.check(headers)
         lane = route.lane
         self._pressure.enter(lane)
         room = Room(self._pressure, lane)
@@ -190,14 +190,6 @@ def read_json(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
         raise invalid(f"the body does not fit: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(HTTPStatus.BAD_REQUEST, f"the body is no JSON: {error}") from None
-
-
-def _is_of_another_site(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a page of another site sent this; over plain HTTP browsers tell it only by the page's origin."""
-    if headers.get(b"sec-fetch-site") in _FOREIGN:
-        return True
-    origin = headers.get(b"origin")
-    return origin is not None and origin.partition(b"://")[2].lower() != headers.get(b"host", b"").lower()
 
 
 async def _hang_up(receive: Receive) -> None:

@@ -28,8 +28,9 @@ from millstream.http.api import Api
 from millstream.http.exposition import render
 from millstream.http.openapi import openapi_document
 from millstream.http.parts import Parts
-from millstream.http.problem import failed, problem, refused
+from millstream.http.problem import Refused, failed, problem, refused
 from millstream.http.route import JSON, PREFIX
+from millstream.http.site import Site
 from millstream.http.table import ROUTES
 from millstream.model.errors import MillstreamError
 
@@ -47,8 +48,11 @@ class BrokerStarts(MillstreamError):
     """The broker is not there to be asked yet."""
 
 
-def build_app(ask: Ask, starting: Starting = lambda: None, parts: Parts | None = None) -> ASGIApp:
+def build_app(
+    ask: Ask, starting: Starting = lambda: None, parts: Parts | None = None, site: Site | None = None
+) -> ASGIApp:
     """Build the gateway's application over one way to ask the broker, and the parts that the API works with."""
+    named = site or Site()
 
     async def ask_started() -> dict[str, Any]:
         reason = starting()
@@ -67,14 +71,23 @@ def build_app(ask: Ask, starting: Starting = lambda: None, parts: Parts | None =
         ],
         exception_handlers={HTTPException: refused, MillstreamError: _unanswered, Exception: failed},
     )
+
+    async def own_pages(scope: Scope, receive: Receive, send: Send) -> None:
+        answer: ASGIApp = pages
+        try:
+            named.check_name(dict(scope["headers"]))
+        except Refused as error:
+            answer = problem(Request(scope), error.status, error.detail)
+        await answer(scope, receive, send)
+
     if parts is None:
-        return pages
-    api = Api(ROUTES, parts)
+        return own_pages
+    api = Api(ROUTES, parts, named)
     beginning = PREFIX + "/"
 
     def front(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         # Before any other routing, since most requests are for the API, and it answers for all that is below.
-        return (api if scope["path"].startswith(beginning) else pages)(scope, receive, send)
+        return (api if scope["path"].startswith(beginning) else own_pages)(scope, receive, send)
 
     return front
 

@@ -16,6 +16,7 @@ import os
 import socket
 import sys
 from asyncio.subprocess import Process
+from collections.abc import Sequence
 from contextlib import suppress
 
 from millstream.http.supervised_child import BACKOFF_MIN_S, SupervisedChild
@@ -36,6 +37,7 @@ class HttpChild(SupervisedChild):
         listening: socket.socket,
         kafka_address: str,
         *,
+        hosts: Sequence[str] = (),
         log_level: str = "info",
         log_format: str = "text",
         backoff_min_s: float = BACKOFF_MIN_S,
@@ -43,6 +45,7 @@ class HttpChild(SupervisedChild):
         super().__init__(backoff_min_s=backoff_min_s)
         self._listening = listening
         self._kafka_address = kafka_address
+        self._hosts = list(hosts)
         self._log_level = log_level
         self._log_format = log_format
         self._pipe = -1
@@ -95,6 +98,7 @@ class HttpChild(SupervisedChild):
         options = {
             "descriptor": self._listening.fileno(),
             "kafka": self._kafka_address,
+            "hosts": self._hosts,
             "log_level": self._log_level,
             "log_format": self._log_format,
         }

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -21,6 +21,7 @@ from millstream.http.app import build_app
 from millstream.http.broker_status import BrokerStatus
 from millstream.http.parts import Parts
 from millstream.http.protocol import Protocol
+from millstream.http.site import Site
 from millstream.model.log_line import set_up_logging
 from millstream.wire.lean_kio import import_lean_kio
 
@@ -67,12 +68,12 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().call_soon_threadsafe(self.stop)
 
 
-async def serve(listening: socket.socket, kafka_address: str) -> None:
+async def serve(listening: socket.socket, kafka_address: str, hosts: Sequence[str]) -> None:
     """Serve until the broker hangs up."""
     status = BrokerStatus(kafka_address)
     told = Told()
     parts = Parts(kafka_address, starting=lambda: told.starting)
-    server = Server(build_app(status.ask, lambda: told.starting, parts))
+    server = Server(build_app(status.ask, lambda: told.starting, parts, Site(hosts)))
     server.when_stopped = parts.stop
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _hear, server, told)
     try:
@@ -112,7 +113,7 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     set_up_logging(options["log_level"], options["log_format"])
     import_lean_kio()
-    uvloop.run(serve(socket.socket(fileno=options["descriptor"]), options["kafka"]))
+    uvloop.run(serve(socket.socket(fileno=options["descriptor"]), options["kafka"], options["hosts"]))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from millstream.http.pressure import Pressure
 from millstream.http.problem import Refused
 from millstream.http.room import Room
 from millstream.http.route import Asked, Lane, Nothing, Route, Streamed
+from millstream.http.site import Site
 from millstream.model.errors import MillstreamError, NotLeader, UnknownTopic
 
 
@@ -92,7 +93,7 @@ async def parts() -> AsyncIterator[Parts]:
 
 @pytest.fixture
 async def http(world: World, parts: Parts) -> AsyncIterator[httpx.AsyncClient]:
-    api: Any = Api(world.routes(), parts)
+    api: Any = Api(world.routes(), parts, Site())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://node/v1") as client:
         yield client
 
@@ -166,7 +167,7 @@ async def test_a_broker_that_asks_for_a_pause_is_left_alone(parts: Parts) -> Non
 
 async def test_while_the_broker_starts_nothing_is_tried(world: World) -> None:
     parts = Parts("127.0.0.1:1", starting=lambda: "the logs are checked")
-    api: Any = Api(world.routes(), parts)
+    api: Any = Api(world.routes(), parts, Site())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://node/v1") as client:
         answer = await client.get("/things")
     assert (answer.status_code, answer.json()["reasons"]) == (503, ["the logs are checked"])
@@ -174,7 +175,7 @@ async def test_while_the_broker_starts_nothing_is_tried(world: World) -> None:
 
 
 async def test_a_stream_ends_with_its_reader(world: World, parts: Parts) -> None:
-    api = Api(world.routes(), parts)
+    api = Api(world.routes(), parts, Site())
     gone = asyncio.Event()
     sent: list[Any] = []
 

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from millstream.http.app import build_app
+from millstream.http.problem import Refused
+from millstream.http.site import Site
+
+BROWSER = {b"accept-language": b"en", b"user-agent": b"Mozilla/5.0"}
+
+
+def is_taken(headers: dict[bytes, bytes], *names: str) -> bool:
+    try:
+        Site(names).check(headers)
+    except Refused:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "host",
+    [b"localhost:8080", b"127.0.0.1:8080", b"[::1]:8080", b"[::ffff:127.0.0.1]", b"box", b"a.localhost", b"10.1.2.3"],
+)
+def test_pages_of_the_gateway_itself_may_use_it(host: bytes) -> None:
+    assert is_taken({b"host": host, b"origin": b"http://" + host, **BROWSER})
+    assert is_taken({b"host": host, **BROWSER})
+
+
+def test_a_page_that_has_pointed_its_own_name_here_may_not() -> None:
+    rebound = {b"host": b"evil.example:8080", **BROWSER}
+    assert not is_taken(rebound)
+    assert not is_taken({**rebound, b"origin": b"http://evil.example:8080"})
+    assert not is_taken({**rebound, b"host": b"127.0.0.1.evil.example"})
+    assert not is_taken(rebound, "shop.example", "")
+
+
+def test_names_that_are_known_are_taken_with_any_port() -> None:
+    shop = {b"host": b"Shop.example.:80", **BROWSER}
+    assert is_taken(shop, "localhost:8080", " shop.example ")
+    assert is_taken(shop, "shop.example:8080")
+    assert is_taken(shop, "*")
+
+
+def test_programs_and_pages_that_came_by_tls_are_not_asked_for_a_name() -> None:
+    assert is_taken({b"host": b"millstream.example"})
+    assert is_taken({b"host": b"millstream.example", b"origin": b"https://millstream.example", **BROWSER})
+    assert is_taken({b"host": b"millstream.example", b"sec-fetch-site": b"same-origin", **BROWSER})
+
+
+def test_pages_of_other_sites_may_not_whatever_the_name() -> None:
+    assert not is_taken({b"host": b"localhost", b"origin": b"http://evil.example", **BROWSER}, "*")
+    assert not is_taken({b"host": b"localhost", b"origin": b"null", **BROWSER}, "*")
+    assert not is_taken({b"host": b"localhost", b"sec-fetch-site": b"cross-site", **BROWSER}, "*")
+
+
+async def test_what_is_refused_says_which_setting_to_change() -> None:
+    async def ask() -> dict[str, object]:
+        raise AssertionError("nobody asks the broker")
+
+    transport = httpx.ASGITransport(build_app(ask))
+    async with httpx.AsyncClient(transport=transport, base_url="http://evil.example:8080") as client:
+        answer = await client.get("/metrics", headers={"accept-language": "en"})
+    assert (answer.status_code, answer.headers["content-type"]) == (403, "application/problem+json")
+    assert "--http-hosts" in answer.json()["detail"]
