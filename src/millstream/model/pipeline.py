@@ -1,0 +1,259 @@
+"""Pipelines: jobs of the data plane, declared in the catalog and run on Spark, and the settings that each carries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final, TypeVar
+from uuid import UUID
+
+from millstream.model.errors import InvalidSetting
+from millstream.model.nearest import suggestion
+from millstream.model.setting import setting, settings_of
+from millstream.model.topic import check_topic_name
+
+NAME_LENGTH_MAX: Final = 200
+TEXT_LENGTH_MAX: Final = 64 * 1024
+GROUP_PREFIX: Final = "pipeline-"
+
+EARLIEST: Final = "earliest"
+LATEST: Final = "latest"
+
+S = TypeVar("S", bound="PipelineSettings")
+
+
+class PipelineKind(StrEnum):
+    """What a pipeline does."""
+
+    LAND = "land"
+    TRANSFORM = "transform"
+    ROUTE = "route"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule of a route: which messages of which topic go where."""
+
+    name: str
+    topic: str
+    targets: tuple[str, ...]
+    condition: str = ""
+    """A condition in SQL over the columns of a message; empty takes all."""
+    subscription: str = ""
+    """A subscription whose own filter is the condition; then `condition` is empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """A pipeline as it is declared."""
+
+    pipeline_id: UUID
+    name: str
+    kind: PipelineKind
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    """The settings that were given, by name."""
+    is_wanted: bool = True
+    """Whether it is to run."""
+    parked: str = ""
+    """Why it is not run any more although it is wanted: it failed again and again."""
+    created_ms: int = 0
+
+    @property
+    def group(self) -> str:
+        """The consumer group that shows its progress, and whose only member runs it."""
+        return f"{GROUP_PREFIX}{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSettings:
+    """What every pipeline has."""
+
+    start: str = setting(
+        "from",
+        EARLIEST,
+        "Where it begins on partitions that it has not read: `earliest` or `latest`.",
+        choices=(EARLIEST, LATEST),
+        needs_restart=False,
+    )
+    batch_max: int = setting(
+        "batch.max.messages",
+        1_000_000,
+        "How many messages one batch takes at most.",
+        minimum=1,
+        maximum=100_000_000,
+        needs_restart=False,
+    )
+
+    @classmethod
+    def from_strings(cls: type[S], given: Mapping[str, str]) -> S:
+        """Build from names and texts; raise `InvalidSetting` for what does not fit."""
+        by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
+        values: dict[str, Any] = {}
+        for name, text in given.items():
+            if name not in by_name:
+                meant = suggestion(name, by_name) or f"; known are: {', '.join(sorted(by_name))}"
+                raise InvalidSetting(f"unknown setting {name!r} of a pipeline of this kind{meant}")
+            attribute, declared = by_name[name]
+            values[attribute] = declared.parse(text)
+        settings = cls(**values)
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        """Raise `InvalidSetting` for settings that do not go together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LandSettings(PipelineSettings):
+    """How topics become tables."""
+
+    topics: str = setting("topics", "", "The topics that are landed, with commas between them.", needs_restart=False)
+    pattern: str = setting(
+        "pattern",
+        "",
+        "A regular expression instead: every topic whose whole name it fits, also those that come later.",
+        needs_restart=False,
+    )
+    lake: str = setting(
+        "lake",
+        "",
+        "Where the tables are, a folder or a URL such as s3://bucket/path; empty is `pipelines.lake` of the node.",
+        needs_restart=False,
+    )
+    format: str = setting(
+        "format",
+        "delta",
+        "What the tables are made of.",
+        choices=("delta", "parquet"),
+        needs_restart=False,
+    )
+    every_ms: int = setting(
+        "every.ms",
+        60_000,
+        "How long messages gather before they are landed; more than a batch of them is landed at once.",
+        minimum=100,
+        maximum=24 * 3600 * 1000,
+        needs_restart=False,
+    )
+    decode: str = setting(
+        "decode",
+        "none",
+        "Whether payloads become columns: `json` decodes them by `schema`, or by what they are found to have.",
+        choices=("none", "json"),
+        needs_restart=False,
+    )
+    schema: str = setting(
+        "schema",
+        "",
+        "The columns of decoded payloads in Spark's notation, for example `id long, customer struct<name string>`; "
+        "empty finds them in the payloads and adds new ones as they come.",
+        needs_restart=False,
+    )
+    dedupe_ms: int = setting(
+        "dedupe.ms",
+        0,
+        "Messages with an id that was landed within so long before are left out; 0 keeps all.",
+        minimum=0,
+        maximum=7 * 24 * 3600 * 1000,
+        needs_restart=False,
+    )
+    dedupe_header: str = setting(
+        "dedupe.header", "message-id", "The header that has the id of a message.", needs_restart=False
+    )
+    compact: bool = setting(
+        "compact",
+        True,
+        "Whether small files of hours that are over are made into large ones.",
+        needs_restart=False,
+    )
+
+    def _check(self) -> None:
+        if bool(self.topics) == bool(self.pattern):
+            raise InvalidSetting("say what is landed: either `topics` or `pattern`")
+        for name in self.topic_names:
+            check_topic_name(name)
+        if self.schema and self.decode == "none":
+            raise InvalidSetting("a `schema` is for payloads that are decoded: set decode=json with it")
+
+    @property
+    def topic_names(self) -> list[str]:
+        """The topics that are named."""
+        return [name.strip() for name in self.topics.split(",") if name.strip()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformSettings(PipelineSettings):
+    """How topics become a topic, by a statement of SQL."""
+
+    sql: str = setting(
+        "sql",
+        "",
+        "The SELECT statement. Topics stand in it as tables by their names, decoded payloads as columns.",
+        needs_restart=False,
+    )
+    into: str = setting("into", "", "The topic that takes the rows.", needs_restart=False)
+    decode: str = setting(
+        "decode",
+        "json",
+        "How payloads are read: `json` makes columns of them, `none` leaves key and value as they are.",
+        choices=("none", "json"),
+        needs_restart=False,
+    )
+    schemas: str = setting(
+        "schemas",
+        "",
+        'The columns of payloads by topic, as a JSON object: {"orders": "id long, amount double"}; topics that are '
+        "not named have theirs found in a sample when the pipeline is first run.",
+        needs_restart=False,
+    )
+    tables: str = setting(
+        "tables",
+        "",
+        'Lake tables that the statement joins with, as a JSON object: {"customers": "/lake/customers"}.',
+        needs_restart=False,
+    )
+    watermarks: str = setting(
+        "watermarks",
+        "",
+        'For windows: how late rows may come, as a JSON object: {"orders": "placed_at 10 minutes"}.',
+        needs_restart=False,
+    )
+
+    def _check(self) -> None:
+        if not self.sql.strip() or not self.into:
+            raise InvalidSetting(
+                "a transform needs `sql`, a SELECT statement, and `into`, the topic for its rows"
+            )
+        check_topic_name(self.into)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteSettings(PipelineSettings):
+    """How messages are put into consumer queues, by rules that the catalog keeps beside the pipeline."""
+
+    decode: str = setting(
+        "decode",
+        "json",
+        "How payloads are read for conditions: `json` lets them say `payload.field`, `none` only the other columns.",
+        choices=("none", "json"),
+        needs_restart=False,
+    )
+
+
+SETTINGS: Final[Mapping[PipelineKind, type[PipelineSettings]]] = {
+    PipelineKind.LAND: LandSettings,
+    PipelineKind.TRANSFORM: TransformSettings,
+    PipelineKind.ROUTE: RouteSettings,
+}
+
+
+def check_pipeline(name: str, kind: PipelineKind, overrides: Mapping[str, str]) -> PipelineSettings:
+    """Raise `InvalidSetting` unless this can be declared; its settings otherwise."""
+    if not name or len(name) > NAME_LENGTH_MAX:
+        raise InvalidSetting(f"the name of a pipeline has 1 to {NAME_LENGTH_MAX} characters")
+    check_topic_name(name)
+    longest = max((len(text) for text in overrides.values()), default=0)
+    if longest > TEXT_LENGTH_MAX:
+        raise InvalidSetting(f"a setting of a pipeline has at most {TEXT_LENGTH_MAX} characters, not {longest}")
+    return SETTINGS[kind].from_strings(overrides)
