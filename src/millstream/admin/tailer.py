@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import NamedTuple, TypeVar
 
 from millstream.admin.damage import LostOffsets
 from millstream.model.errors import BrokerUnreachable, CorruptBatch, OffsetOutOfRange, RequestTimedOut
-from millstream.model.ids import Offset, PartitionIndex
+from millstream.model.ids import NodeId, Offset, PartitionIndex
 from millstream.model.topic import TopicPartition
 from millstream.records.batch import iterate_whole_headers
 from millstream.records.record import Record, decode_records
@@ -19,8 +20,15 @@ from millstream.wire.fetching import READ_UNCOMMITTED, FetchAnswer, FetchLimits
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024
 FOLLOW_WAIT_MS = 5_000
+LOOK_S = 5.0
+"""How often whoever follows a topic looks for partitions that were added, at most."""
+
 REACH_FACTOR = 4
 _RETRY_S = 0.2
+_NOBODY = NodeId(-1)
+
+T = TypeVar("T")
+_Fetched = dict[TopicPartition, FetchAnswer]
 
 
 class Message(NamedTuple):
@@ -28,6 +36,12 @@ class Message(NamedTuple):
 
     partition: int
     record: Record
+
+
+class _Polled(NamedTuple):
+    messages: list[Message]
+    has_moved: bool
+    """Whether the node does not lead all that it was asked for."""
 
 
 class Tailer:
@@ -41,6 +55,7 @@ class Tailer:
         *,
         patience_s: float,
         isolation: int = READ_UNCOMMITTED,
+        is_whole: bool = False,
         note: Callable[[str], None],
     ) -> None:
         self._client = client
@@ -48,6 +63,8 @@ class Tailer:
         self._topic = topic
         self._patience_s = patience_s
         self._note = note
+        self._is_whole = is_whole
+        """Whether it is all of the topic, so that partitions that are added belong to it."""
         self.lost: list[LostOffsets] = []
         """What was left out, since the disk of the broker lost it."""
         self._positions = {
@@ -93,20 +110,66 @@ class Tailer:
                 # What is left cannot be read any more, for example because it was deleted meanwhile.
                 return
 
-    async def follow(self) -> AsyncIterator[Message]:
+    async def follow(self) -> AsyncGenerator[Message, None]:
         """Every message from here on, as it comes."""
-        async for messages in self.follow_together():
-            for message in messages:
-                yield message
+        async with aclosing(self.follow_together()) as following:
+            async for messages in following:
+                for message in messages:
+                    yield message
 
-    async def follow_together(self, bytes_max: int = FETCH_BYTES_MAX) -> AsyncIterator[list[Message]]:
-        """Every message from here on; those that come together are given together."""
+    async def follow_together(self, bytes_max: int = FETCH_BYTES_MAX) -> AsyncGenerator[list[Message], None]:
+        """Every message from here on; those that come together are given together.
+
+        Each node is asked by a poll of its own, so that what one of them has does not wait for the others.
+        """
         limits = FetchLimits(bytes_max, FOLLOW_WAIT_MS, isolation=self._isolation)
-        while True:
-            answers = await self._patiently(limits)
-            messages = [message for where, answer in answers.items() for message in self._take(where, answer)]
-            if messages:
-                yield messages
+        loop = asyncio.get_running_loop()
+        polls: dict[NodeId, asyncio.Task[_Polled]] = {}
+        try:
+            by_leader, looked = await self._patiently(self._by_leader), loop.time()
+            while True:
+                for leader in by_leader.keys() - polls.keys():
+                    polls[leader] = loop.create_task(self._poll(by_leader[leader], limits))
+                await asyncio.wait(polls.values(), return_when=asyncio.FIRST_COMPLETED)
+                ended = [leader for leader, poll in polls.items() if poll.done()]
+                polled = [polls.pop(leader).result() for leader in ended]
+                messages = [message for one in polled for message in one.messages]
+                if messages:
+                    yield messages
+                if any(one.has_moved for one in polled):
+                    # Perhaps nobody is elected yet.
+                    await asyncio.sleep(_RETRY_S)
+                elif loop.time() - looked < LOOK_S:
+                    continue
+                by_leader, looked = await self._patiently(self._by_leader), loop.time()
+        finally:
+            for poll in polls.values():
+                poll.cancel()
+            await asyncio.gather(*polls.values(), return_exceptions=True)
+
+    async def _poll(self, places: Sequence[TopicPartition], limits: FetchLimits) -> _Polled:
+        async def fetch() -> _Fetched:
+            return await self._fetch({where: self._positions[where] for where in places}, limits)
+
+        answers = await self._patiently(fetch)
+        messages = [message for where, answer in answers.items() for message in self._take(where, answer)]
+        return _Polled(messages, has_moved=len(answers) < len(places))
+
+    async def _by_leader(self) -> dict[NodeId, list[TopicPartition]]:
+        """Whom to ask for which partitions; those that were added since are read from their beginning.
+
+        Those that nobody leads go along with others, as they are found when somebody does.
+        """
+        found = (await self._client.metadata([self._topic])).topics.get(self._topic)
+        partitions = {} if found is None else found.partitions
+        if self._is_whole:
+            for index in partitions:
+                self._positions.setdefault(TopicPartition(self._topic, PartitionIndex(index)), Offset(0))
+        led: dict[NodeId, list[TopicPartition]] = {}
+        for where in self._positions:
+            known = partitions.get(where.partition)
+            led.setdefault(_NOBODY if known is None else known.leader_id, []).append(where)
+        return led
 
     def _take(self, where: TopicPartition, answer: FetchAnswer) -> list[Message]:
         at = self._positions[where]
@@ -120,13 +183,13 @@ class Tailer:
             self._positions[where] = max(self._positions[where], header.next_offset)
         return messages
 
-    async def _patiently(self, limits: FetchLimits) -> dict[TopicPartition, FetchAnswer]:
-        """Fetch; while the broker is away, for example because it restarts, try again for a while."""
+    async def _patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Ask; while the broker is away, for example because it restarts, try again for a while."""
         loop = asyncio.get_running_loop()
         deadline: float | None = None
         while True:
             try:
-                return await self._fetch(self._positions, limits)
+                return await attempt()
             except OffsetOutOfRange:
                 await self._start_over()
             except (BrokerUnreachable, RequestTimedOut) as error:
@@ -137,9 +200,7 @@ class Tailer:
                     raise
                 await asyncio.sleep(_RETRY_S)
 
-    async def _fetch(
-        self, wanted: Mapping[TopicPartition, Offset], limits: FetchLimits
-    ) -> dict[TopicPartition, FetchAnswer]:
+    async def _fetch(self, wanted: Mapping[TopicPartition, Offset], limits: FetchLimits) -> _Fetched:
         try:
             return await self._client.fetch_many(wanted, limits)
         except CorruptBatch:

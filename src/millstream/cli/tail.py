@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import aclosing
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,7 +101,8 @@ def tail(
         if begin is not None:
             starts = await offsets_at(client, topic, partitions, begin, isolation=level)
             _note_moved(begin, starts)
-        tailer = Tailer(client, topic, starts, patience_s=timeout, isolation=level, note=print_note)
+        is_whole = partition is None
+        tailer = Tailer(client, topic, starts, patience_s=timeout, isolation=level, is_whole=is_whole, note=print_note)
         left = await _show_past(tailer, begin, ends, number, show)
         _note_held_back(written, ends)
         if follow and left != 0:
@@ -149,11 +151,12 @@ async def _show_past(
 
 
 async def _show_new(tailer: Tailer, left: int | None, show: Show) -> None:
-    async for message in tailer.follow():
-        print_bytes(show(message))
-        left = None if left is None else left - 1
-        if left == 0:
-            return
+    async with aclosing(tailer.follow()) as following:
+        async for message in following:
+            print_bytes(show(message))
+            left = None if left is None else left - 1
+            if left == 0:
+                return
 
 
 def _chosen(topic: TopicMetadata, wanted: list[int] | None) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
 from typing import Annotated, Final
 
 import msgspec
@@ -85,15 +86,22 @@ async def consume(parts: Parts, asked: Asked[Consume, Nothing]) -> Streamed:
 async def _published(parts: Parts, topic: TopicMetadata, starts: Mapping[int, int]) -> AsyncGenerator[bytes, None]:
     notes: list[str] = []
     tailer = Tailer(
-        parts.client, topic.name, starts, patience_s=PATIENCE_S, isolation=READ_COMMITTED, note=notes.append
+        parts.client,
+        topic.name,
+        starts,
+        patience_s=PATIENCE_S,
+        isolation=READ_COMMITTED,
+        is_whole=True,
+        note=notes.append,
     )
     places = dict(starts)
-    async for messages in tailer.follow_together(READ_BYTES):
-        for note in notes:
-            yield event("note", _encode({"detail": note}))
-        notes.clear()
-        for piece in _pieces(_events(topic, messages, places)):
-            yield piece
+    async with aclosing(tailer.follow_together(READ_BYTES)) as following:
+        async for messages in following:
+            for note in notes:
+                yield event("note", _encode({"detail": note}))
+            notes.clear()
+            for piece in _pieces(_events(topic, messages, places)):
+                yield piece
 
 
 def _events(topic: TopicMetadata, messages: list[Message], places: dict[int, int]) -> Iterable[bytes]:

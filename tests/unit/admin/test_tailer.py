@@ -1,0 +1,132 @@
+"""Following a topic: every node by a poll of its own, and partitions that are added while it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from contextlib import aclosing
+from uuid import UUID
+
+import pytest
+
+from millstream.admin import tailer as following
+from millstream.admin.tailer import Tailer
+from millstream.model.errors import BrokerUnreachable
+from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.model.topic import TopicPartition
+from millstream.records.record import NewRecord, encode_batch
+from millstream.wire.client import Client
+from millstream.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
+from millstream.wire.fetching import FetchAnswer, FetchLimits
+
+ONE, TWO = NodeId(1), NodeId(2)
+HANG_S = 60.0
+
+
+class Cluster(Client):
+    """Partitions with their leaders and messages; a fetch waits until there is a message."""
+
+    def __init__(self, leaders: dict[int, NodeId]) -> None:
+        self.leaders = leaders
+        self.logs: dict[int, list[bytes]] = {}
+        self.changed = asyncio.Condition()
+        self.away = 0
+        self.polls = 0
+
+    async def publish(self, partition: int, value: bytes) -> None:
+        async with self.changed:
+            self.logs.setdefault(partition, []).append(value)
+            self.changed.notify_all()
+
+    async def move(self, partition: int, leader: NodeId) -> None:
+        async with self.changed:
+            self.leaders[partition] = leader
+            self.changed.notify_all()
+
+    async def metadata(self, topics: Iterable[str] | None = (), *, create: bool = False) -> ClusterMetadata:
+        if self.away:
+            self.away -= 1
+            raise BrokerUnreachable("away")
+        partitions = {
+            PartitionIndex(index): PartitionMetadata(
+                partition=PartitionIndex(index), leader_id=leader, leader_epoch=Epoch(0), replicas=(), in_sync=()
+            )
+            for index, leader in self.leaders.items()
+        }
+        topic = TopicMetadata(name="t", topic_id=UUID(int=1), is_internal=False, partitions=partitions)
+        return ClusterMetadata(cluster_id="", controller_id=ONE, nodes={}, topics={"t": topic}, errors={})
+
+    async def fetch_many(
+        self, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
+    ) -> dict[TopicPartition, FetchAnswer]:
+        """As a node that leads them all when it is asked; what has moved away is missing from the answer."""
+        asked = {where: self.leaders[where.partition] for where in positions}
+        self.polls += 1
+        try:
+            async with self.changed:
+                while True:
+                    led = [where for where in positions if self.leaders[where.partition] == asked[where]]
+                    answers = {where: self._read(where, positions[where]) for where in led}
+                    if len(answers) < len(positions) or any(len(answer.records) for answer in answers.values()):
+                        return answers
+                    await self.changed.wait()
+        finally:
+            self.polls -= 1
+
+    def _read(self, where: TopicPartition, at: Offset) -> FetchAnswer:
+        values = self.logs.get(where.partition, [])[at:]
+        records = encode_batch([NewRecord(None, value) for value in values], base_offset=at) if values else b""
+        return FetchAnswer(memoryview(records), Offset(0), Offset(0), Offset(0))
+
+
+async def test_what_one_node_has_does_not_wait_for_the_others() -> None:
+    cluster = Cluster({0: ONE, 1: TWO})
+    tailer = Tailer(cluster, "t", {0: 0, 1: 0}, patience_s=HANG_S, note=pytest.fail)
+    async with asyncio.timeout(HANG_S), aclosing(tailer.follow()) as messages:
+        for partition, value in ((0, b"a"), (1, b"b"), (1, b"c"), (0, b"d")):
+            await cluster.publish(partition, value)
+            message = await anext(messages)
+            assert (message.partition, message.record.value) == (partition, value)
+    assert cluster.polls == 0, "nothing is asked for when nobody follows any more"
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_partitions_that_are_added_are_followed_from_their_beginning(
+    monkeypatch: pytest.MonkeyPatch, is_whole: bool
+) -> None:
+    monkeypatch.setattr(following, "LOOK_S", 0.0)
+    cluster = Cluster({0: ONE})
+    tailer = Tailer(cluster, "t", {0: 0}, patience_s=HANG_S, is_whole=is_whole, note=pytest.fail)
+    async with asyncio.timeout(HANG_S), aclosing(tailer.follow()) as messages:
+        await cluster.publish(0, b"a")
+        assert (await anext(messages)).record.value == b"a"
+        await cluster.move(1, TWO)
+        await cluster.publish(1, b"new")
+        # What comes in the partition that it knows has it look.
+        await cluster.publish(0, b"b")
+        await cluster.publish(0, b"c")
+        seen = [await anext(messages) for _ in range(3 if is_whole else 2)]
+    told = [(message.partition, message.record.value) for message in seen]
+    assert [one for one in told if one[0] == 0] == [(0, b"b"), (0, b"c")]
+    assert [one for one in told if one[0] == 1] == ([(1, b"new")] if is_whole else [])
+
+
+async def test_a_partition_that_moves_is_followed_where_it_is_led_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "_RETRY_S", 0.001)
+    cluster = Cluster({0: ONE, 1: TWO})
+    notes: list[str] = []
+    tailer = Tailer(cluster, "t", {0: 0, 1: 0}, patience_s=HANG_S, note=notes.append)
+    async with asyncio.timeout(HANG_S), aclosing(tailer.follow()) as messages:
+        first = asyncio.ensure_future(anext(messages))
+        while cluster.polls < 2:
+            await asyncio.sleep(0)
+        cluster.away = 3
+        await cluster.move(0, TWO)
+        while cluster.away:
+            await asyncio.sleep(0)
+        await cluster.publish(0, b"b")
+        await cluster.publish(1, b"c")
+        seen = [await first, await anext(messages)]
+    assert sorted(message.record.value or b"" for message in seen) == [b"b", b"c"]
+    assert len(notes) == 1
+    assert "Lost the broker" in notes[0]
