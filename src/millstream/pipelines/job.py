@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from millstream.model.pipeline import Pipeline, Rule
 
@@ -25,6 +25,17 @@ class Step:
     """How long there is nothing to do, as far as is known; 0 when there is more."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """More numbers of this batch, by name: files, quarantined rows and such. They are summed up."""
+
+
+class GroupMember(NamedTuple):
+    """Who runs a pipeline, as its consumer group knows it; the group refuses offsets of anybody else.
+
+    As it stands here it is nobody, whom a group without members takes offsets from.
+    """
+
+    member_id: str = ""
+    generation: int = -1
+    instance_id: str | None = None
 
 
 class Job(Protocol):
@@ -48,6 +59,8 @@ class JobContext:
     """Where tables are, unless the pipeline says so itself: a folder or a URL."""
     folder: str
     """Where a job keeps what it must find again, such as checkpoints; shared by all nodes of a cluster."""
+    member: Callable[[], GroupMember] = GroupMember
+    """Who the job is in the group of its pipeline, now; offsets that are committed say it."""
     rules: tuple[Rule, ...] = ()
     """The rules of a route; a job whose rules change is told so by a new context."""
     stopping: threading.Event = field(default_factory=threading.Event)
