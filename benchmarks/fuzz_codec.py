@@ -31,12 +31,13 @@ from crc32c import crc32c
 from numba import njit
 
 from millstream.model.errors import BatchRejected
-from millstream.records.arrow import NAMES, to_arrow
+from millstream.records.arrow import to_arrow
 from millstream.records.batch import HEADER_BYTES, LOG_OVERHEAD_BYTES, iterate_whole_headers
 from millstream.records.columns import Columns
 from millstream.records.compression import compress, decompress
 from millstream.records.decoder import decode_columns
 from millstream.records.encoder import encode_columns
+from millstream.records.names import NAMES
 from millstream.records.partitioner import choose_partitions
 from millstream.records.record import NewRecord, Record, decode_records, encode_batch
 

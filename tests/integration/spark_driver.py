@@ -4,7 +4,8 @@
 
 `fault` is `slow`, `kill-worker` or `kill-executor`, which strike the first attempt at one task of every batch when most
 of its rows have gone by; or `before-commit` or `after-commit`, where the driver stops in its second batch and waits to
-be killed. What happened is left as files in the folder.
+be killed; or `kill-writer`, where the process that writes one task of the second batch kills itself. What happened is
+left as files in the folder.
 """
 
 from __future__ import annotations
@@ -71,18 +72,33 @@ def strike(fault: str) -> None:
 
 
 class PausingWriter(TopicStreamWriter):
-    """Our sink, which waits to be killed before or after one of its commits."""
+    """Our sink, which waits to be killed before or after one of its commits, or dies while it writes."""
 
     def __init__(self, options: dict[str, str], folder: str, fault: str) -> None:
         super().__init__(write_options(options))
         self._folder = folder
         self._fault = fault
 
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Write, or die of it when most of the rows are on their way."""
+        return super().write(self._deadly(iterator) if self._fault == "kill-writer" else iterator)
+
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Commit, with a pause."""
         self._pause("before-commit", batchId)
         super().commit(messages, batchId)
         self._pause("after-commit", batchId)
+
+    def _deadly(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        context = TaskContext.get()
+        assert context is not None
+        is_it = context.partitionId() == STRUCK_TASK
+        is_it &= context.getLocalProperty("streaming.sql.batchId") == str(PAUSED_BATCH)
+        for number, batch in enumerate(batches):
+            if is_it and number == STRUCK_PORTION:
+                Path(self._folder, "struck-writer").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
 
     def _pause(self, where: str, batch: int) -> None:
         if self._fault == where and batch == PAUSED_BATCH:
@@ -126,11 +142,11 @@ def main(given: dict[str, Any]) -> None:
         .load()
         .select("key", "value")
     )
-    is_of_driver = given["fault"].endswith("-commit")
-    if not is_of_driver:
+    is_of_sink = given["fault"].endswith("-commit") or given["fault"] == "kill-writer"
+    if not is_of_sink:
         stream = stream.mapInArrow(faulty(given["folder"], given["fault"]), stream.schema)
-    writer = stream.writeStream.format("pausing" if is_of_driver else "millstream")
-    if is_of_driver:
+    writer = stream.writeStream.format("pausing" if is_of_sink else "millstream")
+    if is_of_sink:
         writer = writer.option("folder", given["folder"]).option("fault", given["fault"])
     query = (
         writer.option("kafka.bootstrap.servers", given["brokers"])

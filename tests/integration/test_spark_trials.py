@@ -20,8 +20,10 @@ from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
+from millstream.admin.transactions import ONGOING, PREPARED, list_transactions
 from millstream.spark.java import use_fitting_java
 from millstream.testing.server import Server
+from millstream.wire.client import Client
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]
 
@@ -229,5 +231,17 @@ def test_a_driver_that_is_killed_around_its_commit_goes_on_where_it_was(trial: T
         kill(process)
     # The batch that hangs between its end and the word of the driver shows, or does not, but never a part of it.
     assert len(trial.values()) == (ROWS if fault == "after-commit" else ROWS_PER_BATCH)
+    trial.copy("local[2]", "no-commit")
+    assert trial.values() == trial.wanted
+
+
+async def test_a_stream_that_fails_holds_nobody_up_and_goes_on_where_it_was(trial: Trial) -> None:
+    with trial.driver("local[2]", "kill-writer") as process:
+        assert process.wait(WAIT_S) != 0
+    assert trial.happened("struck-.*") == ["struck-writer"]
+    async with Client.connect(trial.server.kafka) as client:
+        found = await list_transactions(client, states=(ONGOING, PREPARED))
+    assert found == []
+    assert len(trial.values()) == ROWS_PER_BATCH
     trial.copy("local[2]", "no-commit")
     assert trial.values() == trial.wanted

@@ -67,13 +67,18 @@ class OpenTransaction:
 
 
 async def list_transactions(
-    client: Client, *, states: Iterable[str] = (), longer_than_ms: int = -1
+    client: Client, *, states: Iterable[str] = (), longer_than_ms: int = -1, matching: str | None = None
 ) -> list[ListedTransaction]:
-    """The transactional ids of every node; `InvalidRequest` for a state that there is not."""
-    from kio.schema.list_transactions.v1 import request
+    """The transactional ids of every node, all or those that a regular expression matches as a whole.
+
+    `InvalidRequest` for a state that there is not.
+    """
+    from kio.schema.list_transactions.v2 import request
 
     messages: Any = request
-    asked = messages.ListTransactionsRequest(state_filters=tuple(states), duration_filter=longer_than_ms)
+    asked = messages.ListTransactionsRequest(
+        state_filters=tuple(states), duration_filter=longer_than_ms, transactional_id_pattern=matching
+    )
     found: list[ListedTransaction] = []
     for node in (await client.metadata([])).nodes:
         answer = await client.send(node, asked)

@@ -19,6 +19,7 @@ from millstream.records.batch import Buffer
 from millstream.records.columns import BinaryColumn, Columns, HeaderColumn
 from millstream.records.decoder import FIELDS, OFFSET_MAX, ROWS_MAX, Batches, decode_columns
 from millstream.records.layout import Bytes, Int32s, Int64s
+from millstream.records.names import NAMES
 
 _HEADER = pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])
 _HEADERS = pa.list_(pa.field("element", _HEADER))
@@ -37,8 +38,6 @@ SCHEMA = pa.schema(
     ]
 )
 """Everything a record has, as Spark's Kafka source shows it."""
-
-NAMES: tuple[str, ...] = tuple(SCHEMA.names)
 
 _MILLISECONDS_MAX = (2**63 - 1) // 1000
 

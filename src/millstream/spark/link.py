@@ -32,13 +32,13 @@ _lock = threading.Lock()
 class Link:
     """A client of one cluster, used from threads that do not run a loop."""
 
-    def __init__(self, brokers: str, client_id: str, timeout_s: float, *, patient: bool = False) -> None:
+    def __init__(self, brokers: str, client_id: str, timeout_s: float, *, patience_s: float = 0.0) -> None:
         self._brokers = brokers
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="millstream-link", daemon=True)
         self._thread.start()
         try:
-            self.client = self.call(self._connect(client_id, timeout_s, patient))
+            self.client = self.call(self._connect(client_id, timeout_s, patience_s))
         except BaseException:
             self.close()
             raise
@@ -60,14 +60,14 @@ class Link:
         self._thread.join()
         self._loop.close()
 
-    async def _connect(self, client_id: str, timeout_s: float, patient: bool) -> Client:
-        deadline = self._loop.time() + timeout_s
+    async def _connect(self, client_id: str, timeout_s: float, patience_s: float) -> Client:
+        deadline = self._loop.time() + patience_s
         while True:
             client = Client.connect(self._brokers, client_id=client_id, timeout_s=timeout_s)
             try:
                 return await client.__aenter__()
             except BrokerUnreachable:
-                if patient and self._loop.time() < deadline:
+                if self._loop.time() < deadline:
                     await asyncio.sleep(_PAUSE_S)
                     continue
                 raise BrokerUnreachable(
@@ -76,7 +76,7 @@ class Link:
                 ) from None
 
 
-def link_to(brokers: str, *, client_id: str, timeout_s: float, patient: bool = False) -> Link:
+def link_to(brokers: str, *, client_id: str, timeout_s: float, patience_s: float = 0.0) -> Link:
     """The link of this process to a cluster, made when it is first asked for.
 
     Whoever plans a query is told at once that nobody answers; a task of a query that runs is patient, since a broker
@@ -88,7 +88,7 @@ def link_to(brokers: str, *, client_id: str, timeout_s: float, patient: bool = F
         if link is None:
             if len(_links) >= LINKS_MAX:
                 _links.pop(next(iter(_links))).close()
-            link = Link(brokers, client_id, timeout_s, patient=patient)
+            link = Link(brokers, client_id, timeout_s, patience_s=patience_s)
         # The one that was used last stands last.
         _links[key] = link
         return link

@@ -15,7 +15,7 @@ from typing import Final
 
 from millstream.model.errors import InvalidSetting
 from millstream.model.nearest import suggestion
-from millstream.records.arrow import NAMES
+from millstream.records.names import NAMES
 from millstream.spark.position import EARLIEST, LATEST, ByTime, Named, Position, Timestamps, parse_offsets, parse_times
 from millstream.wire.fetching import READ_COMMITTED, READ_UNCOMMITTED
 
@@ -123,6 +123,8 @@ class WriteOptions:
     compression: str = "none"
     application: str | None = None
     version: int | None = None
+    checkpoint: str | None = None
+    """Where a stream keeps its progress, if it says so."""
 
 
 def read_options(given: Mapping[str, str]) -> ReadOptions:
@@ -173,6 +175,7 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
         compression=found.choice("compression", codecs, other="kafka.compression.type") or "none",
         application=application,
         version=version,
+        checkpoint=next((text for name, text in given.items() if name.lower() == "checkpointlocation"), None),
     )
 
 

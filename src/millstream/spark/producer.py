@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.model.errors import InvalidBatch, UnknownTopic
+from millstream.model.errors import InvalidBatch
 from millstream.records.arrow import from_arrow
 from millstream.records.columns import Columns
 from millstream.records.encoder import encode_columns
@@ -20,8 +20,8 @@ from millstream.records.layout import Int32s, Int64s
 from millstream.records.partitioner import choose_partitions
 from millstream.spark.link import Link
 from millstream.spark.options import WriteOptions
+from millstream.spark.target import count_partitions
 from millstream.wire.producing import Produced
-from millstream.wire.refusal import refusal
 from millstream.wire.transactions import TransactionalProducer
 
 CODECS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
@@ -101,14 +101,7 @@ class RowProducer:
     def _count(self, topic: str) -> int:
         known = self._partitions.get(topic)
         if known is None:
-            found = self._link.call(self._link.client.metadata([topic], create=True))
-            if topic in found.errors:
-                error = refusal(found.errors[topic], None, about=f"topic {topic!r}")
-                if isinstance(error, UnknownTopic):
-                    hint = f"create it with: millstream topic create {topic}"
-                    raise UnknownTopic(f"topic {topic!r} does not exist and the broker does not create it; {hint}")
-                raise error
-            known = self._partitions[topic] = len(found.topics[topic].partitions)
+            known = self._partitions[topic] = count_partitions(self._link, topic)
         return known
 
     def _choose(self, rows: pa.RecordBatch, columns: Columns, partitions: int, topic: str) -> Int32s:

@@ -17,6 +17,7 @@ from millstream.model.errors import LostData, OffsetOutOfRange, RequestTimedOut
 from millstream.records.arrow import to_arrow
 from millstream.records.columns import Columns
 from millstream.records.decoder import FIELDS, Batches, decode_columns, find_batches
+from millstream.spark.garbage import spare_what_is_loaded
 from millstream.spark.link import Link, link_to
 from millstream.spark.options import ReadOptions
 from millstream.spark.payload import parse_payloads
@@ -34,7 +35,9 @@ _WAIT_MS = 500
 
 def read_range(one: Range, options: ReadOptions, shape: Shape) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a range, in order."""
-    link = link_to(options.brokers, client_id=options.client_id, timeout_s=options.timeout_s, patient=True)
+    link = link_to(
+        options.brokers, client_id=options.client_id, timeout_s=options.timeout_s, patience_s=options.timeout_s
+    )
     sieve = Sieve(options.filter, one) if options.filter else None
     names = shape.record_names
     fields = FIELDS.intersection(names) | (sieve.fields if sieve is not None else frozenset())
@@ -47,6 +50,7 @@ def read_range(one: Range, options: ReadOptions, shape: Shape) -> Iterator[pa.Re
                 batch = batch.filter(sieve.wanted(columns))
             if batch.num_rows:
                 yield shaped(batch, shape)
+    spare_what_is_loaded()
 
 
 class Sieve:

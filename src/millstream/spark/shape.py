@@ -21,7 +21,7 @@ from pyspark.sql.types import (
 
 from millstream.model.errors import InvalidSetting
 from millstream.model.nearest import suggestion
-from millstream.records.arrow import NAMES
+from millstream.records.names import NAMES
 from millstream.spark.options import ReadOptions
 
 _HEADERS: Final = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))

@@ -64,22 +64,28 @@ class MillstreamSource(DataSource):
         """A writer of one batch."""
         from millstream.model.errors import InvalidSetting
         from millstream.spark.options import write_options
+        from millstream.spark.target import check_target
         from millstream.spark.writer import TopicWriter, check_columns
 
         if overwrite:
             raise InvalidSetting("a topic is not overwritten, only added to: write with mode('append')")
         options = write_options(self.options)
         check_columns(schema, options)
+        check_target(options)
         return TopicWriter(options)
 
     @plainly
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
         """A writer of the batches of a stream."""
+        from millstream.spark.garbage import spare_what_is_loaded
         from millstream.spark.options import write_options
+        from millstream.spark.target import STREAM_PATIENCE_S, check_target
         from millstream.spark.writer import TopicStreamWriter, check_columns
 
         options = write_options(self.options)
         check_columns(schema, options)
+        check_target(options, STREAM_PATIENCE_S)
+        spare_what_is_loaded()
         return TopicStreamWriter(options)
 
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from millstream.model.errors import InvalidBatch
 from millstream.model.partitioner import murmur2
-from millstream.records.arrow import NAMES, SCHEMA, decode_arrow, from_arrow, to_arrow
+from millstream.records.arrow import SCHEMA, decode_arrow, from_arrow, to_arrow
 from millstream.records.batch import BatchHeader, iterate_headers
 from millstream.records.columns import BinaryColumn, Columns
 from millstream.records.decoder import decode_columns
 from millstream.records.encoder import encode_columns
+from millstream.records.names import NAMES
 from millstream.records.partitioner import choose_partitions
 from millstream.records.record import LOG_APPEND_TIME, NewRecord, decode_records, encode_batch
 

@@ -53,7 +53,7 @@ def broker() -> Broker:
 
 @pytest.fixture
 def producer(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[RowProducer]:
-    async def connect(self: Link, client_id: str, timeout_s: float, patient: bool) -> Any:
+    async def connect(self: Link, client_id: str, timeout_s: float, patience_s: float) -> Any:
         return broker
 
     monkeypatch.setattr(Link, "_connect", connect)

@@ -1,0 +1,50 @@
+"""Where rows are to go, looked at on the driver before there is a task: what cannot be written is said at once."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import Final
+
+from millstream.model.errors import UnknownTopic
+from millstream.spark.link import Link, link_to
+from millstream.spark.options import WriteOptions
+from millstream.wire.refusal import refusal
+from millstream.wire.transactions import PREPARE_KEY
+
+_logger = logging.getLogger(__name__)
+
+STREAM_PATIENCE_S: Final = 10.0
+"""How long a stream waits for a broker to answer: Spark plans each of its batches anew, perhaps in a new process, and
+brokers may be started again meanwhile."""
+
+
+def count_partitions(link: Link, topic: str) -> int:
+    """How many partitions a topic has; it is made if the broker does so, and else `UnknownTopic` says what to do."""
+    found = link.call(link.client.metadata([topic], create=True))
+    if topic not in found.errors:
+        return len(found.topics[topic].partitions)
+    error = refusal(found.errors[topic], None, about=f"topic {topic!r}")
+    if isinstance(error, UnknownTopic):
+        hint = f"create it with: millstream topic create {topic}"
+        raise UnknownTopic(f"topic {topic!r} does not exist and the broker does not create it; {hint}")
+    raise error
+
+
+def knows_batches(link: Link) -> bool:
+    """Whether the brokers have the batch commit, which is Millstream's own."""
+    return link.call(link.client.serves(PREPARE_KEY))
+
+
+@lru_cache(maxsize=16)
+def check_target(options: WriteOptions, patience_s: float = 0.0) -> None:
+    """Raise unless brokers answer and have the topic; what was found right is not asked for again."""
+    link = link_to(options.brokers, client_id=options.client_id, timeout_s=options.timeout_s, patience_s=patience_s)
+    if options.topic is not None:
+        count_partitions(link, options.topic)
+    if not knows_batches(link):
+        _logger.warning(
+            "the broker at %s does not know Millstream's batch commit: rows are written at least once, "
+            "and rows of a batch that fails stay visible",
+            options.brokers,
+        )

@@ -1,0 +1,162 @@
+"""What tasks and drivers of Spark ask of a real broker when rows are written, without Spark around it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+from pyspark import TaskContext
+from pyspark.sql.types import StringType, StructField, StructType
+
+from millstream.admin.transactions import ONGOING, PREPARED, list_transactions
+from millstream.model.errors import BrokerUnreachable, ProducerFenced, UnknownTopic
+from millstream.spark import link as links
+from millstream.spark.link import Link, link_to
+from millstream.spark.options import WriteOptions, write_options
+from millstream.spark.parts import Batch, Part
+from millstream.spark.producer import RowProducer
+from millstream.spark.source import MillstreamSource
+from millstream.spark.target import check_target
+from millstream.spark.writer import TopicStreamWriter, TopicWriter
+from millstream.testing.server import Server
+from millstream.wire import channel
+from millstream.wire.client import Client
+from millstream.wire.transactions import Transactions
+
+WAIT_S = 60.0
+ROWS = pa.RecordBatch.from_pydict({"value": ["one", "two", "three"]})
+SCHEMA = StructType([StructField("value", StringType())])
+
+
+@pytest.fixture
+def options(server: Server, topic: str) -> WriteOptions:
+    admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+    admin.create_topics([NewTopic(topic, 1, 1)])[topic].result(WAIT_S)
+    given = {"kafka.bootstrap.servers": server.kafka, "topic": topic, "checkpointLocation": f"checkpoints/{topic}"}
+    return write_options(given)
+
+
+@pytest.fixture
+def stranger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A broker that does not know Millstream's own requests: it tells nobody of them who does not say who it is."""
+    monkeypatch.setattr(channel, "_API_VERSIONS_SENT", 2)
+    monkeypatch.setattr(links, "_links", {})
+    check_target.cache_clear()
+    yield
+    links._close_all()
+    check_target.cache_clear()
+
+
+def of_task(monkeypatch: pytest.MonkeyPatch, query: str, batch: int, run: str) -> None:
+    """Let what runs here be a task of a stream."""
+    told = {"sql.streaming.queryId": query, "streaming.sql.batchId": str(batch), "spark.jobGroup.id": run}
+    context = SimpleNamespace(getLocalProperty=told.get, partitionId=lambda: 0)
+    monkeypatch.setattr(TaskContext, "get", lambda: context)
+
+
+def left_open(options: WriteOptions, batch: Batch) -> None:
+    """Write as a task does that is killed in the middle."""
+    link = _link(options)
+    identity = link.call(Transactions(link.client).begin(batch.new_attempt(0)))
+    producer = RowProducer(link, options, identity, transactional=True)
+    producer.write(ROWS)
+    producer.flush()
+
+
+def _link(options: WriteOptions) -> Link:
+    return link_to(options.brokers, client_id=options.client_id, timeout_s=options.timeout_s)
+
+
+def open_transactions(options: WriteOptions, query: str) -> list[str]:
+    async def find() -> list[str]:
+        async with Client.connect(options.brokers) as client:
+            found = await list_transactions(client, matching=f"spark/{query}/.*")
+            return [one.transactional_id for one in found if one.state in (ONGOING, PREPARED)]
+
+    return asyncio.run(find())
+
+
+def values(options: WriteOptions, count: int) -> list[bytes]:
+    consumer = Consumer({"bootstrap.servers": options.brokers, "group.id": "g", "log_level": 0})
+    consumer.assign([TopicPartition(options.topic or "", 0, 0)])
+    found = consumer.consume(count, WAIT_S)
+    consumer.close()
+    return [message.value() or b"" for message in found]
+
+
+@pytest.mark.parametrize("came_back", [False, True])
+def test_a_batch_of_a_stream_that_fails_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch, options: WriteOptions, topic: str, came_back: bool
+) -> None:
+    query = f"query-of-{topic}"
+    writer, of_driver = TopicStreamWriter(options), TopicStreamWriter(options)
+    other = Batch(f"{query}-other", 3, "another", TopicStreamWriter(options)._stream + "0")
+    killed = Batch(query, 3, "thisrun", writer._stream)
+    for batch in (Batch(query, 3, "before", writer._stream), killed, other):
+        left_open(options, batch)
+    # All that a driver is told: the number of the batch, and the parts of tasks that came to their end.
+    of_driver.abort([None, Part(killed, 3, None) if came_back else None], 3)
+    assert open_transactions(options, query) == []
+    assert len(open_transactions(options, other.query)) == 1
+    of_driver.abort([None], 7)
+    of_task(monkeypatch, query, 3, "this-run")
+    with pytest.raises(ProducerFenced):
+        writer.write(iter([ROWS]))
+    # The run that takes the batch up again is another one.
+    of_task(monkeypatch, query, 3, "next-run")
+    of_driver.commit([writer.write(iter([ROWS]))], 3)
+    again = writer.write(iter([ROWS]))
+    assert isinstance(again, Part)
+    assert (again.rows, again.member) == (3, None)
+    link = _link(options)
+    link.call(Transactions(link.client).abort_batch(other.query, 3))
+
+
+def test_streams_are_told_apart_by_the_places_of_their_checkpoints(topic: str) -> None:
+    names = [TopicStreamWriter(write_options({"checkpointLocation": place}))._stream for place in ("a", "a", "b")]
+    assert names[0] == names[1] != names[2]
+    assert TopicStreamWriter(write_options({}))._stream == ""
+
+
+@pytest.mark.usefixtures("stranger")
+def test_a_broker_without_the_batch_commit_gets_rows_at_least_once_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, options: WriteOptions, topic: str
+) -> None:
+    source = MillstreamSource({"kafka.bootstrap.servers": options.brokers, "topic": topic})
+    with caplog.at_level(logging.WARNING):
+        writer, stream = source.writer(SCHEMA, False), source.streamWriter(SCHEMA, False)
+    assert "rows are written at least once, and rows of a batch that fails stay visible" in caplog.text
+    assert isinstance(writer, TopicWriter)
+    assert isinstance(stream, TopicStreamWriter)
+    writer.commit([writer.write(iter([ROWS]))])
+    of_task(monkeypatch, f"query-of-{topic}", 0, "run")
+    parts = [stream.write(iter([ROWS])) for _ in range(2)]
+    stream.abort([None], 0)
+    stream.commit(list(parts), 0)
+    assert values(options, 9) == [b"one", b"two", b"three"] * 3
+
+
+def test_what_cannot_be_written_to_is_said_before_there_is_a_task(server: Server, topic: str) -> None:
+    nowhere = MillstreamSource({"kafka.bootstrap.servers": "127.0.0.1:1", "topic": topic})
+    with pytest.raises(BrokerUnreachable, match=r"is it running, and is the option kafka\.bootstrap\.servers right"):
+        nowhere.writer(SCHEMA, False)
+
+
+def test_a_topic_that_nobody_makes_is_said_before_there_is_a_task(
+    monkeypatch: pytest.MonkeyPatch, server: Server, topic: str
+) -> None:
+    async def made_by_nobody(self: Client, topics: list[str], *, create: bool = False) -> object:
+        return await ask(self, topics)
+
+    ask = Client.metadata
+    monkeypatch.setattr(Client, "metadata", made_by_nobody)
+    source = MillstreamSource({"kafka.bootstrap.servers": server.kafka, "topic": topic})
+    with pytest.raises(UnknownTopic, match=f"create it with: millstream topic create {topic}"):
+        source.writer(SCHEMA, False)

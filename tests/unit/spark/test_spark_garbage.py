@@ -1,0 +1,37 @@
+"""What is loaded is kept from the garbage collector, in workers of Spark and when there is something new."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from millstream.spark import garbage
+
+
+@pytest.fixture
+def frozen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    told: list[str] = []
+    monkeypatch.setattr(gc, "collect", lambda: told.append("collect"))
+    monkeypatch.setattr(gc, "freeze", lambda: told.append("freeze"))
+    monkeypatch.setattr(garbage, "_spared", 0)
+    return told
+
+
+def test_a_worker_is_spared_what_it_has_loaded(monkeypatch: pytest.MonkeyPatch, frozen: list[str]) -> None:
+    worker = ModuleType("__main__")
+    worker.__spec__ = SimpleNamespace(name="pyspark.daemon")  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "__main__", worker)
+    garbage.spare_what_is_loaded()
+    garbage.spare_what_is_loaded()
+    assert frozen == ["collect", "freeze"]
+    monkeypatch.setitem(sys.modules, "loaded-later", ModuleType("loaded-later"))
+    garbage.spare_what_is_loaded()
+    assert frozen == ["collect", "freeze"] * 2
+
+
+def test_other_programs_are_left_alone(frozen: list[str]) -> None:
+    garbage.spare_what_is_loaded()
+    assert frozen == []
