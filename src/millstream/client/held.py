@@ -94,6 +94,11 @@ class Held:
         return str(UUID(bytes=self._topic_id))
 
     @property
+    def where(self) -> tuple[bytes, int]:
+        """The id of the topic, since another one may get its name, and the partition."""
+        return self._topic_id, self.partition
+
+    @property
     def place(self) -> tuple[str, int]:
         """Topic and partition."""
         return self.topic, self.partition

@@ -88,6 +88,14 @@ class Receiver:
         """All of which a message is not settled."""
         self._empty = asyncio.Event()
         """Set when the last of them is."""
+        self._last_seen: dict[tuple[bytes, int], int] = {}
+        """The last message that each partition has given; what comes from before it may be here, or settled."""
+        self._unsure: set[Message] = set()
+        """Messages that nobody gets before it is known whether they are leased."""
+        self._sures: set[asyncio.Task[None]] = set()
+        """What finds that out."""
+        self._lost_in_hand: dict[tuple[bytes, int, int], Message] = {}
+        """Messages that somebody works on although their lease was lost."""
         self._stopping = False
         self._puts_back = False
         self._asked_nodes = 0.0
@@ -100,6 +108,8 @@ class Receiver:
 
     def leave_alone(self, message: Message) -> None:
         """Do not renew the lease of a message any more; whoever took it went on to the next one."""
+        if self._lost_in_hand:
+            self._out_of_hand(message)
         if not message.is_settled and message not in self._left_alone:
             self._left_alone[message] = self._loop.call_at(message._held.valid_until, self.done, message)
 
@@ -179,6 +189,7 @@ class Receiver:
     def accept(self, message: Message) -> None:
         """A message is done, and nobody waits for the answer: it is told with others that came with it."""
         if message.is_settled:
+            self._out_of_hand(message)
             return
         held = message._held
         order = held.accepting or self.settling.accepting(held)
@@ -242,7 +253,9 @@ class Receiver:
 
     def tell(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
         """As `settle`, for whoever does not wait for the answer."""
-        if not message.is_settled:
+        if message.is_settled:
+            self._out_of_hand(message)
+        else:
             self.done(message)
             if not self._is_settled_at_once:
                 self.settling.tell(Order(message._held, [message.offset], verb, delay_ms, reason))
@@ -267,9 +280,18 @@ class Receiver:
     def _lost(self, order: Order) -> None:
         """Messages that are still here have no lease any more."""
         offsets = set(order.offsets)
-        for message in list(order.held.messages):
-            if message.offset in offsets:
-                self.done(message)
+        lost = [one for one in order.held.messages if one.offset in offsets and not one.is_settled]
+        waiting = {*self._buffer, *self._unsure, *self._left_alone} if lost else set()
+        for message in lost:
+            if message not in waiting:
+                self._lost_in_hand[*order.held.where, message.offset] = message
+            self.done(message)
+
+    def _out_of_hand(self, message: Message) -> None:
+        """Nobody works on a message any more."""
+        key = (*message._held.where, message.offset)
+        if self._lost_in_hand.get(key) is message:
+            del self._lost_in_hand[key]
 
     # -- the end --------------------------------------------------------------------------------------------
 
@@ -282,7 +304,7 @@ class Receiver:
     async def stop(self) -> None:
         """Ask for no more; what is here may still be taken."""
         self._stopping = True
-        polls = list(self._polls.values())
+        polls = [*self._polls.values(), *self._sures]
         for waiting in self._hungry:
             if not waiting.done():
                 waiting.set_result(0)
@@ -324,6 +346,7 @@ class Receiver:
         for held in list(self._helds):
             for message in list(held.messages):
                 self.done(message)
+        self._lost_in_hand.clear()
         await self.settling.close()
 
     # -- asking ---------------------------------------------------------------------------------------------
@@ -353,6 +376,7 @@ class Receiver:
             if not wanted:
                 continue
             partitions: list[PartitionMessages] = []
+            asked = self._loop.time()
             try:
                 partitions = await self._ask(node, wanted)
                 pause_s = 0.0
@@ -361,7 +385,7 @@ class Receiver:
                 pause_s = min(max(BACKOFF_S_MIN, pause_s * 2), BACKOFF_S_MAX)
             finally:
                 self._asked -= wanted
-            self._take_in(node, partitions)
+            self._take_in(node, partitions, asked)
             # What this node did not give may be asked of another one.
             self._feed()
             if not await self._is_there(node):
@@ -420,25 +444,28 @@ class Receiver:
             raise refusal(answer.error, answer.message, about=f"subscription {self.subscription!r}")
         return answer.partitions
 
-    def _take_in(self, node: NodeId, partitions: list[PartitionMessages]) -> None:
+    def _take_in(self, node: NodeId, partitions: list[PartitionMessages], asked: float) -> None:
         before = len(self._buffer)
         for part in partitions:
             if part.lease_ms is not None:
                 self._lease_s = part.lease_ms / 1000
             attempts = {lease.attempt for lease in part.leases}
             if len(attempts) == 1:
-                self._buffer += self._hold(node, part, part.leases)
+                self._buffer += self._hold(node, part, part.leases, asked)
                 continue
             messages: list[Message] = []
             for attempt in attempts:
-                messages += self._hold(node, part, [lease for lease in part.leases if lease.attempt == attempt])
+                leases = [lease for lease in part.leases if lease.attempt == attempt]
+                messages += self._hold(node, part, leases, asked)
             self._buffer += sorted(messages, key=attrgetter("offset"))
         if self._puts_back:
             self.put_back()
         self._wake(len(self._buffer) - before)
 
-    def _hold(self, node: NodeId, part: PartitionMessages, leases: list[LeasedRange]) -> list[Message]:
-        """Read messages and keep their leases; all of them are delivered for the same time."""
+    def _hold(
+        self, node: NodeId, part: PartitionMessages, leases: list[LeasedRange], asked: float
+    ) -> Sequence[Message]:
+        """Read messages and keep their leases, all of the same delivery; says which of them are to be handed out."""
         held = Held(
             part.topic,
             part.topic_id,
@@ -459,7 +486,85 @@ class Receiver:
             self._held += len(messages)
             if not self._is_settled_at_once:
                 held.timer = self._loop.call_later(self._lease_s / 2, self._renew, held)
+                last_seen = self._last_seen.get(held.where, -1)
+                self._last_seen[held.where] = max(last_seen, messages[-1].offset)
+                if messages[0].offset <= last_seen:
+                    return self._sifted(held, asked)
         return messages
+
+    # -- what comes again -----------------------------------------------------------------------------------
+
+    def _sifted(self, held: Held, asked: float) -> list[Message]:
+        """Those that are neither here already nor settled; after a node's restart, messages are leased anew.
+
+        A message that somebody has, or that waits here, goes on under its new lease. One that was asked for before it
+        was settled has to be found out about.
+        """
+        here = {
+            one.offset: one
+            for other in self._helds
+            if other is not held and other.where == held.where
+            for one in other.messages
+            if not one.is_settled
+        }
+        new: list[Message] = []
+        for at, message in enumerate(held.messages):
+            copy = here.get(message.offset) or self._lost_in_hand.pop((*held.where, message.offset), None)
+            if copy is None:
+                new.append(message)
+            elif copy in self._left_alone:
+                self.done(copy)
+                new.append(message)
+            else:
+                held.messages[at] = copy
+                self._go_on_under(held, copy)
+        unsure = self.settling.in_doubt(held, {message.offset for message in new}, asked)
+        if unsure:
+            self._set_aside(held, [message for message in new if message.offset in unsure])
+            new = [message for message in new if message.offset not in unsure]
+        return new
+
+    def _go_on_under(self, held: Held, message: Message) -> None:
+        """A message that is here has got another lease, which counts from now on."""
+        before, message._held = message._held, held
+        if message.is_settled:
+            # Its first lease was lost, and its place was free.
+            message.is_settled = False
+            return
+        self._held -= 1
+        before.messages.remove(message)
+        before.left -= 1
+        if before.left == 0:
+            self._finished(before)
+
+    def _set_aside(self, held: Held, messages: list[Message]) -> None:
+        self._unsure.update(messages)
+        task = self._loop.create_task(self._make_sure(held, messages))
+        self._sures.add(task)
+        task.add_done_callback(self._sures.discard)
+
+    async def _make_sure(self, held: Held, messages: list[Message]) -> None:
+        """Hand out messages that are leased when everything that was said of them has its answer.
+
+        The broker knows that: it extends no lease of a message that is settled. Others have been given it anew, as by a
+        seek.
+        """
+        offsets = {message.offset for message in messages}
+        try:
+            while orders := self.settling.open_about(held, offsets):
+                await orders[0].ended()
+            awaited = Awaited(None)
+            lease_ms = int((held.lease_s or self._lease_s) * 1000)
+            self.settling.tell(Order(held, sorted(offsets), Verb.EXTEND, lease_ms, awaited=awaited))
+            await awaited.ended()
+        finally:
+            self._unsure.difference_update(messages)
+        # Those that are not have been given up by `_lost`.
+        leased = [message for message in messages if not message.is_settled]
+        self._buffer += leased
+        if self._puts_back:
+            self.put_back()
+        self._wake(len(leased))
 
     def _renew(self, held: Held) -> None:
         """Half of the time is over: extend the leases of what is not settled."""

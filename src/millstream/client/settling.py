@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from millstream.client.held import Held
+from millstream.client.lately_accepted import LatelyAccepted
 from millstream.client.message import Message
 from millstream.model.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
 from millstream.model.ids import NodeId
@@ -43,10 +44,12 @@ ACCEPTED: Final = "accepted"
 class Awaited:
     """An answer that somebody waits for; an order that is told in parts has it when each of them was told."""
 
-    __slots__ = ("answer", "error", "parts")
+    __slots__ = ("_ended", "answer", "error", "parts")
 
-    def __init__(self, answer: asyncio.Future[None]) -> None:
+    def __init__(self, answer: asyncio.Future[None] | None) -> None:
         self.answer = answer
+        """None if nobody wants to know what the answer is."""
+        self._ended: asyncio.Future[None] | None = None
         self.parts = 1
         self.error: MillstreamError | None = None
         """The first that a part met."""
@@ -55,7 +58,11 @@ class Awaited:
         """One part was told."""
         self.parts -= 1
         self.error = self.error or error
-        if self.parts or self.answer.done():
+        if self.parts:
+            return
+        if self._ended is not None:
+            self._ended.set_result(None)
+        if self.answer is None or self.answer.done():
             return
         if self.error is None:
             self.answer.set_result(None)
@@ -63,6 +70,13 @@ class Awaited:
             self.answer.set_exception(self.error)
             # A caller that was cancelled does not look at it.
             self.answer.exception()
+
+    async def ended(self) -> None:
+        """Wait until every part was told, whatever the answer is."""
+        if self._ended is None:
+            self._ended = asyncio.get_running_loop().create_future()
+        # Several may wait for it.
+        await asyncio.wait([self._ended])
 
 
 class Order:
@@ -92,6 +106,12 @@ class Order:
         """Whether it is sent in a range of its own."""
         self.is_repeated = is_repeated
         """Whether it was sent before, and may have been carried out then."""
+
+    async def ended(self) -> None:
+        """Wait until it has been told, whatever the answer is."""
+        if self.awaited is None:
+            self.awaited = Awaited(None)
+        await self.awaited.ended()
 
     def in_parts(self, parts: list[list[int]], *, is_alone: bool = False) -> list[Order]:
         """The same of the messages in several orders; whoever waits does so for all of them."""
@@ -135,7 +155,7 @@ class SettleLane:
         *,
         told: Told,
         elsewhere: Told,
-        more: Callable[[int], None],
+        parted: Callable[[Sequence[Order], Sequence[Order]], None],
     ) -> None:
         self._client = client
         self._subscription = subscription
@@ -144,8 +164,8 @@ class SettleLane:
         self._told = told
         self._elsewhere = elsewhere
         """Told of orders that this node could not take."""
-        self._more = more
-        """Told by how much the number of orders has grown, since one was told in parts."""
+        self._parted = parted
+        """Told of orders that others took the place of, since one is told in parts."""
         self._waiting: list[Order] = []
         self._task: asyncio.Task[None] | None = None
 
@@ -182,7 +202,8 @@ class SettleLane:
             places: dict[tuple[str, int], list[_Range]] = {}
             for place, listed in _by_place(orders).items():
                 ranges = places[place] = list(_ranges(listed))
-                self._more(sum(len(one.orders) for one in ranges) - len(listed))
+                if sum(len(one.orders) for one in ranges) > len(listed):
+                    self._parted(listed, [order for one in ranges for order in one.orders])
             try:
                 results = await self._ask(places)
             except BaseException as error:
@@ -226,8 +247,9 @@ class SettleLane:
         if isinstance(error, InvalidRecordState) and one.first < one.last:
             # A range is taken as a whole or not at all: one message in it is not held any more, the others may be.
             for order in one.orders:
-                self._more(len(order.offsets) - 1)
-                self._waiting += order.in_parts([[offset] for offset in order.offsets], is_alone=True)
+                parts = order.in_parts([[offset] for offset in order.offsets], is_alone=True)
+                self._parted([order], parts)
+                self._waiting += parts
             return
         tell = self._elsewhere if isinstance(error, REPEATED) else self._told
         for order in one.orders:
@@ -315,7 +337,9 @@ class Settling:
         """Of which it is not known whether they were carried out."""
         self._asker: asyncio.Task[None] | None = None
         self._idle: list[asyncio.Future[None]] = []
-        self._open = 0
+        self._open: set[Order] = set()
+        """What has no answer yet."""
+        self._lately_accepted = LatelyAccepted()
 
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
         """Tell it; the future ends when it is durable."""
@@ -331,7 +355,7 @@ class Settling:
 
     def tell(self, order: Order) -> None:
         """Tell it with the next request."""
-        self._open += 1
+        self._open.add(order)
         self._lane(order.held.node).add(order)
 
     async def flush(self) -> None:
@@ -359,29 +383,51 @@ class Settling:
                 node,
                 told=self._told,
                 elsewhere=self._elsewhere,
-                more=self._more,
+                parted=self._parted,
             )
         return lane
 
-    def _more(self, count: int) -> None:
-        self._open += count
+    def _parted(self, before: Sequence[Order], after: Sequence[Order]) -> None:
+        self._open.difference_update(before)
+        self._open.update(after)
+
+    def open_about(self, held: Held, offsets: set[int]) -> list[Order]:
+        """What was said of messages, by whichever lease, and has no answer yet."""
+        return [
+            order
+            for order in self._open
+            if order.verb != Verb.EXTEND and order.held.where == held.where and not offsets.isdisjoint(order.offsets)
+        ]
+
+    def in_doubt(self, held: Held, offsets: set[int], asked: float) -> set[int]:
+        """Which of the messages that were asked for then may be settled, so that this lease of them is none any more.
+
+        Something was said of them and has no answer yet, or they are known to be accepted since.
+        """
+        found = self._lately_accepted.since(asked, held.where, offsets)
+        for order in self.open_about(held, offsets):
+            found |= offsets.intersection(order.offsets)
+        return found
 
     def _told(self, order: Order, error: MillstreamError | None) -> None:
         if order.is_repeated and order.verb == Verb.ACCEPT and isinstance(error, InvalidRecordState):
             # The answer to the first request may have been lost: then nobody holds the message since it is accepted.
             self._doubt(order)
             return
-        self._open -= 1
-        if error is not None:
+        self._open.discard(order)
+        if error is None:
+            if order.verb == Verb.ACCEPT and order.offsets:
+                self._lately_accepted.add(self._loop.time(), order.held.where, order.offsets[0], order.offsets[-1])
+        else:
             self._lost(order)
-            if order.verb != Verb.EXTEND and order.awaited is None:
+            if order.verb != Verb.EXTEND and (order.awaited is None or order.awaited.answer is None):
                 place, count = f"{order.held.topic}-{order.held.partition}", len(order.offsets)
                 _logger.warning(
                     "%d messages of %s from %d on are not settled: %s", count, place, order.offsets[0], error
                 )
         if order.awaited is not None:
             order.awaited.told(error)
-        if self._open == 0:
+        if not self._open:
             idle, self._idle = self._idle, []
             for waiting in idle:
                 if not waiting.done():

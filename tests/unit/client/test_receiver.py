@@ -14,15 +14,23 @@ import pytest
 
 from millstream.client import receiver as module
 from millstream.client.held import Held
+from millstream.client.lately_accepted import LatelyAccepted
 from millstream.client.message_stream import MessageStream
 from millstream.client.receiver import Receiver
 from millstream.model.errors import InvalidRecordState
 from millstream.model.ids import NodeId
 from millstream.model.verb import Verb
 from millstream.records.record import NewRecord, encode_batch
-from millstream.wire.subscription_messages import LeasedRange, PartitionMessages, SettleAnswer, SettleRequest
+from millstream.wire.subscription_messages import (
+    LeasedRange,
+    PartitionMessages,
+    SettleAnswer,
+    SettledRange,
+    SettleRequest,
+)
 
 HANG_S = 60
+INVALID_RECORD_STATE = 121
 
 
 class Cluster:
@@ -36,6 +44,13 @@ class Cluster:
         self.settled: list[tuple[int, int]] = []
         """Verbs and offsets, as they were told."""
         self.extended_ms: list[int | None] = []
+        self.attempts: list[int | None] = []
+        """Which deliveries were settled."""
+        self.done: set[int] = set()
+        """Messages that nobody holds."""
+        self.answering = asyncio.Event()
+        """While it is not set, what is told is carried out and has no answer."""
+        self.answering.set()
 
     async def metadata(self, topics: object) -> Any:
         return SimpleNamespace(nodes={NodeId(node): None for node in self.nodes}, topics={})
@@ -48,23 +63,47 @@ class Cluster:
         request = msgspec.msgpack.decode(body, type=SettleRequest)
         results: list[list[tuple[int, str | None]]] = []
         for part in request.partitions:
-            results.append([(0, None) for _ in part.verbs])
+            results.append([self._result(one) for one in part.verbs])
             self.extended_ms += [one.delay_ms for one in part.verbs if one.verb == Verb.EXTEND]
             for one in part.verbs:
                 self.settled += [(one.verb, offset) for offset in range(one.first, one.last + 1)]
+                if one.verb != Verb.EXTEND:
+                    self.attempts.append(one.attempt)
+                    self.done |= {*range(one.first, one.last + 1)}
+        await self.answering.wait()
         return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, results)))
 
-    def give(self, node: int, count: int, lease_ms: int | None = None) -> None:
+    def _result(self, one: SettledRange) -> tuple[int, str | None]:
+        is_held = not self.done & {*range(one.first, one.last + 1)}
+        return (0, None) if is_held else (INVALID_RECORD_STATE, "not held")
+
+    def give(self, node: int, count: int, lease_ms: int | None = None, *, attempt: int = 1) -> None:
         """Answer the next request of a node."""
-        leases = [LeasedRange(self._offset, self._offset + count - 1, 1, 0)]
-        records = [NewRecord(None, b"%d" % number) for number in range(count)]
-        batches = bytes(encode_batch(records, base_offset=self._offset)) if count else b""
+        parts = [leased(self._offset, count, node, lease_ms=lease_ms, attempt=attempt)] if count else []
         self._offset += count
-        parts = [PartitionMessages("orders", b"0" * 16, node, leases, batches, lease_ms)] if count else []
         self._queue(node).put_nowait(parts)
+
+    def give_again(self, node: int, first: int, count: int = 1, *, attempt: int = 1) -> None:
+        """Answer with messages that were given before, as a node does that has forgotten its leases."""
+        self._queue(node).put_nowait([leased(first, count, node, attempt=attempt)])
 
     def _queue(self, node: int) -> asyncio.Queue[list[PartitionMessages]]:
         return self._answers.setdefault(node, asyncio.Queue())
+
+
+def leased(
+    first: int,
+    count: int,
+    partition: int,
+    *,
+    lease_ms: int | None = None,
+    attempt: int = 1,
+    topic_id: bytes = b"0" * 16,
+) -> PartitionMessages:
+    leases = [LeasedRange(first, first + count - 1, attempt, 0)]
+    records = [NewRecord(None, b"%d" % number) for number in range(count)]
+    batches = bytes(encode_batch(records, base_offset=first))
+    return PartitionMessages("orders", topic_id, partition, leases, batches, lease_ms)
 
 
 @asynccontextmanager
@@ -247,7 +286,7 @@ async def test_messages_keep_their_order_whichever_delivery_they_are() -> None:
         records = [NewRecord(None, b"%d" % number) for number in range(4)]
         leases = [LeasedRange(0, 0, 1, 0), LeasedRange(1, 2, 3, 0), LeasedRange(3, 3, 1, 0)]
         part = PartitionMessages("orders", b"0" * 16, 0, leases, bytes(encode_batch(records, base_offset=0)))
-        receiver._take_in(NodeId(1), [part])
+        receiver._take_in(NodeId(1), [part], 0.0)
         messages = receiver.take_many(4)
         assert [(one.offset, one.attempt, one._held.attempt) for one in messages] == [
             (0, 1, 1),
@@ -306,3 +345,132 @@ async def test_whoever_leaves_may_settle_what_he_has() -> None:
         receiver.done(second)
         async with asyncio.timeout(HANG_S):
             await leaving
+
+
+# -- what comes again ------------------------------------------------------------------------------------------
+
+
+async def arrived(receiver: Receiver) -> None:
+    """Wait until an answer was taken in, though nothing of it may be for anybody."""
+    await until(lambda: not receiver._polls or len(receiver._hungry) + receiver._asked)
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_message_in_hand_that_is_leased_anew_goes_on_and_is_not_given_twice() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=10) as receiver:
+        cluster.give(1, 3)
+        await receiver.arrival()
+        messages = receiver.take_many(1)
+        cluster.give_again(1, 0, 3, attempt=2)
+        await arrived(receiver)
+        messages += receiver.take_many(10)
+        assert [one.offset for one in messages] == [0, 1, 2]
+        assert (receiver._held, len(receiver._helds)) == (3, 1)
+        for message in messages:
+            await message.ack()
+        assert cluster.settled == [(Verb.ACCEPT, offset) for offset in range(3)]
+        assert cluster.attempts == [2, 2, 2]
+        assert (receiver._held, len(receiver._helds)) == (0, 0)
+
+
+async def test_a_message_in_hand_whose_lease_was_lost_goes_on_when_it_is_leased_anew() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=10) as receiver:
+        cluster.give(1, 2)
+        await receiver.arrival()
+        first, second = receiver.take_many(2)
+        cluster.done = {0, 1}
+        receiver._renew(first._held)
+        await until(lambda: first.is_settled and second.is_settled)
+        # Nobody works on the second one any more, so it is for whoever comes.
+        receiver.accept(second)
+        cluster.done.clear()
+        cluster.give_again(1, 0, 2, attempt=2)
+        await receiver.arrival()
+        (again,) = receiver.take_many(10)
+        assert (again.offset, again.attempt) == (1, 2)
+        await first.ack()
+        await again.ack()
+        assert (cluster.attempts, receiver._held, receiver._lost_in_hand) == ([2, 2], 0, {})
+
+
+async def test_a_message_that_is_accepted_while_it_is_leased_anew_is_not_given_again() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=10) as receiver:
+        cluster.give(1, 2)
+        await receiver.arrival()
+        first, second = receiver.take_many(2)
+        # The first has no answer yet when it comes again, the second was asked for before it was accepted.
+        await until(lambda: len(cluster.asked[1]) == 2)
+        await second.ack()
+        cluster.answering.clear()
+        accepted = asyncio.create_task(first.ack())
+        await until(lambda: 0 in cluster.done)
+        cluster.give_again(1, 0, 2)
+        await until(lambda: receiver._unsure)
+        cluster.answering.set()
+        await accepted
+        await until(lambda: not receiver._unsure)
+        assert receiver.take() is None
+        assert (receiver._held, len(receiver._helds)) == (0, 0)
+        # What is asked for afterwards is given for a reason, such as a seek.
+        await until(lambda: len(cluster.asked[1]) == 3)
+        cluster.give(1, 0)
+        await until(lambda: len(cluster.asked[1]) == 4)
+        cluster.done.clear()
+        cluster.give_again(1, 0, 2)
+        await receiver.arrival()
+        assert [one.offset for one in receiver.take_many(10)] == [0, 1]
+
+
+async def test_a_message_that_was_given_anew_after_it_was_accepted_is_found_to_be_leased() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=10) as receiver:
+        cluster.give(1, 1)
+        await receiver.arrival()
+        (first,) = receiver.take_many(1)
+        await until(lambda: len(cluster.asked[1]) == 2)
+        await first.ack()
+        # A seek: the request that waits gets what was accepted.
+        cluster.done.clear()
+        cluster.give_again(1, 0)
+        async with asyncio.timeout(HANG_S):
+            await receiver.arrival()
+        (again,) = receiver.take_many(1)
+        assert (again.offset, again is not first) == (0, True)
+        await again.ack()
+
+
+async def test_what_was_left_unsettled_comes_again() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=10) as receiver:
+        cluster.give(1, 1)
+        await receiver.arrival()
+        (first,) = receiver.take_many(1)
+        receiver.leave_alone(first)
+        cluster.give_again(1, 0, attempt=2)
+        await receiver.arrival()
+        (again,) = receiver.take_many(1)
+        assert (again.offset, again.attempt, first.is_settled) == (0, 2, True)
+        await again.ack()
+
+
+async def test_a_topic_made_anew_has_other_messages() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=10) as receiver:
+        receiver._take_in(NodeId(1), [leased(0, 2, 0)], 0.0)
+        receiver._take_in(NodeId(1), [leased(0, 2, 0, topic_id=b"1" * 16)], 0.0)
+        assert len(receiver.take_many(10)) == 4
+
+
+def test_what_was_accepted_lately_is_bounded() -> None:
+    lately, here, there = LatelyAccepted(), (b"a", 0), (b"a", 1)
+    for at in range(5000):
+        lately.add(float(at), (here, there)[at % 2], at, at)
+    assert len(lately._ranges) == 1000
+    assert lately.since(4990.0, here, range(5000)) == {4990, 4992, 4994, 4996, 4998}
+    for at in range(5000):
+        lately.add(5000.0, here, at, at)
+    assert lately.since(5000.0, here, [7, 5000]) == {7}

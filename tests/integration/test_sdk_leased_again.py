@@ -1,0 +1,43 @@
+"""A node that restarts forgets leases that it gave a moment ago: whoever holds the messages goes on, and gets none twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import millstream
+from millstream.testing.server import Server
+
+HANG_S = 60
+COUNT = 4
+
+
+async def test_what_is_leased_anew_after_a_restart_goes_on_and_is_not_handled_twice(
+    start_server: Callable[..., Server], topic: str
+) -> None:
+    server = start_server()
+    handled: list[str] = []
+    last, gate = asyncio.Event(), asyncio.Event()
+
+    async def handle(message: millstream.Message) -> None:
+        handled.append(message.text)
+        if len(handled) == COUNT:
+            # At once, before the leases are written down.
+            server.kill()
+        if message.text == "last":
+            last.set()
+        await gate.wait()
+
+    async with asyncio.timeout(HANG_S), millstream.connect(server.kafka) as ms:
+        receipts = await ms.publish_many(topic, [str(at) for at in range(COUNT)])
+        await ms.subscribe(topic, handle, name=topic, start="earliest", concurrency=4 * COUNT)
+        while len(handled) < COUNT:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(server.start)
+        receipts.append(await ms.publish(topic, "last"))
+        # The others stand before it, so they were given again by now.
+        await last.wait()
+        gate.set()
+        for receipt in receipts:
+            assert (await ms.delivery(receipt, subscription=topic, wait=HANG_S)).state == "accepted"
+        assert sorted(handled) == [*map(str, range(COUNT)), "last"]
