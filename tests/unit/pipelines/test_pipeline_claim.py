@@ -1,0 +1,113 @@
+"""Who runs a pipeline: one at a time, whatever comes and goes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.admin.groups import describe_group
+from millstream.model.errors import GroupNotEmpty
+from millstream.pipelines import claim as claim_module
+from millstream.pipelines.claim import DRIVER_INSTANCE, Claim
+from millstream.spark.link import Link
+from millstream.testing.server import Server
+
+HANG_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def link(server: Server) -> Iterator[Link]:
+    made = Link(server.kafka, "the-first", 30.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def other_link(server: Server) -> Iterator[Link]:
+    made = Link(server.kafka, "the-second", 30.0)
+    yield made
+    made.close()
+
+
+def test_the_group_shows_who_runs_it_and_nobody_else_gets_in(link: Link, other_link: Link, topic: str) -> None:
+    claim = Claim(link, topic)
+    claim.take()
+    assert claim.is_held
+    assert claim.is_confirmed
+    group = link.call(describe_group(link.client, topic))
+    assert [member.client_id for member in group.members] == ["the-first"]
+    assert claim.member().member_id == group.members[0].member_id
+    assert claim.member().generation >= 1
+
+    with pytest.raises(GroupNotEmpty, match=r"'the-first' at 127\.0\.0\.1"):
+        Claim(other_link, topic).take()
+    with pytest.raises(GroupNotEmpty, match="the-first"):
+        Claim(other_link, topic, instance_id=DRIVER_INSTANCE).take()
+
+    claim.leave()
+    assert not claim.is_held
+    second = Claim(other_link, topic, instance_id=DRIVER_INSTANCE)
+    second.take()
+    with pytest.raises(GroupNotEmpty, match="the-second"):
+        claim.take()
+    second.leave()
+
+
+def test_a_driver_that_is_started_anew_takes_the_place_of_the_one_before(
+    link: Link, other_link: Link, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim_module, "BEAT_S", 0.1)
+    lost = threading.Event()
+    before = Claim(link, topic, instance_id=DRIVER_INSTANCE, when_lost=lost.set)
+    before.take()
+    after = Claim(other_link, topic, instance_id=DRIVER_INSTANCE)
+    after.take()
+    assert lost.wait(HANG_S)
+    assert not before.is_held
+    before.leave()
+    group = link.call(describe_group(link.client, topic))
+    assert [member.member_id for member in group.members] == [after.member().member_id]
+    after.leave()
+
+
+def test_of_two_that_come_at_once_one_runs_it(
+    link: Link, other_link: Link, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim_module, "BEAT_S", 0.1)
+    claims = [Claim(link, topic), Claim(other_link, topic)]
+    refused: list[GroupNotEmpty] = []
+
+    def take(claim: Claim) -> None:
+        try:
+            claim.take()
+        except GroupNotEmpty as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=take, args=(claim,)) for claim in claims]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_S)
+    assert sorted(claim.is_held for claim in claims) == [False, True]
+    assert len(refused) == 1
+    held = next(claim for claim in claims if claim.is_held)
+    group = link.call(describe_group(link.client, topic))
+    assert [member.member_id for member in group.members] == [held.member().member_id]
+    held.leave()
+
+
+def test_whoever_runs_it_stays_when_another_joins_the_group_past_the_door(
+    link: Link, other_link: Link, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim_module, "BEAT_S", 0.1)
+    claim = Claim(link, topic)
+    claim.take()
+    generation = claim.member().generation
+    intruder = Claim(other_link, topic)
+    with pytest.raises(GroupNotEmpty):
+        other_link.call(intruder._join_alone())
+    assert claim.is_held
+    assert claim.member().generation > generation
+    claim.leave()
