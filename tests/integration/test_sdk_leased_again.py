@@ -1,4 +1,4 @@
-"""A node that restarts forgets leases that it gave a moment ago: whoever holds the messages goes on, and gets none twice."""
+"""A node that restarts forgets leases of a moment ago: whoever holds the messages goes on, and gets none twice."""
 
 from __future__ import annotations
 
