@@ -20,6 +20,7 @@ from millstream.cluster.declarations import CatalogDeclarations, Declarations
 from millstream.cluster.last_run import FILE_NAME as LAST_RUN_NAME
 from millstream.cluster.last_run import FolderOwner
 from millstream.cluster.membership import Membership, Node
+from millstream.cluster.pipelines import Pipelines
 from millstream.cluster.producer_ids import ProducerIds
 from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.store import CoordinationStore
@@ -73,6 +74,7 @@ class _Core:
     declarations: Declarations
     quotas: ClientQuotas
     subscriptions: Subscriptions
+    pipelines: Pipelines
     node: ClusterNode | None = None
 
 
@@ -333,12 +335,15 @@ class Broker:
         await quotas.load()
         subscriptions = Subscriptions(declarations, self._clock)
         await subscriptions.load()
+        pipelines = Pipelines(declarations, self._clock)
+        await pipelines.load()
         return _Core(
             topics=topics,
             membership=membership,
             declarations=declarations,
             quotas=quotas,
             subscriptions=subscriptions,
+            pipelines=pipelines,
         )
 
     async def _open_in_cluster(self, store: LogStore, reached: _Reached) -> _Core:
@@ -374,6 +379,7 @@ class Broker:
             declarations=node.declarations,
             quotas=node.quotas,
             subscriptions=node.subscriptions,
+            pipelines=node.pipelines,
             node=node,
         )
 
@@ -399,6 +405,7 @@ class Broker:
             producer_ids=ProducerIds(core.declarations),
             quotas=core.quotas,
             subscriptions=core.subscriptions,
+            pipelines=core.pipelines,
             budget=budget,
             connections=listener.connections,
             sources=[listener, dispatch, core.topics, store, *([core.node] if core.node is not None else [])],

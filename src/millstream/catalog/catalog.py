@@ -30,6 +30,14 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from millstream.catalog.database import open_database
 from millstream.catalog.migrations import migrate
+from millstream.catalog.pipeline_rows import (
+    delete_pipeline,
+    hold_pipeline,
+    insert_pipeline,
+    read_pipeline_named,
+    read_pipelines,
+    update_pipeline,
+)
 from millstream.catalog.reserve import Reserve
 from millstream.catalog.tables import (
     SCHEMA_VERSION,
@@ -47,12 +55,15 @@ from millstream.model.errors import (
     CatalogUnavailable,
     ClusterMismatch,
     DataFolderInvalid,
+    PipelineExists,
     StorageFailure,
     SubscriptionExists,
     TopicExists,
+    UnknownPipeline,
     UnknownSubscription,
     UnknownTopic,
 )
+from millstream.model.pipeline import Pipeline
 from millstream.model.quota import QuotaEntity
 from millstream.model.subscription import Subscription
 from millstream.model.topic import Topic
@@ -344,6 +355,40 @@ class Catalog:
         here = deleted_subscriptions.c.subscription_id == str(subscription_id)
         with self._change() as connection:
             connection.execute(delete(deleted_subscriptions).where(here))
+
+    def pipelines(self) -> list[Pipeline]:
+        """Every pipeline with its rules, by name."""
+        with self._read() as connection:
+            return read_pipelines(connection)
+
+    def pipeline_named(self, name: str) -> Pipeline | None:
+        """The pipeline of this name, if there is one."""
+        with self._read() as connection:
+            return read_pipeline_named(connection, name)
+
+    def add_pipeline(self, pipeline: Pipeline) -> None:
+        """Declare a pipeline, durably."""
+        try:
+            with self._change() as connection:
+                insert_pipeline(connection, pipeline)
+        except IntegrityError as error:
+            raise PipelineExists(f"pipeline {pipeline.name!r} exists already") from error
+
+    def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+        """Store what `change` makes of a pipeline and its rules, worked out from what is declared now."""
+        with self._change() as connection:
+            before = hold_pipeline(connection, pipeline_id)
+            if before is None:
+                raise UnknownPipeline(f"pipeline {pipeline_id} is not in the catalog")
+            after = change(before)
+            update_pipeline(connection, before, after)
+            return after
+
+    def delete_pipeline(self, pipeline: Pipeline) -> None:
+        """Take a pipeline out, with its rules."""
+        with self._change() as connection:
+            if not delete_pipeline(connection, pipeline.pipeline_id):
+                raise UnknownPipeline(f"pipeline {pipeline.name!r} is not in the catalog")
 
     def _insert(self, table: Table) -> postgresql.Insert | sqlite.Insert:
         """An insertion that can say what to do when the row is there; both databases write it in the same way."""

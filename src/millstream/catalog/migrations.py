@@ -10,7 +10,14 @@ from types import MappingProxyType
 
 from sqlalchemy import Connection
 
-from millstream.catalog.tables import SCHEMA_VERSION, client_quotas, deleted_subscriptions, subscriptions
+from millstream.catalog.tables import (
+    SCHEMA_VERSION,
+    client_quotas,
+    deleted_subscriptions,
+    pipelines,
+    routing_rules,
+    subscriptions,
+)
 
 
 def _add_client_quotas(connection: Connection) -> None:
@@ -22,7 +29,14 @@ def _add_subscriptions(connection: Connection) -> None:
     deleted_subscriptions.create(connection, checkfirst=True)
 
 
-STEPS: Mapping[int, Callable[[Connection], None]] = MappingProxyType({2: _add_client_quotas, 3: _add_subscriptions})
+def _add_pipelines(connection: Connection) -> None:
+    pipelines.create(connection, checkfirst=True)
+    routing_rules.create(connection, checkfirst=True)
+
+
+STEPS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
+    {2: _add_client_quotas, 3: _add_subscriptions, 4: _add_pipelines}
+)
 """What leads to each version from the one before."""
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sqlalchemy import JSON, BigInteger, Column, Integer, MetaData, String, Table
+from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, String, Table, Text
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Whoever raises this adds the step to `catalog/migrations.py`."""
 
 metadata = MetaData()
@@ -73,3 +73,27 @@ deleted_subscriptions = Table(
     Column("deleted_ms", BigInteger, nullable=False),
 )
 """Explicit deletion records: what a queue holds goes only because of a row here."""
+
+pipelines = Table(
+    "pipelines",
+    metadata,
+    Column("pipeline_id", String(36), primary_key=True),
+    Column("name", String(200), nullable=False, unique=True),
+    Column("kind", String(16), nullable=False),
+    Column("overrides", JSON, nullable=False),
+    Column("is_wanted", Boolean, nullable=False),
+    Column("parked", Text, nullable=False),
+    Column("created_ms", BigInteger, nullable=False),
+)
+
+routing_rules = Table(
+    "routing_rules",
+    metadata,
+    Column("pipeline_id", String(36), primary_key=True),
+    Column("name", String(200), primary_key=True),
+    Column("topic", String(249), nullable=False),
+    Column("targets", JSON, nullable=False),
+    Column("condition", Text, nullable=False),
+    Column("subscription", String(249), nullable=False),
+)
+"""The rules of pipelines that route: they go with their pipeline."""

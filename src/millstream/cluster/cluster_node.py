@@ -23,6 +23,7 @@ from millstream.cluster.controller import Controller
 from millstream.cluster.declarations import AnnouncedDeclarations, Announcer, Declarations
 from millstream.cluster.last_run import FolderOwner, LastRun
 from millstream.cluster.membership import Membership, Node
+from millstream.cluster.pipelines import Pipelines
 from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.registration import Introduction, Registration
 from millstream.cluster.replica_link import ReplicaLinks
@@ -106,6 +107,7 @@ class ClusterNode:
         self._catalog_changed = asyncio.Event()
         self.quotas = ClientQuotas(self.declarations)
         self.subscriptions = Subscriptions(self.declarations, around.clock, new_id=self._new_id)
+        self.pipelines = Pipelines(self.declarations, around.clock, new_id=self._new_id)
 
     async def open(self) -> None:
         """Follow the coordination store, and open what this node carries. Nothing is led or followed yet."""
@@ -113,7 +115,7 @@ class ClusterNode:
         self._start("changes of the catalog", self._announcer.run())
         self._start("logs to open", self.topics.open_logs())
         self._start("removed files", self.topics.tell_removed())
-        self._start("quotas and subscriptions", self._follow_catalog())
+        self._start("quotas, subscriptions and pipelines", self._follow_catalog())
         await self.view.ready()
         self.topics.when_roles_change(self.replicas.apply)
         self.topics.when_dropped(self.replicas.forget)
@@ -188,17 +190,20 @@ class ClusterNode:
         return task
 
     async def _follow_catalog(self) -> None:
-        """Read quotas and subscriptions, and again whenever somebody has changed the catalog; for ever."""
+        """Read quotas, subscriptions and pipelines, and again whenever somebody has changed the catalog; for ever."""
         backoff = self._backoff()
         while True:
             try:
                 await self.quotas.load()
                 await self.subscriptions.load()
+                await self.pipelines.load()
                 backoff.succeeded()
             except MillstreamError as error:
                 level = logging.DEBUG if isinstance(error, CatalogUnavailable) else logging.WARNING
                 _logger.log(
-                    level, "quotas and subscriptions could not be read; trying again", extra={"error": str(error)}
+                    level,
+                    "quotas, subscriptions and pipelines could not be read; trying again",
+                    extra={"error": str(error)},
                 )
                 await backoff.pause()
                 continue

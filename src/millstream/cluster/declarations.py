@@ -14,6 +14,7 @@ from millstream.cluster.backoff import Backoff
 from millstream.cluster.store import CoordinationStore, Put
 from millstream.model.clock import Clock, SystemClock
 from millstream.model.errors import CatalogDenied, CatalogUnavailable, StoreUnavailable
+from millstream.model.pipeline import Pipeline
 from millstream.model.quota import QuotaEntity
 from millstream.model.subscription import Subscription
 from millstream.model.topic import Topic
@@ -80,6 +81,21 @@ class Declarations(Protocol):
 
     async def forget_deleted_subscription(self, subscription_id: UUID) -> None:
         """Drop the deletion record once the state is gone everywhere."""
+
+    async def pipelines(self) -> list[Pipeline]:
+        """Every pipeline with its rules, by name."""
+
+    async def pipeline_named(self, name: str) -> Pipeline | None:
+        """The pipeline of this name, if there is one."""
+
+    async def add_pipeline(self, pipeline: Pipeline) -> None:
+        """Declare a pipeline, durably."""
+
+    async def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+        """Change a pipeline or its rules as it is declared now, in one step."""
+
+    async def delete_pipeline(self, pipeline: Pipeline) -> None:
+        """Take a pipeline out, with its rules."""
 
 
 class CatalogDeclarations:
@@ -164,6 +180,26 @@ class CatalogDeclarations:
         """Drop the deletion record once the state is gone everywhere."""
         await self._call(lambda catalog: catalog.forget_deleted_subscription(subscription_id))
 
+    async def pipelines(self) -> list[Pipeline]:
+        """Every pipeline with its rules, by name."""
+        return await self._call(Catalog.pipelines)
+
+    async def pipeline_named(self, name: str) -> Pipeline | None:
+        """The pipeline of this name, if there is one."""
+        return await self._call(lambda catalog: catalog.pipeline_named(name))
+
+    async def add_pipeline(self, pipeline: Pipeline) -> None:
+        """Declare a pipeline, durably."""
+        await self._call(lambda catalog: catalog.add_pipeline(pipeline))
+
+    async def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+        """Change a pipeline or its rules as it is declared now."""
+        return await self._call(lambda catalog: catalog.alter_pipeline(pipeline_id, change))
+
+    async def delete_pipeline(self, pipeline: Pipeline) -> None:
+        """Take a pipeline out, with its rules."""
+        await self._call(lambda catalog: catalog.delete_pipeline(pipeline))
+
     async def _call(self, ask: Callable[[Catalog], T]) -> T:
         try:
             answer = await self._ask(ask)
@@ -238,6 +274,8 @@ class AnnouncedDeclarations:
         self.subscriptions_named = inner.subscriptions_named
         self.deleted_subscriptions = inner.deleted_subscriptions
         self.forget_deleted_subscription = inner.forget_deleted_subscription
+        self.pipelines = inner.pipelines
+        self.pipeline_named = inner.pipeline_named
 
     async def add_topic(self, topic: Topic) -> None:
         """Declare a topic, durably."""
@@ -288,5 +326,26 @@ class AnnouncedDeclarations:
         """Take a subscription out and leave the record that allows its state to go."""
         try:
             await self._inner.delete_subscription(subscription, now_ms=now_ms)
+        finally:
+            self._announcer.announce()
+
+    async def add_pipeline(self, pipeline: Pipeline) -> None:
+        """Declare a pipeline, durably."""
+        try:
+            await self._inner.add_pipeline(pipeline)
+        finally:
+            self._announcer.announce()
+
+    async def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+        """Change a pipeline or its rules as it is declared now."""
+        try:
+            return await self._inner.alter_pipeline(pipeline_id, change)
+        finally:
+            self._announcer.announce()
+
+    async def delete_pipeline(self, pipeline: Pipeline) -> None:
+        """Take a pipeline out, with its rules."""
+        try:
+            await self._inner.delete_pipeline(pipeline)
         finally:
             self._announcer.announce()

@@ -40,6 +40,7 @@ _CODES: Final[dict[type[errors.MillstreamError], ErrorCode]] = {
     errors.Conflict: ErrorCode.invalid_request,
     errors.TopicExists: ErrorCode.topic_already_exists,
     errors.SubscriptionExists: ErrorCode.duplicate_resource,
+    errors.PipelineExists: ErrorCode.duplicate_resource,
     errors.GroupNotEmpty: ErrorCode.non_empty_group,
     errors.InvalidRecordState: ErrorCode.invalid_record_state,
     errors.GroupRejected: ErrorCode.rebalance_in_progress,

@@ -8,6 +8,7 @@ from typing import Any
 
 from millstream.cluster.behind import replicas_behind
 from millstream.cluster.membership import Membership
+from millstream.cluster.pipelines import Pipelines
 from millstream.cluster.producer_ids import ProducerIds
 from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.subscriptions import Subscriptions
@@ -69,9 +70,14 @@ from millstream.kafka.apis.offset_commit import OffsetCommit
 from millstream.kafka.apis.offset_delete import OffsetDelete
 from millstream.kafka.apis.offset_fetch import OffsetFetch
 from millstream.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
+from millstream.kafka.apis.pipeline_alter import PipelineAlter
+from millstream.kafka.apis.pipeline_create import PipelineCreate
+from millstream.kafka.apis.pipeline_delete import PipelineDelete
+from millstream.kafka.apis.pipeline_list import PipelineList
 from millstream.kafka.apis.prepare_transaction import PrepareTransaction
 from millstream.kafka.apis.produce import Produce
 from millstream.kafka.apis.publish_once import PublishOnce
+from millstream.kafka.apis.rule_change import RuleChange
 from millstream.kafka.apis.share_acknowledge import ShareAcknowledge
 from millstream.kafka.apis.share_fetch import ShareFetch
 from millstream.kafka.apis.share_group_describe import ShareGroupDescribe
@@ -91,6 +97,7 @@ from millstream.kafka.apis.write_queues import WriteQueueStates
 from millstream.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.kafka.dispatch import RawApi
 from millstream.kafka.node_metrics import GroupMetrics, ProcessMetrics
+from millstream.kafka.pipeline_board import PipelineBoard
 from millstream.kafka.quota_meter import QuotaMeters
 from millstream.kafka.share_door import ShareDoor
 from millstream.kafka.share_offsets import ShareOffsets
@@ -114,6 +121,7 @@ class Parts:
     producer_ids: ProducerIds
     quotas: ClientQuotas
     subscriptions: Subscriptions
+    pipelines: Pipelines
     budget: Budget
     connections: Collection[Connection]
     sources: Sequence[MetricSource]
@@ -151,6 +159,8 @@ class Served:
             supervise=parts.supervise,
         )
         self._subscriptions.share_topics.members = self._groups.share_topics
+        self.pipeline_board = PipelineBoard(parts.pipelines.all)
+        """How the pipelines do that this node runs."""
         self._produce = Produce(parts.topics, self._meters.produce, self._transactions.gate)
         self._publish_once = PublishOnce(parts.topics)
         self.apis: list[Api[Any, Any] | RawApi] = [
@@ -162,6 +172,7 @@ class Served:
             *self._transaction_apis(),
             *self._subscription_apis(),
             *self._share_apis(),
+            *self._pipeline_apis(),
             *self._cluster_apis(),
             *self._client_apis(),
         ]
@@ -267,6 +278,14 @@ class Served:
         yield AlterShareGroupOffsets(groups, offsets, self._parts.topics)
         yield DeleteShareGroupOffsets(groups, offsets, self._parts.topics)
 
+    def _pipeline_apis(self) -> Iterable[RawApi]:
+        pipelines, subscriptions = self._parts.pipelines, self._parts.subscriptions
+        yield PipelineCreate(pipelines, subscriptions)
+        yield PipelineAlter(pipelines)
+        yield PipelineDelete(pipelines)
+        yield PipelineList(pipelines, self.pipeline_board)
+        yield RuleChange(pipelines, subscriptions)
+
     def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         parts = self._parts
         yield DescribeCluster(parts.membership)
@@ -279,6 +298,7 @@ class Served:
             self._fetch,
             self._transactions,
             self._subscriptions,
+            self.pipeline_board,
             self._meters,
             lag,
             process,

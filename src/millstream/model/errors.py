@@ -11,6 +11,7 @@ MillstreamError
 │   ├── InvalidSessionTimeout
 │   ├── InvalidTransactionTimeout
 │   ├── InvalidSubscription
+│   ├── InvalidPipeline
 │   ├── InvalidTimestamp
 │   ├── InvalidExpression          a regular expression that cannot be used
 │   ├── FilterError                the filter of a subscription, with the place where it is wrong
@@ -25,10 +26,12 @@ MillstreamError
 │   ├── UnknownGroup
 │   ├── UnknownMember
 │   ├── UnknownSubscription
+│   ├── UnknownPipeline            or one of its rules
 │   └── UnknownTransaction
 ├── Conflict
 │   ├── TopicExists
 │   ├── SubscriptionExists
+│   ├── PipelineExists
 │   ├── GroupNotEmpty
 │   ├── NodeIdTaken                another node of the cluster runs under this id
 │   ├── ClusterMismatch            the folder, the coordination store and the catalog are not of one cluster
@@ -133,6 +136,10 @@ class InvalidSubscription(InvalidRequest):
     """A subscription that cannot be declared like this."""
 
 
+class InvalidPipeline(InvalidRequest):
+    """A pipeline, or a rule of one, that cannot be declared like this."""
+
+
 class InvalidGroupId(InvalidRequest):
     """The id of a consumer group is empty or too long."""
 
@@ -203,6 +210,10 @@ class UnknownSubscription(NotFound):
     """No subscription has this name."""
 
 
+class UnknownPipeline(NotFound):
+    """No pipeline, or no rule of it, has this name."""
+
+
 class UnknownMember(NotFound):
     """The group has no such member."""
 
@@ -221,6 +232,10 @@ class TopicExists(Conflict):
 
 class SubscriptionExists(Conflict):
     """A subscription has this name already."""
+
+
+class PipelineExists(Conflict):
+    """A pipeline has this name already."""
 
 
 class GroupNotEmpty(Conflict):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, TypeVar
 from uuid import UUID
 
-from millstream.model.errors import InvalidSetting
+from millstream.model.errors import InvalidPipeline, InvalidSetting
 from millstream.model.nearest import suggestion
 from millstream.model.setting import setting, settings_of
 from millstream.model.topic import check_topic_name
 
 NAME_LENGTH_MAX: Final = 200
+RULES_MAX: Final = 10_000
+TARGETS_MAX: Final = 1000
+CONDITION_LENGTH_MAX: Final = 8192
 TEXT_LENGTH_MAX: Final = 64 * 1024
 GROUP_PREFIX: Final = "pipeline-"
 
@@ -58,11 +61,23 @@ class Pipeline:
     parked: str = ""
     """Why it is not run any more although it is wanted: it failed again and again."""
     created_ms: int = 0
+    rules: tuple[Rule, ...] = ()
+    """The rules of a route, by name."""
 
     @property
     def group(self) -> str:
         """The consumer group that shows its progress, and whose only member runs it."""
         return f"{GROUP_PREFIX}{self.name}"
+
+    @property
+    def is_due(self) -> bool:
+        """Whether somebody should be running it."""
+        return self.is_wanted and not self.parked
+
+    @property
+    def settings(self) -> PipelineSettings:
+        """Its settings; worked out anew each time."""
+        return SETTINGS[self.kind].from_strings(self.overrides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +114,10 @@ class PipelineSettings:
         settings = cls(**values)
         settings._check()
         return settings
+
+    def as_strings(self) -> dict[str, str]:
+        """Every setting as it is shown: name to text."""
+        return {declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))}
 
     def _check(self) -> None:
         """Raise `InvalidSetting` for settings that do not go together."""
@@ -222,9 +241,7 @@ class TransformSettings(PipelineSettings):
 
     def _check(self) -> None:
         if not self.sql.strip() or not self.into:
-            raise InvalidSetting(
-                "a transform needs `sql`, a SELECT statement, and `into`, the topic for its rows"
-            )
+            raise InvalidSetting("a transform needs `sql`, a SELECT statement, and `into`, the topic for its rows")
         check_topic_name(self.into)
 
 
@@ -248,12 +265,70 @@ SETTINGS: Final[Mapping[PipelineKind, type[PipelineSettings]]] = {
 }
 
 
+def kind_of(text: str) -> PipelineKind:
+    """The kind of this name; raise `InvalidPipeline` when there is none."""
+    try:
+        return PipelineKind(text)
+    except ValueError:
+        kinds = ", ".join(PipelineKind)
+        raise InvalidPipeline(f"{text!r} is no kind of pipeline; known are: {kinds}") from None
+
+
 def check_pipeline(name: str, kind: PipelineKind, overrides: Mapping[str, str]) -> PipelineSettings:
-    """Raise `InvalidSetting` unless this can be declared; its settings otherwise."""
+    """Its settings; raise an `InvalidRequest` when this cannot be declared."""
     if not name or len(name) > NAME_LENGTH_MAX:
-        raise InvalidSetting(f"the name of a pipeline has 1 to {NAME_LENGTH_MAX} characters")
+        raise InvalidPipeline(f"the name of a pipeline has 1 to {NAME_LENGTH_MAX} characters")
     check_topic_name(name)
     longest = max((len(text) for text in overrides.values()), default=0)
     if longest > TEXT_LENGTH_MAX:
         raise InvalidSetting(f"a setting of a pipeline has at most {TEXT_LENGTH_MAX} characters, not {longest}")
     return SETTINGS[kind].from_strings(overrides)
+
+
+def check_rules(kind: PipelineKind, rules: Iterable[Rule]) -> None:
+    """Raise `InvalidPipeline` for rules that a pipeline of this kind cannot have together."""
+    listed = tuple(rules)
+    if listed and kind is not PipelineKind.ROUTE:
+        raise InvalidPipeline(f"rules are for pipelines of the kind {PipelineKind.ROUTE}, this one is to {kind}")
+    if len(listed) > RULES_MAX:
+        raise InvalidPipeline(f"a pipeline has at most {RULES_MAX} rules, this one would have {len(listed)}")
+    if len({rule.name for rule in listed}) != len(listed):
+        raise InvalidPipeline("two rules of a pipeline have the same name")
+    for rule in listed:
+        _check_rule(rule)
+    _check_circles(listed)
+
+
+def _check_rule(rule: Rule) -> None:
+    about = f"rule {rule.name!r}"
+    if not 0 < len(rule.name) <= NAME_LENGTH_MAX or not rule.name.isprintable():
+        raise InvalidPipeline(f"the name of a rule is one line of 1 to {NAME_LENGTH_MAX} characters")
+    if not rule.targets or len(rule.targets) > TARGETS_MAX:
+        raise InvalidPipeline(f"{about} needs 1 to {TARGETS_MAX} topics that its messages go to")
+    if len(set(rule.targets)) != len(rule.targets):
+        raise InvalidPipeline(f"{about} names a target twice")
+    for topic in (rule.topic, *rule.targets):
+        check_topic_name(topic)
+    if rule.condition and rule.subscription:
+        raise InvalidPipeline(f"{about} has either a condition or a subscription whose filter it takes, not both")
+    if len(rule.condition) > CONDITION_LENGTH_MAX:
+        raise InvalidPipeline(f"the condition of {about} has more than {CONDITION_LENGTH_MAX} characters")
+
+
+def _check_circles(rules: Iterable[Rule]) -> None:
+    """A message that comes back to where it was would be routed for ever."""
+    leads: dict[str, set[str]] = {}
+    for rule in rules:
+        leads.setdefault(rule.topic, set()).update(rule.targets)
+    while leads:
+        # What leads nowhere further cannot be part of a circle.
+        open_ended = [topic for topic, targets in leads.items() if not any(target in leads for target in targets)]
+        if not open_ended:
+            topics = ", ".join(sorted(leads))
+            raise InvalidPipeline(f"messages would be routed in a circle; look at the rules of {topics}")
+        for topic in open_ended:
+            del leads[topic]
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

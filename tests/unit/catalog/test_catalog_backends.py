@@ -25,11 +25,14 @@ from millstream.model.errors import (
     CatalogUnavailable,
     ClusterMismatch,
     DataFolderInvalid,
+    PipelineExists,
     SubscriptionExists,
     TopicExists,
+    UnknownPipeline,
     UnknownSubscription,
     UnknownTopic,
 )
+from millstream.model.pipeline import Pipeline, PipelineKind, Rule
 from millstream.model.quota import CLIENT_ID, PRODUCER_BYTE_RATE, QuotaEntity
 from millstream.model.subscription import Subscription
 from millstream.model.topic import Topic
@@ -106,6 +109,47 @@ def test_a_deletion_leaves_a_record_until_it_is_forgotten(catalog: Catalog) -> N
     catalog.forget_deleted(topic.topic_id)
     assert catalog.deleted_topic_ids() == set()
     catalog.add_topic(declared("orders"))
+
+
+def test_a_pipeline_is_kept_with_its_rules(open_catalog: OpenCatalog) -> None:
+    catalog = open_catalog()
+    small, large = (
+        Rule(name=name, topic="orders", targets=(f"{name}-orders", "all"), condition=condition)
+        for name, condition in (("small", "payload.total < 10"), ("large", "payload.total > 1000"))
+    )
+    director = Pipeline(
+        pipeline_id=uuid4(),
+        name="director",
+        kind=PipelineKind.ROUTE,
+        overrides={"decode": "json"},
+        created_ms=2**41,
+        rules=(large, small),
+    )
+    land = Pipeline(pipeline_id=uuid4(), name="Land", kind=PipelineKind.LAND, overrides={"topics": "orders"})
+    catalog.add_pipeline(director)
+    catalog.add_pipeline(land)
+    with pytest.raises(PipelineExists):
+        catalog.add_pipeline(dataclasses.replace(director, pipeline_id=uuid4()))
+    assert open_catalog().pipelines() == [land, director]
+    assert catalog.pipeline_named("director") == director
+    assert catalog.pipeline_named("none") is None
+
+    def change(found: Pipeline) -> Pipeline:
+        rules = (dataclasses.replace(large, condition=""), dataclasses.replace(small, name="tiny"))
+        return dataclasses.replace(found, overrides={}, is_wanted=False, parked="it failed", rules=rules)
+
+    assert catalog.alter_pipeline(director.pipeline_id, change) == change(director)
+    assert catalog.pipelines() == [land, change(director)]
+    catalog.delete_pipeline(director)
+    assert catalog.pipelines() == [land]
+    # Nothing is left of the rules.
+    catalog.add_pipeline(dataclasses.replace(director, rules=()))
+    assert catalog.pipeline_named("director") == dataclasses.replace(director, rules=())
+    catalog.delete_pipeline(director)
+    with pytest.raises(UnknownPipeline):
+        catalog.delete_pipeline(director)
+    with pytest.raises(UnknownPipeline):
+        catalog.alter_pipeline(director.pipeline_id, change)
 
 
 def test_a_subscription_is_kept_changed_and_deleted_with_a_record(open_catalog: OpenCatalog) -> None:

@@ -16,6 +16,7 @@ from millstream.catalog.catalog import Catalog
 from millstream.cli.protocol_reference import NOT_SERVED, api_entries
 from millstream.cluster.declarations import CatalogDeclarations
 from millstream.cluster.membership import Membership
+from millstream.cluster.pipelines import Pipelines
 from millstream.cluster.producer_ids import ProducerIds
 from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.subscriptions import Subscriptions
@@ -42,6 +43,7 @@ async def served(
         producer_ids=ProducerIds(CatalogDeclarations(catalog)),
         quotas=quotas,
         subscriptions=Subscriptions(CatalogDeclarations(catalog), SystemClock()),
+        pipelines=Pipelines(CatalogDeclarations(catalog), SystemClock()),
         budget=Budget(1 << 20),
         connections=(),
         sources=(),

@@ -17,6 +17,7 @@ from kio.static.primitive import i32Timedelta
 from millstream.catalog.catalog import Catalog
 from millstream.cluster.declarations import CatalogDeclarations
 from millstream.cluster.membership import Membership, Node
+from millstream.cluster.pipelines import Pipelines
 from millstream.cluster.producer_ids import ProducerIds
 from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.subscriptions import Subscriptions
@@ -217,6 +218,7 @@ async def desk(
         producer_ids=ProducerIds(CatalogDeclarations(catalog)),
         quotas=quotas,
         subscriptions=subscriptions,
+        pipelines=Pipelines(CatalogDeclarations(catalog), SystemClock()),
         budget=Budget(1 << 20),
         connections=(),
         sources=(),

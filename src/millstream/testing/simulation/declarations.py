@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 from uuid import UUID
 
 from millstream.model.errors import CatalogUnavailable, TopicExists
+from millstream.model.pipeline import Pipeline
 from millstream.model.quota import QuotaEntity
 from millstream.model.subscription import Subscription
 from millstream.model.topic import Topic
@@ -27,6 +28,7 @@ class SimulatedDeclarations:
         self._deleted: set[UUID] = set()
         self._subscriptions: dict[UUID, Subscription] = {}
         self._deleted_subscriptions: dict[UUID, int] = {}
+        self._pipelines: dict[UUID, Pipeline] = {}
         self._next = 1
 
     def declare(self, topic: Topic) -> None:
@@ -128,6 +130,31 @@ class SimulatedDeclarations:
     async def forget_deleted_subscription(self, subscription_id: UUID) -> None:
         """Drop the deletion record."""
         await self._ask(lambda: self._deleted_subscriptions.pop(subscription_id, None))
+
+    async def pipelines(self) -> list[Pipeline]:
+        """Every pipeline, by name."""
+        return await self._ask(lambda: sorted(self._pipelines.values(), key=lambda one: one.name))
+
+    async def pipeline_named(self, name: str) -> Pipeline | None:
+        """The pipeline of this name."""
+        return next((one for one in await self.pipelines() if one.name == name), None)
+
+    async def add_pipeline(self, pipeline: Pipeline) -> None:
+        """Declare a pipeline."""
+        await self._ask(lambda: self._pipelines.update({pipeline.pipeline_id: pipeline}))
+
+    async def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+        """Change a pipeline as it is declared now."""
+
+        def alter() -> Pipeline:
+            self._pipelines[pipeline_id] = change(self._pipelines[pipeline_id])
+            return self._pipelines[pipeline_id]
+
+        return await self._ask(alter)
+
+    async def delete_pipeline(self, pipeline: Pipeline) -> None:
+        """Take a pipeline out."""
+        await self._ask(lambda: self._pipelines.pop(pipeline.pipeline_id, None))
 
     async def cluster_id(self) -> str:
         """The same for all nodes."""

@@ -1,0 +1,150 @@
+"""Pipelines as clients declare, change and see them, over Millstream's private requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+from uuid import UUID
+
+import msgspec
+
+from millstream.admin.groups import delete_group
+from millstream.model.errors import GroupNotEmpty, MillstreamError, PipelineExists, UnknownGroup
+from millstream.model.ids import NodeId
+from millstream.model.pipeline import GROUP_PREFIX, PipelineKind, Rule
+from millstream.wire.client import Client
+from millstream.wire.pipeline_messages import (
+    ALTER_KEY,
+    CREATE_KEY,
+    DELETE_KEY,
+    LIST_KEY,
+    RULES_KEY,
+    NewPipeline,
+    PipelineChanges,
+    PipelineNames,
+    RuleChanges,
+    ToldRule,
+)
+from millstream.wire.refusal import refusal
+
+LAND_PREFIX: Final = "land-"
+"""What the pipeline of a topic that is made with `--land` is called, and then the topic's name."""
+
+_DUPLICATE_RESOURCE: Final = 92
+
+
+class PipelineClient:
+    """Speaks to the nodes about pipelines."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def create(
+        self,
+        name: str,
+        kind: PipelineKind | str,
+        settings: Mapping[str, str],
+        *,
+        rules: Iterable[Rule] = (),
+        is_wanted: bool = True,
+        validate_only: bool = False,
+    ) -> UUID:
+        """Declare a pipeline. Offsets that one of the same name left behind are forgotten first."""
+        body = NewPipeline(
+            name=name,
+            kind=str(kind),
+            settings=dict(settings),
+            rules=[ToldRule.of(rule) for rule in rules],
+            wanted=is_wanted,
+            validate_only=True,
+        )
+        answer = await self._ask(None, CREATE_KEY, body)
+        if not validate_only:
+            with suppress(UnknownGroup):
+                await delete_group(self._client, f"{GROUP_PREFIX}{name}")
+            answer = await self._ask(None, CREATE_KEY, msgspec.structs.replace(body, validate_only=False))
+        return UUID(answer["pipeline_id"])
+
+    async def alter(self, name: str, settings: Mapping[str, str | None], *, validate_only: bool = False) -> None:
+        """Change settings; None takes one back to its default."""
+        body = PipelineChanges(name=name, settings=dict(settings), validate_only=validate_only)
+        await self._ask(None, ALTER_KEY, body)
+
+    async def start(self, name: str) -> None:
+        """Have it run; one that was parked is tried again."""
+        await self._ask(None, ALTER_KEY, PipelineChanges(name=name, wanted=True))
+
+    async def stop(self, name: str) -> None:
+        """Have it run no more."""
+        await self._ask(None, ALTER_KEY, PipelineChanges(name=name, wanted=False))
+
+    async def delete(self, name: str) -> None:
+        """Take it away; what it has written stays, how far it came is forgotten."""
+        await self._ask(None, DELETE_KEY, {"name": name})
+        # Whoever runs it needs a moment to hear of it; then the group is forgotten by whoever takes the name.
+        with suppress(UnknownGroup, GroupNotEmpty):
+            await delete_group(self._client, f"{GROUP_PREFIX}{name}")
+
+    async def change_rules(
+        self, name: str, rules: Iterable[Rule] = (), *, gone: Iterable[str] = (), validate_only: bool = False
+    ) -> int:
+        """Put rules in, and take others out; how many there are then."""
+        put = [ToldRule.of(rule) for rule in rules]
+        body = RuleChanges(name=name, put=put, delete=list(gone), validate_only=validate_only)
+        return int((await self._ask(None, RULES_KEY, body))["rules"])
+
+    async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """Pipelines, each with its `state` and the report of the node that runs it.
+
+        Every node is asked. One that does not answer is left out, as long as there is another.
+        """
+        body = PipelineNames(names=None if names is None else list(names))
+        found: dict[str, dict[str, Any]] = {}
+        failed: MillstreamError | None = None
+        for node in sorted((await self._client.metadata(())).nodes):
+            try:
+                answer = await self._ask(NodeId(node), LIST_KEY, body)
+            except MillstreamError as error:
+                failed = error
+                continue
+            for told in answer["pipelines"]:
+                known = found.setdefault(told["name"], told)
+                known["report"] = known["report"] or told["report"]
+        if not found and failed is not None:
+            raise failed
+        return [{**found[name], "state": state_of(found[name])} for name in sorted(found)]
+
+    async def _ask(self, node: NodeId | None, key: int, body: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(bytes(await self._client.private(node, key, msgspec.json.encode(body))))
+        if answer["error"] == _DUPLICATE_RESOURCE:
+            raise PipelineExists(answer["message"])
+        if answer["error"]:
+            raise refusal(answer["error"], answer["message"])
+        return answer
+
+
+def state_of(told: Mapping[str, Any]) -> str:
+    """The state of a pipeline: what is declared counts before what the driver says, which may not know it yet."""
+    if not told["wanted"]:
+        return "stopped"
+    if told["parked"]:
+        return "parked"
+    report = told["report"]
+    return "waiting" if report is None else str(report["state"])
+
+
+def summary_of(told: Mapping[str, Any]) -> dict[str, Any]:
+    """A pipeline in one line."""
+    report = told["report"] or {}
+    return {
+        "pipeline": told["name"],
+        "kind": told["kind"],
+        "state": told["state"],
+        "rows": report.get("rows", 0),
+        "rows_per_s": report.get("rows_per_s", 0.0),
+        "lag": report.get("lag"),
+        "restarts": report.get("restarts", 0),
+        "error": told["parked"] or report.get("last_error", ""),
+    }

@@ -1,0 +1,47 @@
+"""PipelineCreate (key 32050), version 0: Millstream's private request that declares a pipeline.
+
+    {"name": "land-orders", "kind": "land", "settings": {"topics": "orders"}, "rules": [], "wanted": true,
+    "validate_only": false}
+    answer: {"error": 0, "message": null, "pipeline_id": "…"}
+
+A name that is taken is DUPLICATE_RESOURCE. Settings are those of docs/configuration.md; rules are written as in
+RuleChange.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millstream.cluster.pipelines import Pipelines
+from millstream.cluster.subscriptions import Subscriptions
+from millstream.kafka.apis.rule_change import check_filters_of
+from millstream.kafka.private import PrivateApi
+from millstream.model.pipeline import kind_of
+from millstream.wire.pipeline_messages import CREATE_KEY, NewPipeline
+
+
+class PipelineCreate(PrivateApi[NewPipeline]):
+    """Declares pipelines."""
+
+    key = CREATE_KEY
+    asks = NewPipeline
+
+    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions) -> None:
+        self._pipelines = pipelines
+        self._subscriptions = subscriptions
+
+    async def handle(self, request: NewPipeline) -> dict[str, Any]:
+        """Declare it durably."""
+        rules = [told.rule() for told in request.rules]
+        await check_filters_of(rules, self._subscriptions)
+        made = await self._pipelines.create(
+            request.name,
+            kind_of(request.kind),
+            request.settings,
+            rules=rules,
+            is_wanted=request.wanted,
+            validate_only=request.validate_only,
+        )
+        return {"pipeline_id": str(made.pipeline_id)}

@@ -1,0 +1,57 @@
+"""PipelineList (key 32053), version 0: Millstream's private request for pipelines and how they do.
+
+    {"names": ["land-orders"]}, or null for all
+    answer: {"error": 0, "message": null, "pipelines": [{"name": …, "pipeline_id": …, "kind": "land", "group": …,
+    "settings": {…}, "overrides": {…}, "wanted": true, "parked": "", "created_ms": …, "rules": [{…}],
+    "report": {"state": "running", "rows": …, "rows_per_s": …, "lag": …, "batches": …, "restarts": …,
+    "last_error": "", "last_error_ms": 0, "counts": {…}, "node": 1}}]}
+
+Every node knows all pipelines; `report` is null unless the node that is asked runs the driver, so a client asks all
+nodes.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millstream.cluster.pipelines import Pipelines
+from millstream.kafka.pipeline_board import PipelineBoard
+from millstream.kafka.private import PrivateApi
+from millstream.model.pipeline import Pipeline
+from millstream.wire.pipeline_messages import LIST_KEY, PipelineNames, ToldRule
+
+
+class PipelineList(PrivateApi[PipelineNames]):
+    """Tells of pipelines."""
+
+    key = LIST_KEY
+    asks = PipelineNames
+
+    def __init__(self, pipelines: Pipelines, board: PipelineBoard) -> None:
+        self._pipelines = pipelines
+        self._board = board
+
+    async def handle(self, request: PipelineNames) -> dict[str, Any]:
+        """Tell of some, or of all."""
+        if request.names is None:
+            wanted = self._pipelines.all()
+        else:
+            wanted = [await self._pipelines.find(name) for name in request.names]
+        return {"pipelines": [self._told(one) for one in wanted]}
+
+    def _told(self, pipeline: Pipeline) -> dict[str, Any]:
+        return {
+            "name": pipeline.name,
+            "pipeline_id": str(pipeline.pipeline_id),
+            "kind": pipeline.kind,
+            "group": pipeline.group,
+            "settings": pipeline.settings.as_strings(),
+            "overrides": pipeline.overrides,
+            "wanted": pipeline.is_wanted,
+            "parked": pipeline.parked,
+            "created_ms": pipeline.created_ms,
+            "rules": [ToldRule.of(rule) for rule in pipeline.rules],
+            "report": self._board.told(pipeline.name),
+        }

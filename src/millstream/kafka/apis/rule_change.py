@@ -1,0 +1,48 @@
+"""RuleChange (key 32054), version 0: Millstream's private request that changes the rules of a pipeline that routes.
+
+    {"name": "director", "put": [{"name": "large", "topic": "orders", "targets": ["large-orders"],
+    "condition": "payload.total > 1000", "subscription": ""}], "delete": ["small"]}
+    answer: {"error": 0, "message": null, "rules": 17}
+
+Rules are put in the place of those that have their names. All of it is done, or nothing. A rule that takes the filter
+of a subscription names it instead of a condition. What is to be deleted and is not there is RESOURCE_NOT_FOUND.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from millstream.cluster.pipelines import Pipelines
+from millstream.cluster.subscriptions import Subscriptions
+from millstream.kafka.private import PrivateApi
+from millstream.model.pipeline import Rule
+from millstream.wire.pipeline_messages import RULES_KEY, RuleChanges
+
+
+class RuleChange(PrivateApi[RuleChanges]):
+    """Changes rules."""
+
+    key = RULES_KEY
+    asks = RuleChanges
+
+    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions) -> None:
+        self._pipelines = pipelines
+        self._subscriptions = subscriptions
+
+    async def handle(self, request: RuleChanges) -> dict[str, Any]:
+        """Change them durably."""
+        rules = [told.rule() for told in request.put]
+        await check_filters_of(rules, self._subscriptions)
+        changed = await self._pipelines.change_rules(
+            request.name, rules, gone=request.delete, validate_only=request.validate_only
+        )
+        return {"rules": len(changed.rules)}
+
+
+async def check_filters_of(rules: Iterable[Rule], subscriptions: Subscriptions) -> None:
+    """Raise `UnknownSubscription` when a rule takes the filter of one that is not there."""
+    for name in sorted({rule.subscription for rule in rules if rule.subscription}):
+        await subscriptions.find(name)

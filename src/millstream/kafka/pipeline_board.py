@@ -1,0 +1,118 @@
+"""What the driver of this node tells of the pipelines that it runs: by pipeline, how it does and what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Literal
+
+import msgspec
+
+from millstream.model.metric import Metric, Sample
+from millstream.model.pipeline import Pipeline
+
+State = Literal["waiting", "starting", "running", "retrying", "parked", "stopped"]
+
+STATES: Final[tuple[State, ...]] = ("waiting", "starting", "running", "retrying", "parked", "stopped")
+
+
+class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How one pipeline does, since the driver that runs it was started."""
+
+    name: str
+    state: State
+    rows: int = 0
+    """Messages that were taken."""
+    rows_per_s: float = 0.0
+    lag: int = 0
+    """Messages that are there and were not taken yet."""
+    batches: int = 0
+    restarts: int = 0
+    """How often it was begun anew after a failure."""
+    last_error: str = ""
+    last_error_ms: int = 0
+    counts: dict[str, int] = {}
+    """More numbers, by name: files, quarantined rows and such."""
+    node: int = -1
+    """The node whose driver runs it."""
+
+
+class PipelineBoard:
+    """The last report of each pipeline that this node runs; other nodes have none of it."""
+
+    def __init__(self, declared: Callable[[], Iterable[Pipeline]] = tuple) -> None:
+        self._declared = declared
+        self._reports: dict[str, PipelineReport] = {}
+        self.restarts = 0
+        """How often the driver ended and was started again."""
+
+    def take(self, reports: Iterable[PipelineReport]) -> None:
+        """These hold from now on, and no others."""
+        self._reports = {report.name: report for report in reports}
+
+    def clear(self) -> None:
+        """The driver has ended, or another node has taken over."""
+        self._reports = {}
+
+    def told(self, pipeline: str) -> dict[str, Any] | None:
+        """How a pipeline does, if it is run here."""
+        found = self._reports.get(pipeline)
+        return None if found is None else msgspec.structs.asdict(found)
+
+    def metrics(self) -> Iterable[Metric]:
+        """Numbers by pipeline: those of the declarations on every node, those of running ones where they run."""
+        declared = list(self._declared())
+        if not declared:
+            return
+        yield _gauge(
+            "parked",
+            "Whether a pipeline is run no more, since it failed again and again; told by every node.",
+            [_sample(one.name, float(bool(one.parked))) for one in declared],
+        )
+        if self._reports:
+            yield from self._metrics_of_the_driver(list(self._reports.values()))
+
+    def _metrics_of_the_driver(self, reports: list[PipelineReport]) -> Iterable[Metric]:
+        yield _gauge(
+            "state",
+            "1 for the state that a pipeline is in: waiting, starting, running, retrying, parked or stopped.",
+            [_sample(one.name, float(one.state == state), state=state) for one in reports for state in STATES],
+        )
+        yield _counter("rows", "Messages that a pipeline took.", [_sample(one.name, one.rows) for one in reports])
+        yield _gauge(
+            "rows_per_second",
+            "Messages that a pipeline takes each second, lately.",
+            [_sample(one.name, one.rows_per_s) for one in reports],
+        )
+        yield _gauge(
+            "lag",
+            "Messages that are there and that a pipeline did not take yet.",
+            [_sample(one.name, one.lag) for one in reports],
+        )
+        yield _counter("batches", "Batches that a pipeline did.", [_sample(one.name, one.batches) for one in reports])
+        yield _counter(
+            "restarts",
+            "How often a pipeline was begun anew after a failure.",
+            [_sample(one.name, one.restarts) for one in reports],
+        )
+        yield _counter(
+            "counted",
+            "What jobs count beside messages, by its name: files, quarantined rows and such.",
+            [_sample(one.name, number, what=what) for one in reports for what, number in sorted(one.counts.items())],
+        )
+        yield _counter(
+            "driver_restarts",
+            "How often the Spark driver of this node ended and was started again.",
+            [Sample(self.restarts)],
+        )
+
+
+def _gauge(name: str, told: str, samples: Iterable[Sample]) -> Metric:
+    return Metric(f"millstream_pipeline_{name}", "gauge", told, samples)
+
+
+def _counter(name: str, told: str, samples: Iterable[Sample]) -> Metric:
+    return Metric(f"millstream_pipeline_{name}_total", "counter", told, samples)
+
+
+def _sample(pipeline: str, value: float, **more: str) -> Sample:
+    return Sample(value, (("pipeline", pipeline), *more.items()))

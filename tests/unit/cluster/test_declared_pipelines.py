@@ -1,0 +1,130 @@
+"""Pipelines: kept by the catalog, checked before they are declared, told to whoever runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millstream.catalog.catalog import Catalog
+from millstream.cluster.declarations import CatalogDeclarations
+from millstream.cluster.pipelines import Pipelines
+from millstream.model.errors import (
+    InvalidPipeline,
+    InvalidSetting,
+    PipelineExists,
+    UnknownPipeline,
+)
+from millstream.model.pipeline import PipelineKind, Rule
+from millstream.testing.clock import ManualClock
+
+LAND, ROUTE = PipelineKind.LAND, PipelineKind.ROUTE
+ORDERS = {"topics": "orders"}
+LARGE = Rule(name="large", topic="orders", targets=("large-orders",), condition="payload.total > 1000")
+SMALL = Rule(name="small", topic="orders", targets=("small-orders",), subscription="cheap")
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    opened = Catalog.open_folder(tmp_path)
+    yield opened
+    opened.close()
+
+
+def make(catalog: Catalog) -> Pipelines:
+    return Pipelines(CatalogDeclarations(catalog), ManualClock())
+
+
+async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> None:
+    pipelines = make(catalog)
+    told: list[int] = []
+    pipelines.when_changed(lambda: told.append(len(pipelines.all())))
+    made = await pipelines.create("land-orders", LAND, ORDERS)
+    assert (made.group, made.is_due, made.settings.as_strings()["every.ms"]) == (
+        "pipeline-land-orders",
+        True,
+        "60000",
+    )
+    changed = await pipelines.alter("land-orders", {"every.ms": "1000", "compact": "false"})
+    changed = await pipelines.alter("land-orders", {"compact": None})
+    assert changed.overrides == {**ORDERS, "every.ms": "1000"}
+    again = make(catalog)
+    await again.load()
+    assert again.all() == [changed]
+    await again.delete("land-orders")
+    # Of what has not changed nobody is told.
+    assert told == [1, 1, 1]
+    await pipelines.load()
+    await pipelines.load()
+    assert (pipelines.all(), told) == ([], [1, 1, 1, 0])
+
+
+async def test_another_node_has_declared_it_just_now(catalog: Catalog) -> None:
+    here, there = make(catalog), make(catalog)
+    made = await there.create("land-orders", LAND, ORDERS)
+    assert here.get("land-orders") is None
+    assert await here.find("land-orders") == made
+    with pytest.raises(PipelineExists):
+        await here.create("land-orders", LAND, ORDERS)
+    assert not (await here.stop("land-orders")).is_wanted
+    # And again under its name: what this node remembers is of no use.
+    await there.delete("land-orders")
+    anew = await there.create("land-orders", LAND, {"topics": "others"})
+    assert (await here.start("land-orders")).pipeline_id == anew.pipeline_id
+    await there.delete("land-orders")
+    with pytest.raises(UnknownPipeline, match="pipeline list"):
+        await here.delete("land-orders")
+
+
+async def test_one_that_is_parked_is_tried_again_when_it_is_started_or_changed(catalog: Catalog) -> None:
+    pipelines = make(catalog)
+    made = await pipelines.create("director", ROUTE, {}, rules=[LARGE])
+    parked = await pipelines.park(made, "no such column")
+    assert (parked.is_due, parked.parked) == (False, "no such column")
+    assert (await pipelines.start("director")).is_due
+    # What failed was the pipeline as it was then.
+    await pipelines.change_rules("director", [SMALL])
+    assert (await pipelines.park(made, "too late")).is_due
+    for change in (pipelines.alter("director", {}), pipelines.change_rules("director", [LARGE])):
+        await pipelines.park(await pipelines.find("director"), "again")
+        assert (await change).is_due
+    await pipelines.park(await pipelines.stop("director"), "it was stopped")
+    assert not (await pipelines.start("director")).parked
+
+
+async def test_rules_are_put_and_taken_out_in_one_step(catalog: Catalog) -> None:
+    pipelines = make(catalog)
+    await pipelines.create("director", ROUTE, {}, rules=[SMALL, LARGE])
+    assert (await pipelines.find("director")).rules == (LARGE, SMALL)
+    other = Rule(name="large", topic="orders", targets=("a", "b"))
+    changed = await pipelines.change_rules("director", [other], gone=["small"])
+    assert changed.rules == (other,)
+    with pytest.raises(UnknownPipeline, match="no rule 'small'"):
+        await pipelines.change_rules("director", [LARGE], gone=["small"])
+    preview = await pipelines.change_rules("director", [SMALL], validate_only=True)
+    assert preview.rules == (other, SMALL)
+    await pipelines.load()
+    assert pipelines.all() == [changed]
+
+
+async def test_what_does_not_fit_changes_nothing(catalog: Catalog) -> None:
+    pipelines = make(catalog)
+    with pytest.raises(InvalidSetting, match="either `topics` or `pattern`"):
+        await pipelines.create("land-orders", LAND, {})
+    with pytest.raises(InvalidPipeline, match="1 to 200"):
+        await pipelines.create("", LAND, ORDERS)
+    with pytest.raises(InvalidPipeline, match="rules are for pipelines of the kind route"):
+        await pipelines.create("land-orders", LAND, ORDERS, rules=[LARGE])
+    await pipelines.create("land-orders", LAND, ORDERS, validate_only=True)
+    assert pipelines.all() == []
+    made = await pipelines.create("land-orders", LAND, ORDERS, is_wanted=False)
+    with pytest.raises(InvalidSetting, match=r"unknown setting 'evry.ms'.*every.ms"):
+        await pipelines.alter("land-orders", {"evry.ms": "1"})
+    with pytest.raises(InvalidPipeline, match="rules are for"):
+        await pipelines.change_rules("land-orders", [LARGE])
+    with pytest.raises(UnknownPipeline):
+        await pipelines.start("none")
+    assert (await pipelines.alter("land-orders", {"every.ms": "500"}, validate_only=True)) != made
+    await pipelines.load()
+    assert pipelines.all() == [made]
