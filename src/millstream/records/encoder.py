@@ -28,14 +28,27 @@ _RECORD_BYTES_MAX = 2**31 - 1 - HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """Records as the kernels take them: tables of where the fields lie, and the bytes of the fields."""
+class Source:
+    """Records as the kernels take them: tables of where the fields lie, and the bytes of the fields.
+
+    What makes batches of many stretches of the same records prepares them once.
+    """
 
     records: Table
     headers: Table
     data: tuple[Bytes, Bytes, Bytes, Bytes]
     offsets: Int64s
     timestamps_ms: Int64s
+
+    def stretch(self, first: int, end: int) -> Source:
+        """The records from one number up to another; nothing is copied."""
+        return Source(
+            self.records[first:end],
+            self.headers,
+            self.data,
+            self.offsets[first:end],
+            self.timestamps_ms[first:end],
+        )
 
 
 def encode_columns(
@@ -57,7 +70,32 @@ def encode_columns(
     included, and have to increase. With a `base_sequence` the batches follow on one another as an idempotent
     producer's do. A record larger than `batch_bytes_max` gets a batch of its own.
     """
-    source = _source(columns, rows, keep_offsets)
+    yield from encode_source(
+        source_of(columns, rows, keep_offsets=keep_offsets),
+        keep_offsets=keep_offsets,
+        compression=compression,
+        producer_id=producer_id,
+        producer_epoch=producer_epoch,
+        base_sequence=base_sequence,
+        timestamp_type=timestamp_type,
+        transactional=transactional,
+        batch_bytes_max=batch_bytes_max,
+    )
+
+
+def encode_source(
+    source: Source,
+    *,
+    keep_offsets: bool = False,
+    compression: int = COMPRESSION_NONE,
+    producer_id: int = -1,
+    producer_epoch: int = -1,
+    base_sequence: int = -1,
+    timestamp_type: int = CREATE_TIME,
+    transactional: bool = False,
+    batch_bytes_max: int = BATCH_BYTES_MAX,
+) -> Iterator[bytearray]:
+    """Yield batches that hold all records of a source, as `encode_columns` does."""
     lengths = np.empty(source.records.size, np.int32)
     attributes = (
         compression
@@ -90,7 +128,7 @@ def encode_columns(
         first = end
 
 
-def _write_records(source: _Source, lengths: Int32s, first: int, end: int, size: int) -> bytearray:
+def _write_records(source: Source, lengths: Int32s, first: int, end: int, size: int) -> bytearray:
     if size > _RECORD_BYTES_MAX:
         raise InvalidBatch(f"a record of {size} bytes is too large")
     batch = bytearray(HEADER_BYTES + size)
@@ -110,7 +148,8 @@ def _write_records(source: _Source, lengths: Int32s, first: int, end: int, size:
     return batch
 
 
-def _source(columns: Columns, rows: Int64s | None, keep_offsets: bool) -> _Source:
+def source_of(columns: Columns, rows: Int64s | None = None, *, keep_offsets: bool = False) -> Source:
+    """Prepare the rows, all or those with the given numbers, in the order in which these stand."""
     records, timestamps_ms, offsets = _records_table(columns), columns.timestamps_ms, columns.offsets
     if rows is not None:
         if rows.size and (rows.min() < 0 or rows.max() >= len(columns)):
@@ -121,7 +160,7 @@ def _source(columns: Columns, rows: Int64s | None, keep_offsets: bool) -> _Sourc
     elif np.any(offsets[1:] <= offsets[:-1]):
         raise InvalidBatch("offsets that are to be kept do not increase")
     headers = columns.headers
-    return _Source(
+    return Source(
         records,
         _headers_table(headers),
         (

@@ -10,12 +10,11 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from millstream.model.errors import InvalidBatch
 from millstream.records.arrow import from_arrow
 from millstream.records.columns import Columns
-from millstream.records.encoder import encode_columns
+from millstream.records.encoder import Source, encode_source, source_of
 from millstream.records.layout import Int32s, Int64s
 from millstream.records.partitioner import choose_partitions
 from millstream.spark.link import Link
@@ -34,10 +33,16 @@ GATHERED_BYTES: Final = 3 * 1024 * 1024
 """Rows are sent when there are so many: what Spark hands over at a time, shared out among partitions, is little for a
 batch, and every batch is a sync of the leader's disk."""
 
+GATHERED_BYTES_PER_PARTITION: Final = 64 * 1024
+GATHERED_BYTES_MAX: Final = 16 * 1024 * 1024
+"""Where there are many partitions, more is gathered, but not more than this."""
+
 PENDING_BYTES_MAX: Final = 32 * 1024 * 1024
 """What a task has under way at most; it waits for answers before it encodes more."""
 
 Target = tuple[str, int]
+
+_SMALL_MAX: Final = 2**16
 
 
 class RowProducer:
@@ -57,6 +62,7 @@ class RowProducer:
         self._turn = int(identity.producer_id)
         self._gathered: list[pa.RecordBatch] = []
         self._gathered_bytes = 0
+        self._gather_bytes = GATHERED_BYTES
         self.rows = 0
 
     def write(self, batch: pa.RecordBatch) -> None:
@@ -64,7 +70,7 @@ class RowProducer:
         self._gathered.append(batch)
         self._gathered_bytes += batch.nbytes
         self.rows += batch.num_rows
-        if self._gathered_bytes >= GATHERED_BYTES:
+        if self._gathered_bytes >= self._gather_bytes:
             self._send_gathered()
 
     def flush(self) -> None:
@@ -84,8 +90,11 @@ class RowProducer:
             partitions = self._count(topic)
             columns = from_arrow(rows, default_timestamp_ms=int(time.time() * 1000))
             chosen = self._choose(rows, columns, partitions, topic)
-            for partition in np.unique(chosen).tolist():
-                self._send(topic, partition, columns, np.flatnonzero(chosen == partition).astype(np.int64))
+            # Sorted once, the rows of a partition are a stretch, however many partitions there are.
+            order, bounds = _sorted(chosen, partitions)
+            source = source_of(columns, order)
+            for partition in np.flatnonzero(np.diff(bounds)).tolist():
+                self._send(topic, partition, source.stretch(int(bounds[partition]), int(bounds[partition + 1])))
 
     def _by_topic(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
         fixed = self._options.topic
@@ -95,13 +104,19 @@ class RowProducer:
         topics = batch.column("topic")
         if topics.null_count:
             raise InvalidBatch("a row has no topic; give every row one, or all of them one with the option topic")
-        for topic in pc.unique(topics).to_pylist():
-            yield topic, batch.filter(pc.equal(topics, topic))
+        named = topics.dictionary_encode()
+        names = named.dictionary.to_pylist()
+        order, bounds = _sorted(named.indices.to_numpy(), len(names))
+        rows = batch.take(pa.array(order)) if len(names) > 1 else batch
+        for number, name in enumerate(names):
+            yield name, rows.slice(int(bounds[number]), int(bounds[number + 1] - bounds[number]))
 
     def _count(self, topic: str) -> int:
         known = self._partitions.get(topic)
         if known is None:
             known = self._partitions[topic] = count_partitions(self._link, topic)
+            wished = min(known * GATHERED_BYTES_PER_PARTITION, GATHERED_BYTES_MAX)
+            self._gather_bytes = max(self._gather_bytes, wished)
         return known
 
     def _choose(self, rows: pa.RecordBatch, columns: Columns, partitions: int, topic: str) -> Int32s:
@@ -119,11 +134,10 @@ class RowProducer:
         self._turn += 1
         return np.where(chosen < 0, self._turn % partitions, chosen).astype(np.int32)
 
-    def _send(self, topic: str, partition: int, columns: Columns, rows: Int64s) -> None:
+    def _send(self, topic: str, partition: int, source: Source) -> None:
         target = (topic, partition)
-        for batch in encode_columns(
-            columns,
-            rows=rows,
+        for batch in encode_source(
+            source,
             compression=CODECS.index(self._options.compression),
             producer_id=self._identity.producer_id,
             producer_epoch=self._identity.epoch,
@@ -135,7 +149,7 @@ class RowProducer:
             self._last[target] = coming
             self._pending[coming] = len(batch)
             self._settle(PENDING_BYTES_MAX)
-        self._sequences[target] = (self._sequences.get(target, 0) + rows.size) & 0x7FFFFFFF
+        self._sequences[target] = (self._sequences.get(target, 0) + source.records.size) & 0x7FFFFFFF
 
     async def _produce(self, before: Future[Produced] | None, target: Target, batch: bytearray) -> Produced:
         """Send a batch when the one before it in its partition is there: their numbers have to come in order."""
@@ -153,3 +167,12 @@ class RowProducer:
         for one in [one for one in self._pending if one.done()]:
             del self._pending[one]
             one.result()
+
+
+def _sorted(chosen: Int32s, count: int) -> tuple[Int64s, Int64s]:
+    """The rows ordered by what was chosen for them, else as they come; and where each choice of `count` begins."""
+    # Numbers of 16 bits are sorted by counting.
+    small = chosen.astype(np.uint16) if count <= _SMALL_MAX else chosen
+    bounds = np.zeros(count + 1, np.int64)
+    np.cumsum(np.bincount(chosen, minlength=count), out=bounds[1:])
+    return np.argsort(small, kind="stable"), bounds

@@ -12,7 +12,9 @@ import pytest
 
 from millstream.model.errors import InvalidBatch, MillstreamError
 from millstream.model.ids import Offset, ProducerId
+from millstream.model.partitioner import murmur2
 from millstream.records.batch import read_header
+from millstream.records.record import Record, decode_records
 from millstream.spark.link import Link
 from millstream.spark.options import WriteOptions
 from millstream.spark.producer import RowProducer
@@ -20,6 +22,7 @@ from millstream.wire.producing import Produced
 from millstream.wire.transactions import TransactionalProducer
 
 PARTITIONS = 3
+IDENTITY = TransactionalProducer("spark/q/0/0/a", ProducerId(7), 0)
 
 
 class Broker:
@@ -27,6 +30,7 @@ class Broker:
 
     def __init__(self) -> None:
         self.taken: dict[int, list[tuple[int, int]]] = {}
+        self.records: dict[tuple[str, int], list[Record]] = {}
         self.fails = False
 
     async def metadata(self, topics: list[str], *, create: bool) -> Any:
@@ -40,6 +44,7 @@ class Broker:
             await asyncio.sleep(0.05)
         header = read_header(batch)
         self.taken.setdefault(partition, []).append((header.base_sequence, header.record_count))
+        self.records.setdefault((topic, partition), []).extend(decode_records(batch))
         return Produced(Offset(0), -1)
 
     async def close(self) -> None:
@@ -52,15 +57,19 @@ def broker() -> Broker:
 
 
 @pytest.fixture
-def producer(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[RowProducer]:
+def link(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
     async def connect(self: Link, client_id: str, timeout_s: float, patience_s: float) -> Any:
         return broker
 
     monkeypatch.setattr(Link, "_connect", connect)
     link = Link("nowhere:1", "test", 1.0)
-    identity = TransactionalProducer("spark/q/0/0/a", ProducerId(7), 0)
-    yield RowProducer(link, WriteOptions(topic="orders"), identity, transactional=True)
+    yield link
     link.close()
+
+
+@pytest.fixture
+def producer(link: Link) -> RowProducer:
+    return RowProducer(link, WriteOptions(topic="orders"), IDENTITY, transactional=True)
 
 
 def rows(count: int, size: int) -> pa.RecordBatch:
@@ -98,3 +107,37 @@ def test_what_the_broker_refuses_is_raised(broker: Broker, producer: RowProducer
 def test_nothing_written_is_nothing_sent(broker: Broker, producer: RowProducer) -> None:
     producer.flush()
     assert (broker.taken, producer.rows) == ({}, 0)
+
+
+def test_every_row_goes_whole_and_in_order_to_its_topic_and_partition(broker: Broker, link: Link) -> None:
+    count = 300
+    topics = [f"topic-{number * 7 % 5}" for number in range(count)]
+    keys = [None if number % 11 == 0 else b"k%d" % (number % 13) for number in range(count)]
+    values = [None if number % 17 == 0 else b"%d" % number for number in range(count)]
+    headers = [[{"key": "n", "value": b"%d" % number}] * (number % 3) or None for number in range(count)]
+    named = [number % PARTITIONS if number % 5 == 2 or number % 11 == 0 else None for number in range(count)]
+    columns = {"topic": topics, "key": keys, "value": values, "headers": headers}
+    batch = pa.RecordBatch.from_pydict({**columns, "partition": pa.array(named, pa.int32())})
+    producer = RowProducer(link, WriteOptions(), IDENTITY, transactional=True)
+    for part in (batch.slice(0, 100), batch.slice(100)):
+        producer.write(part)
+    producer.flush()
+    wanted: dict[tuple[str, int], list[tuple[bytes | None, bytes | None, int]]] = {}
+    for topic, key, value, own, partition in zip(topics, keys, values, headers, named, strict=True):
+        where = partition if partition is not None else (murmur2(key or b"") & 0x7FFFFFFF) % PARTITIONS
+        wanted.setdefault((topic, where), []).append((key, value, len(own or ())))
+    told = {where: [(one.key, one.value, len(one.headers)) for one in found] for where, found in broker.records.items()}
+    assert told == wanted
+
+
+def test_more_is_gathered_where_there_are_many_partitions(
+    monkeypatch: pytest.MonkeyPatch, broker: Broker, link: Link
+) -> None:
+    monkeypatch.setitem(globals(), "PARTITIONS", 300)
+    producer = RowProducer(link, WriteOptions(topic="orders"), IDENTITY, transactional=True)
+    for _ in range(12):
+        producer.write(rows(10_000, 100))
+    producer.flush()
+    assert len(broker.taken) == 300
+    assert {len(taken) for taken in broker.taken.values()} == {2}
+    assert producer.rows == 120_000
