@@ -15,6 +15,8 @@ from millstream.model.errors import InvalidSetting
 
 _KEY = "millstream.setting"
 
+_INT64_MAX = 2**63 - 1
+
 HIDDEN = "(hidden)"
 """What stands in the place of a secret value."""
 
@@ -63,6 +65,8 @@ class Setting:
             raise InvalidSetting(f"{self.name} must be one of {', '.join(self.choices)}, not {value!r}")
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidSetting(f"{self.name} must be a number, not {value}")
+        if isinstance(value, int) and abs(value) > _INT64_MAX:
+            raise InvalidSetting(f"{self.name} must be a number of at most 64 bits, not one of {value.bit_length()}")
         if self.minimum is not None and value < self.minimum:
             raise InvalidSetting(f"{self.name} must be at least {_plain(self.minimum)}, not {value}")
         if self.maximum is not None and value > self.maximum:

@@ -10,6 +10,7 @@ from millstream.model.subscription import (
     BACKOFF_MAX,
     BACKOFF_MIN,
     DEAD_LETTER_TOPIC,
+    EXPIRES,
     FILTER,
     HEARTBEAT,
     LEASE,
@@ -68,6 +69,7 @@ def test_a_start_names_a_place_or_a_time() -> None:
         ("x", ["a"], {START: "at:-1"}, InvalidSetting, "milliseconds"),
         ("x", ["a"], {BACKOFF_MIN: "5", BACKOFF_MAX: "4"}, InvalidSetting, "larger"),
         ("x", ["a"], {HEARTBEAT: "5000", SESSION: "5000"}, InvalidSetting, "below"),
+        ("x", ["a"], {EXPIRES: "5" * 1000}, InvalidSetting, "64 bits"),
         ("x", ["a"], {FILTER: "x" * 8193}, InvalidSetting, "8192"),
     ],
 )
