@@ -310,6 +310,36 @@ def test_a_batch_that_spark_repeats_is_there_once(bench: Bench) -> None:
     assert len(bench.values()) == 50
 
 
+async def test_offsets_are_committed_with_the_rows_or_not_at_all(bench: Bench) -> None:
+    from pyspark.errors import PySparkException
+
+    source = bench.create(f"{bench.topic}-source", partitions=2)
+    bench.create()
+    group = f"{bench.topic}-group"
+    frame = bench.spark.range(4).selectExpr("cast(id as string) as value")
+
+    def write(version: int, offset: int, rows: DataFrame = frame, **options: str) -> None:
+        offsets = json.dumps({source: {"0": offset, "1": offset}})
+        named = {"txnAppId": bench.topic, "txnVersion": str(version), "sourceGroup": group, **options}
+        bench.write(rows, sourceOffsets=offsets, **named)
+
+    async def committed() -> set[int]:
+        async with Client.connect(bench.server.kafka) as client:
+            return set((await committed_offsets(client, group)).values())
+
+    write(0, 10)
+    assert (len(bench.values()), await committed()) == (4, {10})
+    write(0, 99)
+    assert (len(bench.values()), await committed()) == (4, {10})
+    write(1, 20, frame.where("value = 'no such'"))
+    assert (len(bench.values()), await committed()) == (4, {20})
+    with pytest.raises(PySparkException, match="offset of group"):
+        write(2, 30, sourceMember="nobody", sourceGeneration="7")
+    assert (len(bench.values()), await committed()) == (4, {20})
+    write(2, 30)
+    assert (len(bench.values()), await committed()) == (8, {30})
+
+
 def test_nothing_of_a_batch_that_fails_is_visible(bench: Bench) -> None:
     from pyspark.errors import PySparkException
 

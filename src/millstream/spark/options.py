@@ -16,8 +16,19 @@ from typing import Final
 from millstream.model.errors import InvalidSetting
 from millstream.model.nearest import suggestion
 from millstream.records.names import NAMES
-from millstream.spark.position import EARLIEST, LATEST, ByTime, Named, Position, Timestamps, parse_offsets, parse_times
+from millstream.spark.position import (
+    EARLIEST,
+    LATEST,
+    ByTime,
+    Named,
+    Position,
+    Timestamps,
+    parse_offsets,
+    parse_times,
+)
+from millstream.spark.source_offsets import SourceOffsets
 from millstream.wire.fetching import READ_COMMITTED, READ_UNCOMMITTED
+from millstream.wire.transactions import OfGroup
 
 BROKERS: Final = "kafka.bootstrap.servers"
 DEFAULT_BROKERS: Final = "localhost:9092"
@@ -51,7 +62,19 @@ _READ: Final = (
     "valueFormat",
     "mode",
 )
-_WRITE: Final = (*_BOTH, "topic", "kafka.compression.type", "compression", "txnAppId", "txnVersion", "kafka.acks")
+_WRITE: Final = (
+    *_BOTH,
+    "topic",
+    "kafka.compression.type",
+    "compression",
+    "txnAppId",
+    "txnVersion",
+    "sourceGroup",
+    "sourceOffsets",
+    "sourceMember",
+    "sourceGeneration",
+    "kafka.acks",
+)
 _WITHOUT_MEANING: Final = {
     "kafkaConsumer.pollTimeoutMs": "a fetch is tried again until kafka.request.timeout.ms is over",
     "fetchOffset.numRetries": "offsets are asked for again until kafka.request.timeout.ms is over",
@@ -125,6 +148,8 @@ class WriteOptions:
     version: int | None = None
     checkpoint: str | None = None
     """Where a stream keeps its progress, if it says so."""
+    source: SourceOffsets | None = None
+    """What is committed together with the rows."""
 
 
 def read_options(given: Mapping[str, str]) -> ReadOptions:
@@ -175,8 +200,26 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
         compression=found.choice("compression", codecs, other="kafka.compression.type") or "none",
         application=application,
         version=version,
+        source=_source(found),
         checkpoint=next((text for name, text in given.items() if name.lower() == "checkpointlocation"), None),
     )
+
+
+def _source(found: _Given) -> SourceOffsets | None:
+    group, text = found.text("sourceGroup"), found.text("sourceOffsets")
+    member, generation = found.text("sourceMember"), found.maybe_number("sourceGeneration", minimum=0)
+    if (group is None) != (text is None) or (member is None) != (generation is None):
+        raise InvalidSetting(
+            "the options sourceGroup and sourceOffsets go together, and so do sourceMember and sourceGeneration"
+        )
+    if group is None or text is None:
+        if member is not None:
+            raise InvalidSetting("the option sourceMember says who commits sourceOffsets: give these too")
+        return None
+    offsets = parse_offsets("sourceOffsets", text, minimum=0)
+    if not any(offsets.values()):
+        raise InvalidSetting("option sourceOffsets names no partition")
+    return SourceOffsets(group, offsets, OfGroup(member or "", -1 if generation is None else generation))
 
 
 class _Given:

@@ -14,9 +14,11 @@ from uuid import uuid4
 from pyspark.sql.datasource import WriterCommitMessage
 
 from millstream.admin.transactions import list_transactions
+from millstream.model.errors import InvalidSetting
 from millstream.spark.garbage import spare_what_is_loaded
 from millstream.spark.link import Link, link_to
 from millstream.spark.options import WriteOptions
+from millstream.spark.source_offsets import OFFSETS_TASK, SourceOffsets, prepare_offsets
 from millstream.spark.target import knows_batches
 from millstream.wire.transactions import TransactionalProducer, Transactions
 
@@ -47,14 +49,30 @@ class Part(WriterCommitMessage):
     member: TransactionalProducer | None
 
 
-def commit_parts(options: WriteOptions, messages: Sequence[WriterCommitMessage | None]) -> None:
-    """Commit the batch that the parts belong to, all of it at once."""
+def commit_parts(
+    options: WriteOptions, messages: Sequence[WriterCommitMessage | None], batch: Batch | None = None
+) -> None:
+    """Commit a batch at once: all of its parts, and the offsets that go with them even if there is no part."""
     parts = [part for part in messages if isinstance(part, Part)]
     members = [part.member for part in parts if part.member is not None]
-    if members:
-        link, batch = writing_link(options), parts[0].batch
-        link.call(Transactions(link.client).complete_batch(batch.query, batch.number, members))
+    batch = batch or (parts[0].batch if parts else None)
+    if batch is not None and (members or options.source is not None):
+        link = writing_link(options)
+        if not knows_batches(link):
+            raise InvalidSetting("sourceOffsets needs Millstream's batch commit, which this broker does not know")
+        link.call(_commit(link, options.source, batch, members))
     spare_what_is_loaded()
+
+
+async def _commit(
+    link: Link, source: SourceOffsets | None, batch: Batch, members: Sequence[TransactionalProducer]
+) -> None:
+    transactions = Transactions(link.client)
+    if source is not None:
+        if await transactions.last_batch(batch.query) >= batch.number:
+            return
+        members = [*members, await prepare_offsets(transactions, batch.new_attempt(OFFSETS_TASK), source)]
+    await transactions.complete_batch(batch.query, batch.number, members)
 
 
 def abort_batch(options: WriteOptions, batch: Batch) -> None:

@@ -53,9 +53,10 @@ EARLIEST: Final = End(OFFSET_EARLIEST)
 LATEST: Final = End(OFFSET_LATEST)
 
 
-def parse_offsets(option: str, text: str) -> Offsets:
+def parse_offsets(option: str, text: str, *, minimum: int = OFFSET_EARLIEST) -> Offsets:
     """Read `{"orders": {"0": 23, "1": -1}}`."""
-    return _parse(option, text, "earliest, latest or a JSON document", OFFSET_EARLIEST)
+    kind = "earliest, latest or a JSON document" if minimum < 0 else "a JSON document"
+    return _parse(option, text, kind, minimum)
 
 
 def parse_times(option: str, text: str) -> Offsets:

@@ -89,10 +89,10 @@ class TopicWriter(DataSourceArrowWriter):
         return write_part(self._options, Batch(self._query, self._number, self._run), iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Make all parts visible."""
-        from millstream.spark.parts import commit_parts
+        """Make all parts visible, and commit the offsets that they come from."""
+        from millstream.spark.parts import Batch, commit_parts
 
-        commit_parts(self._options, messages)
+        commit_parts(self._options, messages, Batch(self._query, self._number, self._run))
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """Leave nothing behind, not even what tasks do that Spark has not stopped yet."""

@@ -13,7 +13,7 @@ Everything here may be repeated, so answers that were lost are asked for again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +22,7 @@ from millstream.model.ids import NodeId, ProducerId
 from millstream.wire.client import Client
 from millstream.wire.refusal import refusal
 
+GROUP_COORDINATOR: Final = 0
 TRANSACTION_COORDINATOR: Final = 1
 PREPARE_KEY: Final = 32010
 COMPLETE_BATCH_KEY: Final = 32011
@@ -37,6 +38,14 @@ class TransactionalProducer(NamedTuple):
     transactional_id: str
     producer_id: ProducerId
     epoch: int
+
+
+class OfGroup(NamedTuple):
+    """Who commits offsets of a group: one of its members, or nobody, whom only a group without members lets do so."""
+
+    member_id: str = ""
+    generation: int = -1
+    instance_id: str | None = None
 
 
 class Transactions:
@@ -81,6 +90,43 @@ class Transactions:
             return producer._replace(producer_id=ProducerId(answer.producer_id), epoch=answer.producer_epoch)
 
         return await self._client.at_coordinator(producer.transactional_id, attempt, kind=TRANSACTION_COORDINATOR)
+
+    async def commit_offsets(
+        self, producer: TransactionalProducer, group: str, offsets: Mapping[str, Mapping[int, int]], who: OfGroup
+    ) -> None:
+        """Have offsets of a group, by topic and partition, count when the transaction is committed."""
+        from kio.schema.txn_offset_commit.v5 import request
+
+        messages: Any = request
+        asked = messages.TxnOffsetCommitRequest(
+            transactional_id=producer.transactional_id,
+            group_id=group,
+            producer_id=producer.producer_id,
+            producer_epoch=producer.epoch,
+            generation_id=who.generation,
+            member_id=who.member_id,
+            group_instance_id=who.instance_id,
+            topics=tuple(
+                messages.TxnOffsetCommitRequestTopic(
+                    name=topic,
+                    partitions=tuple(
+                        messages.TxnOffsetCommitRequestPartition(
+                            partition_index=number, committed_offset=offset, committed_metadata=""
+                        )
+                        for number, offset in numbers.items()
+                    ),
+                )
+                for topic, numbers in offsets.items()
+            ),
+        )
+
+        async def attempt(node: NodeId) -> None:
+            answer = await self._client.send(node, asked)
+            for topic in answer.topics:
+                for one in topic.partitions:
+                    _check(one.error_code, f"offset of group {group!r} in {topic.name}-{one.partition_index}")
+
+        await self._client.at_coordinator(group, attempt, kind=GROUP_COORDINATOR)
 
     async def prepare(self, producer: TransactionalProducer) -> None:
         """Everything of one part of a batch is written and acknowledged; only the batch decides from here on."""

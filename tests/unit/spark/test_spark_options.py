@@ -107,3 +107,29 @@ def test_how_rows_are_written() -> None:
         write_options({"topics": "out"})
     with pytest.warns(UserWarning, match="acks"):
         write_options({"topic": "out", "kafka.acks": "1"})
+
+
+def test_offsets_that_are_committed_with_the_rows() -> None:
+    given = {"topic": "out", "sourceGroup": "copy", "sourceOffsets": '{"orders": {"0": 7}}'}
+    source = write_options(given).source
+    assert source is not None
+    assert (source.group, source.offsets, source.who) == ("copy", {"orders": {0: 7}}, ("", -1, None))
+    member = write_options({**given, "sourceMember": "me", "sourceGeneration": "3"}).source
+    assert member is not None
+    assert member.who == ("me", 3, None)
+    assert write_options({"topic": "out"}).source is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"sourceGroup": "copy"}, "go together"),
+        ({"sourceGroup": "copy", "sourceOffsets": '{"orders": {"0": -1}}'}, "out of place"),
+        ({"sourceGroup": "copy", "sourceOffsets": "{}"}, "no partition"),
+        ({"sourceGroup": "copy", "sourceOffsets": '{"a": {"0": 1}}', "sourceMember": "me"}, "go together"),
+        ({"sourceMember": "me", "sourceGeneration": "3"}, "give these too"),
+    ],
+)
+def test_offsets_that_cannot_be_committed_with_rows(given: dict[str, str], said: str) -> None:
+    with pytest.raises(InvalidSetting, match=said):
+        write_options({"topic": "out", **given})
