@@ -18,12 +18,12 @@ from pyspark.sql.types import StringType, StructField, StructType
 from millstream.admin.transactions import ONGOING, PREPARED, list_transactions
 from millstream.model.errors import BrokerUnreachable, ProducerFenced, UnknownTopic
 from millstream.spark import link as links
+from millstream.spark import target
 from millstream.spark.link import Link, link_to
 from millstream.spark.options import WriteOptions, write_options
 from millstream.spark.parts import Batch, Part
 from millstream.spark.producer import RowProducer
 from millstream.spark.source import MillstreamSource
-from millstream.spark.target import check_target
 from millstream.spark.writer import TopicStreamWriter, TopicWriter
 from millstream.testing.server import Server
 from millstream.wire import channel
@@ -48,10 +48,10 @@ def stranger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A broker that does not know Millstream's own requests: it tells nobody of them who does not say who it is."""
     monkeypatch.setattr(channel, "_API_VERSIONS_SENT", 2)
     monkeypatch.setattr(links, "_links", {})
-    check_target.cache_clear()
+    target._check.cache_clear()
     yield
     links._close_all()
-    check_target.cache_clear()
+    target._check.cache_clear()
 
 
 def of_task(monkeypatch: pytest.MonkeyPatch, query: str, batch: int, run: str) -> None:

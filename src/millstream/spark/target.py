@@ -36,15 +36,19 @@ def knows_batches(link: Link) -> bool:
     return link.call(link.client.serves(PREPARE_KEY))
 
 
-@lru_cache(maxsize=16)
 def check_target(options: WriteOptions, patience_s: float = 0.0) -> None:
     """Raise unless brokers answer and have the topic; what was found right is not asked for again."""
-    link = link_to(options.brokers, client_id=options.client_id, timeout_s=options.timeout_s, patience_s=patience_s)
-    if options.topic is not None:
-        count_partitions(link, options.topic)
+    _check(options.brokers, options.client_id, options.timeout_s, options.topic, patience_s)
+
+
+@lru_cache(maxsize=16)
+def _check(brokers: str, client_id: str, timeout_s: float, topic: str | None, patience_s: float) -> None:
+    link = link_to(brokers, client_id=client_id, timeout_s=timeout_s, patience_s=patience_s)
+    if topic is not None:
+        count_partitions(link, topic)
     if not knows_batches(link):
         _logger.warning(
             "the broker at %s does not know Millstream's batch commit: rows are written at least once, "
             "and rows of a batch that fails stay visible",
-            options.brokers,
+            brokers,
         )

@@ -1,0 +1,95 @@
+"""The page for Spark's users says what the code does: every option stands in a table, with its default."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from millstream.spark import options
+from millstream.spark.options import ReadOptions, WriteOptions, read_options, write_options
+from millstream.spark.shape import TYPES
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "spark.md"
+OWN_NAME = {"path"}
+"""What stands in `.load("orders")`, which is no option that one writes."""
+
+
+def table(title: str) -> dict[str, str]:
+    """The names in the first column below a title, and what the second one says of them."""
+    text = PAGE.read_text(encoding="utf-8")
+    section = text.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    found: dict[str, str] = {}
+    for first, second, *_ in lines[2:]:
+        names = re.split(r",\s*", first)
+        said = re.split(r",\s*", second) if second.count(",") == len(names) - 1 else [second] * len(names)
+        found |= dict(zip(names, said, strict=True))
+    return found
+
+
+def test_every_option_of_reading_is_on_the_page() -> None:
+    assert set(table("Options of reading")) == set(options._READ) - OWN_NAME
+
+
+def test_every_option_of_writing_is_on_the_page() -> None:
+    assert set(table("Options of writing")) == set(options._WRITE) - OWN_NAME
+
+
+def test_what_means_nothing_is_named_on_the_page() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for name in options._WITHOUT_MEANING:
+        assert f"`{name}`" in text
+
+
+def test_every_column_is_on_the_page() -> None:
+    assert {name: kind.split(" ")[0] for name, kind in table("Rows").items()} == {
+        name: {"array": "array"}.get(kind.typeName(), kind.simpleString()).replace("bigint", "long")
+        for name, kind in TYPES.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [
+        ("kafka.bootstrap.servers", "brokers"),
+        ("failOnDataLoss", "fail_on_data_loss"),
+        ("maxTriggerDelay", "trigger_delay_ms"),
+        ("includeHeaders", "include_headers"),
+        ("isolation", "isolation"),
+        ("valueFormat", "value_format"),
+        ("mode", "ranges"),
+        ("kafka.request.timeout.ms", "timeout_s"),
+        ("kafka.client.id", "client_id"),
+        ("maxOffsetsPerTrigger", "offsets_max"),
+        ("minPartitions", "min_partitions"),
+        ("maxRecordsPerPartition", "records_per_task_max"),
+        ("groupId", "group_id"),
+        ("columns", "columns"),
+    ],
+)
+def test_the_defaults_of_reading_are_those_on_the_page(option: str, field: str) -> None:
+    said = table("Options of reading")[option]
+    given = {"subscribe": "a", **({option: said} if said else {})}
+    assert getattr(read_options(given), field) == getattr(ReadOptions(subscribe=("a",)), field)
+    assert getattr(read_options({"subscribe": "a"}), field) == getattr(ReadOptions(subscribe=("a",)), field)
+
+
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [
+        ("kafka.bootstrap.servers", "brokers"),
+        ("compression", "compression"),
+        ("kafka.request.timeout.ms", "timeout_s"),
+        ("kafka.client.id", "client_id"),
+    ],
+)
+def test_the_defaults_of_writing_are_those_on_the_page(option: str, field: str) -> None:
+    said = table("Options of writing")[option]
+    assert getattr(write_options({option: said}), field) == getattr(WriteOptions(), field)
+    assert getattr(write_options({}), field) == getattr(WriteOptions(), field)
+
+
+def test_how_much_is_fetched_at_a_time_is_said_in_mebibytes() -> None:
+    assert table("Options of reading")["kafka.max.partition.fetch.bytes"] == f"{ReadOptions().fetch_bytes >> 20} MiB"
