@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from millstream.model.errors import MillstreamError, NotFound, ProtocolViolation, RequestTimedOut
+from millstream.model.errors import MillstreamError, NotFound, ProtocolViolation, QuotaExceeded, RequestTimedOut
 from millstream.model.ids import NodeId
 from millstream.model.verb import Verb
 from millstream.wire.client import Client
@@ -54,16 +54,20 @@ class Leasing:
         deadline = loop.time() + request.wait_ms / 1000
         nodes = await self._all_nodes()
         messages: list[LeasedMessage] = []
+        held_back: list[QuotaExceeded] = []
         if len(nodes) > 1 or not request.wait_ms:
-            messages = await self._at_once(nodes, msgspec.structs.replace(request, wait_ms=0))
+            messages = await self._at_once(nodes, msgspec.structs.replace(request, wait_ms=0), held_back)
         while not messages and (left_s := deadline - loop.time()) > 0:
             asked_at = loop.time()
             waiting = msgspec.structs.replace(request, wait_ms=int(left_s * 1000) + 1)
-            messages = await self._first(await self._all_nodes(), waiting)
+            held_back.clear()
+            messages = await self._first(await self._all_nodes(), waiting, held_back)
             if not messages and loop.time() - asked_at < PAUSE_S:
                 # Leaders move: nodes answer at once that they have nothing.
                 self._nodes = []
                 await asyncio.sleep(min(PAUSE_S, left_s))
+        if held_back and not messages:
+            raise held_back[0]
         return messages
 
     async def give_back(self, subscription: str, worker: str, messages: Sequence[LeasedMessage]) -> None:
@@ -76,7 +80,9 @@ class Leasing:
                 async with asyncio.timeout(GIVE_BACK_S):
                     await self._subscriptions.settle(subscription, worker, messages, Verb.RETURN, delay_ms=0)
 
-    async def _at_once(self, nodes: Sequence[NodeId], request: Receive) -> list[LeasedMessage]:
+    async def _at_once(
+        self, nodes: Sequence[NodeId], request: Receive, held_back: list[QuotaExceeded]
+    ) -> list[LeasedMessage]:
         """One node after the other, since all of them together give no more than was asked for."""
         messages: list[LeasedMessage] = []
         failed: list[MillstreamError] = []
@@ -90,6 +96,8 @@ class Leasing:
                 rest = msgspec.structs.replace(request, max_records=left, max_bytes=left_bytes)
                 try:
                     messages += await self._from(node, rest)
+                except QuotaExceeded as error:
+                    held_back.append(error)
                 except _PASSING as error:
                     failed.append(error)
             is_wanted = True
@@ -111,16 +119,22 @@ class Leasing:
         turned = [*nodes[first:], *nodes[:first]]
         return [node for node in turned if node not in self._hung_until] or turned
 
-    async def _first(self, nodes: Sequence[NodeId], request: Receive) -> list[LeasedMessage]:
+    async def _first(
+        self, nodes: Sequence[NodeId], request: Receive, held_back: list[QuotaExceeded]
+    ) -> list[LeasedMessage]:
         """All nodes at once, until one has something; nothing when none has."""
         asking = [asyncio.ensure_future(self._from(node, request)) for node in nodes]
         wanted = 0
         messages: list[LeasedMessage] = []
         try:
             for answered in asyncio.as_completed(asking):
-                with suppress(*_PASSING):
+                try:
                     if await answered:
                         break
+                except QuotaExceeded as error:
+                    held_back.append(error)
+                except _PASSING:
+                    continue
             wanted = request.max_records
         finally:
             for task in asking:
@@ -147,6 +161,8 @@ class Leasing:
             raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
         if answer.error:
             raise _refused(answer, request.subscription)
+        if (held_back := answer.held_back) is not None:
+            raise held_back
         return leased_messages(node, answer)
 
     async def _all_nodes(self) -> list[NodeId]:

@@ -1,4 +1,4 @@
-"""What every route of the API works with: one client of the cluster, one publisher, and what bounds them."""
+"""What every route of the API works with: clients of the cluster, one publisher, and what bounds them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ class Parts:
         pressure: Pressure | None = None,
     ) -> None:
         self._starting = starting
-        self.client = Client.connect(
-            kafka_address, client_id=CLIENT_ID, timeout_s=TIMEOUT_S, waiting_max=REQUESTS_MAX[Lane.WAIT]
-        )
-        self.publisher = Publisher(self.client, timeout_s=PUBLISH_S)
+        self.client = _connect(kafka_address)
+        # When publishers or readers go beyond their quotas the broker asks their client to pause, and nobody else.
+        self.publishing = _connect(kafka_address)
+        self.reading = _connect(kafka_address)
+        self.publisher = Publisher(self.publishing, timeout_s=PUBLISH_S)
         self.subscriptions = SubscriptionClient(self.client)
         self.leasing = Leasing(self.client)
         self.pressure = pressure or Pressure()
@@ -66,4 +67,9 @@ class Parts:
         """Let what was published become acknowledged, then close all connections."""
         self.stop()
         await self.publisher.close()
-        await self.client.close()
+        for client in (self.publishing, self.reading, self.client):
+            await client.close()
+
+
+def _connect(kafka_address: str) -> Client:
+    return Client.connect(kafka_address, client_id=CLIENT_ID, timeout_s=TIMEOUT_S, waiting_max=REQUESTS_MAX[Lane.WAIT])

@@ -54,6 +54,8 @@ class Pressure:
 
     def count(self, status: int) -> None:
         """Note an answer."""
+        if status == HTTPStatus.TOO_MANY_REQUESTS:
+            self.turned_away += 1
         self.answers[status] = self.answers.get(status, 0) + 1
 
     def leave(self, lane: Lane) -> None:
@@ -77,7 +79,6 @@ class Pressure:
             raise self._refused("the broker asks publishers to pause", int(pause_s) + 1)
 
     def _refused(self, why: str, retry_s: int = RETRY_S) -> Refused:
-        self.turned_away += 1
         return Refused(HTTPStatus.TOO_MANY_REQUESTS, f"{why}; try again later", headers={"retry-after": str(retry_s)})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, Final
@@ -35,6 +36,7 @@ _STATUSES: Final[tuple[tuple[type[errors.MillstreamError], HTTPStatus], ...]] = 
     (errors.CatalogUnavailable, HTTPStatus.SERVICE_UNAVAILABLE),
     (errors.FilterUnavailable, HTTPStatus.SERVICE_UNAVAILABLE),
     (errors.BrokerUnreachable, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.QuotaExceeded, HTTPStatus.TOO_MANY_REQUESTS),
     (errors.RequestTimedOut, HTTPStatus.GATEWAY_TIMEOUT),
     (errors.RequestRefused, HTTPStatus.BAD_GATEWAY),
     (errors.ProtocolViolation, HTTPStatus.BAD_GATEWAY),
@@ -67,9 +69,14 @@ def status_of(error: errors.MillstreamError) -> HTTPStatus:
 
 def refusal_of(error: errors.MillstreamError) -> Refused:
     """An error of the tree as it is answered; what passes by itself says when to try again."""
-    status = status_of(error)
-    headers = {"retry-after": str(RETRY_S)} if status is HTTPStatus.SERVICE_UNAVAILABLE else {}
-    return Refused(status, str(error), headers=headers)
+    return Refused(status_of(error), str(error), headers=retry_after(error))
+
+
+def retry_after(error: errors.MillstreamError) -> dict[str, str]:
+    """The header that says when to try again what passes by itself."""
+    if isinstance(error, errors.QuotaExceeded):
+        return {"retry-after": str(math.ceil(error.wait_s))}
+    return {"retry-after": str(RETRY_S)} if status_of(error) is HTTPStatus.SERVICE_UNAVAILABLE else {}
 
 
 def problem_document(path: str, status: int, detail: str, more: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,10 @@ class PackedApi(ABC, Generic[RequestT]):
     async def handle(self, request: RequestT) -> Any:
         """Carry a request out; what is returned is the answer."""
 
+    async def handle_from(self, client: ClientInfo, request: RequestT) -> Any:
+        """Carry out the request of a client; whoever is charged for it is known here."""
+        return await self.handle(request)
+
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
         """Answer later."""
         return self._answer(bytes(frame[header.body_at :]), header, client)
@@ -45,7 +49,7 @@ class PackedApi(ABC, Generic[RequestT]):
             client.presence.give_up_when_left()
         try:
             request: RequestT = msgspec.msgpack.decode(body, type=self.asks)
-            told = await self.handle(request)
+            told = await self.handle_from(client, request)
         except msgspec.MsgspecError as error:
             told = self.answers(int(ErrorCode.invalid_request), str(error))
         except MillstreamError as error:

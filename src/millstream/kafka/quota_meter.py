@@ -70,6 +70,13 @@ class QuotaMeter:
 
     def charge(self, client: ClientInfo, size: int) -> int:
         """Account for bytes of a client; if that is too much, mute it, and return for how many milliseconds."""
+        throttle_ms = self.take(client, size)
+        if throttle_ms:
+            client.mute(throttle_ms / 1000)
+        return throttle_ms
+
+    def take(self, client: ClientInfo, size: int) -> int:
+        """As `charge`, for requests that share their connection with others: these are held back by `owed_ms`."""
         bucket = self._bucket(client.client_id)
         debt_s = 0.0 if bucket is None else bucket.take(size, self._clock())
         if not debt_s:
@@ -77,8 +84,13 @@ class QuotaMeter:
         throttle_ms = min(math.ceil(debt_s * 1000), THROTTLE_MS_MAX)
         self.throttled += 1
         self.throttled_ms += throttle_ms
-        client.mute(throttle_ms / 1000)
         return throttle_ms
+
+    def owed_ms(self, client: ClientInfo) -> int:
+        """For how many milliseconds a client has to wait for what it has taken already."""
+        bucket = self._bucket(client.client_id) if self.is_limiting else None
+        debt_s = 0.0 if bucket is None else bucket.take(0, self._clock())
+        return min(math.ceil(debt_s * 1000), THROTTLE_MS_MAX)
 
     def allowance(self, client: ClientInfo, size: int) -> int:
         """How much of `size` to give at once: not more than the client's bucket holds, so that waits stay short."""

@@ -162,7 +162,7 @@ class Served:
         self.pipeline_board = PipelineBoard(parts.pipelines.all)
         """How the pipelines do that this node runs."""
         self._produce = Produce(parts.topics, self._meters.produce, self._transactions.gate)
-        self._publish_once = PublishOnce(parts.topics)
+        self._publish_once = PublishOnce(parts.topics, self._meters.produce)
         self.apis: list[Api[Any, Any] | RawApi] = [
             self._produce,
             self._publish_once,
@@ -256,7 +256,7 @@ class Served:
         service = self._subscriptions
         yield LoadQueueState(service.states)
         yield WriteQueueStates(service.states)
-        yield SubscriptionReceive(service)
+        yield SubscriptionReceive(service, self._meters.fetch)
         yield SubscriptionSettle(service)
         yield SubscriptionCreate(service)
         yield SubscriptionAlter(service)

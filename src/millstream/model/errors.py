@@ -72,6 +72,7 @@ MillstreamError
 │   ├── FencedLeaderEpoch          the caller knows an older leader
 │   └── UnknownLeaderEpoch         the caller knows a newer one
 ├── NotEnoughReplicas
+├── QuotaExceeded                  the client has to wait until its quota lets it go on
 ├── ElectionRefused
 │   ├── ElectionNotNeeded          the leader is the one that is asked for
 │   ├── PreferredUnavailable       the preferred replica is down or not in sync
@@ -410,6 +411,14 @@ class UnknownLeaderEpoch(NotLeader):
 
 class NotEnoughReplicas(MillstreamError):
     """Fewer replicas are in sync than `min.insync.replicas` asks for."""
+
+
+class QuotaExceeded(MillstreamError):
+    """The client has taken more than its quota gives, and has to wait; nothing was done."""
+
+    def __init__(self, message: str, *, wait_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
 
 
 class ElectionRefused(MillstreamError):

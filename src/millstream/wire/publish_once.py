@@ -9,12 +9,13 @@ one partition, so a message has to go to the same one each time: `partition_of` 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 
-from millstream.model.errors import ProtocolViolation
+from millstream.model.errors import ProtocolViolation, QuotaExceeded
 from millstream.model.ids import NodeId
 from millstream.model.partitioner import partition_for_key
 from millstream.records.batch import COMPRESSION_NONE
@@ -24,6 +25,8 @@ from millstream.wire.refusal import refusal
 
 PUBLISH_ONCE_KEY: Final = 32038
 TIMEOUT_MS: Final = 30_000
+PATIENCE_S: Final = 120.0
+"""How long a publish waits for its client's quota, if nobody says otherwise."""
 
 
 class PublishOnceRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -43,6 +46,8 @@ class PublishOnceAnswer(msgspec.Struct, frozen=True, array_like=True):
     error: int
     message: str | None
     placed: list[tuple[int, int, bool]] = []
+    throttle_ms: int = 0
+    """Where the client's quota does not let it publish: for how long."""
 
 
 class Placed(NamedTuple):
@@ -67,10 +72,12 @@ async def publish_once(
     window_ms: int | None = None,
     timeout_ms: int = TIMEOUT_MS,
     compression: int = COMPRESSION_NONE,
+    patience_s: float = PATIENCE_S,
 ) -> list[Placed]:
     """Publish messages with `message-id` headers to a partition, each once; answered when they are acknowledged.
 
-    When an answer is lost, or the leader has gone, they are sent again.
+    When an answer is lost, or the leader has gone, they are sent again; also when the client's quota is used up, after
+    the time that the broker asks for, unless that is longer than the patience.
     """
     batch = bytes(encode_batch(records, compression=compression))
     body = msgspec.msgpack.encode(PublishOnceRequest(topic, partition, batch, window_ms, timeout_ms))
@@ -82,10 +89,19 @@ async def publish_once(
         except msgspec.MsgspecError as error:
             raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
         if answer.error:
-            raise refusal(answer.error, answer.message, about=f"publish to {topic}-{partition}")
+            refused = refusal(answer.error, answer.message, about=f"publish to {topic}-{partition}")
+            raise QuotaExceeded(str(refused), wait_s=answer.throttle_ms / 1000) if answer.throttle_ms else refused
         return answer
 
-    answer = await client.at_leader(topic, partition, attempt, create=True)
+    while True:
+        try:
+            answer = await client.at_leader(topic, partition, attempt, create=True)
+            break
+        except QuotaExceeded as error:
+            patience_s -= error.wait_s
+            if patience_s < 0:
+                raise
+            await asyncio.sleep(error.wait_s)
     if len(answer.placed) != len(records):
         raise ProtocolViolation(f"{len(records)} messages were published, the broker tells of {len(answer.placed)}")
     return [Placed(*one) for one in answer.placed]

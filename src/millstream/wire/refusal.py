@@ -54,6 +54,7 @@ _ERRORS: Final[dict[int, type[errors.MillstreamError]]] = {
     82: errors.FencedInstance,
     86: errors.SubscribedToTopic,
     87: errors.InvalidBatch,
+    89: errors.QuotaExceeded,
     90: errors.ProducerFenced,
     91: errors.NotFound,
     92: errors.SubscriptionExists,

@@ -6,6 +6,8 @@ from typing import Final
 
 import msgspec
 
+from millstream.model.errors import QuotaExceeded
+
 RECEIVE_KEY: Final = 32030
 SETTLE_KEY: Final = 32031
 CREATE_KEY: Final = 32032
@@ -55,6 +57,16 @@ class ReceiveAnswer(msgspec.Struct, frozen=True, array_like=True):
     error: int
     message: str | None
     partitions: list[PartitionMessages] = []
+    throttle_ms: int = 0
+    """How long the client's quota keeps messages from it yet; then there are none."""
+
+    @property
+    def held_back(self) -> QuotaExceeded | None:
+        """Why there is nothing, if that is since the client has had too much."""
+        if self.partitions or not self.throttle_ms:
+            return None
+        said = f"this client is beyond its consumer_byte_rate for {self.throttle_ms} ms yet"
+        return QuotaExceeded(said, wait_s=self.throttle_ms / 1000)
 
 
 class SettledRange(msgspec.Struct, frozen=True, array_like=True):

@@ -241,6 +241,8 @@ class SubscriptionClient:
             answer = _read(body, ReceiveAnswer)
             if answer.error:
                 raise refusal(answer.error, answer.message)
+            if (held_back := answer.held_back) is not None:
+                raise held_back
         except MillstreamError:
             # There may be other nodes by now.
             self._known_nodes = []

@@ -33,7 +33,7 @@ class Broker:
         self.under_way = self.most = 0
         self.may_answer = asyncio.Event()
         self.may_answer.set()
-        self.client = self
+        self.client = self.publishing = self
         self.pressure = Pressure()
 
     def pause_of(self, _topic: str) -> float:
@@ -43,7 +43,7 @@ class Broker:
         return SimpleNamespace(topics={"orders": SimpleNamespace(partitions=range(PARTITIONS))})
 
     async def publish_once(
-        self, _client: Any, _topic: str, partition: int, records: Sequence[NewRecord]
+        self, _client: Any, _topic: str, partition: int, records: Sequence[NewRecord], *, patience_s: float
     ) -> list[Placed]:
         self.under_way += 1
         self.most = max(self.most, self.under_way)

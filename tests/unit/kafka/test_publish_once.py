@@ -10,12 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millstream.cluster.declarations import Declarations
+from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.topics import Topics
 from millstream.kafka.apis import publish_once as api
 from millstream.kafka.apis.publish_once import PublishOnce
+from millstream.kafka.quota_meter import QuotaMeter
 from millstream.model.errors import InvalidBatch, InvalidRequest, NotLeader, RequestTimedOut
 from millstream.model.ids import Epoch, NodeId
 from millstream.model.partition_state import PartitionState, Versioned
+from millstream.model.quota import PRODUCER_BYTE_RATE
 from millstream.model.topic import Topic
 from millstream.records.batch import COMPRESSION_NONE, COMPRESSION_ZSTD
 from millstream.records.record import NewRecord, decode_records, encode_batch
@@ -25,6 +29,7 @@ from millstream.testing.queue_bench import Workbench
 from millstream.wire.publish_once import PublishOnceRequest, partition_of
 
 WINDOW_MS = 120_000
+QUOTAS = ClientQuotas(cast("Declarations", None))
 
 
 class Place:
@@ -51,7 +56,7 @@ class Door:
     def anew(self) -> PublishOnce:
         """As after a failover: nothing is remembered."""
         self.place = Place(self.bench.partition)
-        self.api = PublishOnce(cast("Topics", self.place))
+        self.api = PublishOnce(cast("Topics", self.place), QuotaMeter(QUOTAS, PRODUCER_BYTE_RATE))
         return self.api
 
     def record(self, name: str) -> NewRecord:

@@ -101,6 +101,18 @@ async def test_a_debt_is_waited_for_and_then_forgotten(quotas: ClientQuotas) -> 
     assert (meter.throttled, meter.throttled_ms) == (2, 1510)
 
 
+async def test_who_shares_a_connection_owes_instead_of_being_muted(quotas: ClientQuotas) -> None:
+    clock, client = Hand(), Muted()
+    meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=clock)
+    assert meter.owed_ms(client.info) == 0
+    await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 100.0})
+    assert (meter.take(client.info, 1000), meter.owed_ms(client.info)) == (0, 0)
+    assert (meter.take(client.info, 250), meter.owed_ms(client.info)) == (2500, 2500)
+    clock.now += 2
+    assert (meter.owed_ms(client.info), meter.owed_ms(Muted("two").info)) == (500, 0)
+    assert (meter.throttled, client.seconds) == (1, [])
+
+
 async def test_a_users_clients_share_one_bucket(quotas: ClientQuotas) -> None:
     meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand())
     await quotas.alter(EVERYBODY, {PRODUCER_BYTE_RATE: 100.0})

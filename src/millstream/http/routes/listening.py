@@ -20,7 +20,7 @@ from millstream.http.parts import Parts
 from millstream.http.problem import invalid, problem_document, refusal_of
 from millstream.http.route import Asked, Lane, Nothing, Route, Streamed
 from millstream.http.routes.pulling import WorkerName, leased, receive_until
-from millstream.model.errors import MillstreamError
+from millstream.model.errors import MillstreamError, QuotaExceeded
 from millstream.wire.cluster_metadata import TopicMetadata
 from millstream.wire.fetching import READ_COMMITTED
 from millstream.wire.subscription_messages import Receive
@@ -86,7 +86,7 @@ async def consume(parts: Parts, asked: Asked[Consume, Nothing]) -> Streamed:
 async def _published(parts: Parts, topic: TopicMetadata, starts: Mapping[int, int]) -> AsyncGenerator[bytes, None]:
     notes: list[str] = []
     tailer = Tailer(
-        parts.client,
+        parts.reading,
         topic.name,
         starts,
         patience_s=PATIENCE_S,
@@ -115,7 +115,11 @@ def _events(topic: TopicMetadata, messages: list[Message], places: dict[int, int
 
 async def _leased(parts: Parts, request: Receive, gone: asyncio.Future[None] | None) -> AsyncGenerator[bytes, None]:
     while not parts.stopping.done() and (gone is None or not gone.done()):
-        left = await receive_until(parts, request, gone)
+        try:
+            left = await receive_until(parts, request, gone)
+        except QuotaExceeded:
+            # The broker has kept this waiting for as long as it could.
+            continue
         try:
             while left:
                 piece, count = b"", 0

@@ -43,7 +43,7 @@ async def show(parts: Parts, asked: Asked[Nothing, Nothing]) -> StoredDocument:
     """The message at an offset."""
     topic = await find_topic(parts.client, asked.path["topic"])
     partition = asked.path["partition"]
-    stored = await find_message(parts.client, topic, partition, asked.path["offset"])
+    stored = await find_message(parts.reading, topic, partition, asked.path["offset"])
     return StoredDocument(
         timestamp_type=stored.timestamp_type,
         batch=msgspec.convert(stored.batch_document(), BatchDescription),

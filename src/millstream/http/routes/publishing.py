@@ -28,7 +28,8 @@ from millstream.http.cloud_event import (
 )
 from millstream.http.new_message import MessageBatch, MessageHeaders, Placed, from_batch, from_request
 from millstream.http.parts import Parts
-from millstream.http.problem import Refused, invalid, status_of
+from millstream.http.pressure import PAUSE_S_MAX
+from millstream.http.problem import Refused, invalid, retry_after, status_of
 from millstream.http.route import Answered, Asked, Lane, Route
 from millstream.model.errors import BatchTooLarge, MillstreamError, PublishFailed
 from millstream.model.topic import check_topic_name
@@ -78,7 +79,7 @@ async def publish(parts: Parts, asked: Asked[PublishQuery, bytes]) -> Any:
     """Publish what a request holds; answered when it is as safe as the topic's settings say."""
     topic = asked.path["topic"]
     headers = asked.headers
-    parts.pressure.check_pause(parts.client.pause_of(topic))
+    parts.pressure.check_pause(parts.publishing.pause_of(topic))
     reader = _FORMS.get(headers.get(b"content-type", b"").partition(b";")[0].strip().lower())
     if reader is None:
         placed = from_request(headers, asked.body)
@@ -157,7 +158,7 @@ async def _placed_once(
 ) -> list[PlacedOnce | MillstreamError]:
     """Publish to one partition; what is too large together goes in halves, in its order."""
     try:
-        return [*await publish_once(parts.client, topic, partition, records)]
+        return [*await publish_once(parts.publishing, topic, partition, records, patience_s=PAUSE_S_MAX)]
     except BatchTooLarge as error:
         if len(records) == 1:
             return [error]
@@ -195,6 +196,7 @@ def _all_published(outcomes: Sequence[Published | MillstreamError]) -> list[Publ
     raise Refused(
         status_of(first),
         f"{len(failed)} of {len(outcomes)} messages were not published; number {at}: {first}",
+        headers=retry_after(first),
         messages=[one if isinstance(one, Published) else {"error": str(one)} for one in outcomes],
     )
 

@@ -1,11 +1,14 @@
 """PublishOnce (key 32038), version 0: Millstream's private request that stores messages unless they were before.
 
     [topic, partition, one record batch, window ms or nil, timeout ms]
-    answer, when they are acknowledged by all: [error, message, for each record [offset, timestamp ms, is new]]
+    answer, when they are acknowledged by all:
+    [error, message, for each record [offset, timestamp ms, is new], throttle ms]
 
 Every record has a `message-id` header. One whose id the partition was given within the window, through any door, is
 not stored again: the answer tells where it stands. The batch is no producer's and no transaction's, since what is left
-out of it would be a gap. The window is the topic's `deduplication.window.ms` unless a shorter one is given.
+out of it would be a gap. The window is the topic's `deduplication.window.ms` unless a shorter one is given. What a
+client sends while it is in debt to its `producer_byte_rate` is refused with THROTTLING_QUOTA_EXCEEDED; `throttle ms` is
+how long it has to wait.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -17,8 +20,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from kio.schema.errors import ErrorCode
+
 from millstream.cluster.topics import Topics
+from millstream.kafka.api import ClientInfo
 from millstream.kafka.packed import PackedApi
+from millstream.kafka.quota_meter import QuotaMeter
 from millstream.log.log import AppendedRange
 from millstream.model.errors import InvalidBatch, InvalidRequest, InvalidTopicName, RequestTimedOut
 from millstream.model.ids import Offset
@@ -46,8 +53,9 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
     asks = PublishOnceRequest
     answers = PublishOnceAnswer
 
-    def __init__(self, topics: Topics) -> None:
+    def __init__(self, topics: Topics, quota: QuotaMeter) -> None:
         self._topics = topics
+        self._quota = quota
         self._ids: OrderedDict[Partition, PublishedIds] = OrderedDict()
         self.duplicates = 0
         self._forgotten = 0
@@ -66,6 +74,18 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
             "Ids that were forgotten before their window was over, since there were too many.",
             self._forgotten + sum(one.forgotten for one in held),
         )
+
+    async def handle_from(self, client: ClientInfo, request: PublishOnceRequest) -> PublishOnceAnswer:
+        """Store what is new, unless the client has taken more than its quota gives."""
+        owed_ms = self._quota.owed_ms(client)
+        if owed_ms:
+            said = f"client {client.client_id!r} is beyond its {self._quota.key}; wait for {owed_ms} ms"
+            return PublishOnceAnswer(int(ErrorCode.throttling_quota_exceeded), said, [], owed_ms)
+        client.produce_requests += 1
+        client.produced_bytes += len(request.batch)
+        if self._quota.is_limiting:
+            self._quota.take(client, len(request.batch))
+        return await self.handle(request)
 
     async def handle(self, request: PublishOnceRequest) -> PublishOnceAnswer:
         """Store what is new; answer once everything is acknowledged, also what was there."""

@@ -1,10 +1,12 @@
 """SubscriptionReceive (key 32030), version 0: Millstream's private request of a worker for messages of a subscription.
 
     [subscription, worker, max records, max bytes, wait ms, [[topic, partition], …] or nil for all that are led here]
-    answer: [error, message, [[topic, topic id, partition, [[first, last, attempt, deadline ms], …], batches], …]]
+    answer: [error, message, [[topic, topic id, partition, [[first, last, attempt, deadline ms], …], batches], …],
+    throttle ms]
 
 Messages are leased to the worker until the deadline. The batches hold the leased messages, and others that are not
-this worker's. Without any, the answer waits up to `wait ms`.
+this worker's. Without any, the answer waits up to `wait ms`. A client that is in debt to its `consumer_byte_rate` gets
+no messages before that is paid; if the wait is over before, `throttle ms` tells how much longer it takes.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -15,7 +17,11 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from millstream.kafka.api import ClientInfo
 from millstream.kafka.packed import PackedApi
+from millstream.kafka.quota_meter import QuotaMeter
 from millstream.kafka.subscription_service import SubscriptionService
 from millstream.model.errors import InvalidRequest
 from millstream.model.subscription import Subscription
@@ -46,12 +52,35 @@ class SubscriptionReceive(PackedApi[Receive]):
     answers = ReceiveAnswer
     waits_for_others = True
 
-    def __init__(self, service: SubscriptionService) -> None:
+    def __init__(self, service: SubscriptionService, quota: QuotaMeter) -> None:
         self._service = service
+        self._quota = quota
         self._subscriptions = service.declared
         self._topics = service.topics
         # Queues take turns at being asked first.
         self._turn = itertools.count()
+
+    async def handle_from(self, client: ClientInfo, request: Receive) -> ReceiveAnswer:
+        """Lease what is there, or wait for it, once the client's quota lets it."""
+        if not self._quota.is_limiting:
+            answer = await self.handle(request)
+        else:
+            _check(request)
+            left_ms = min(request.wait_ms, WAIT_MS_MAX)
+            while owed_ms := self._quota.owed_ms(client):
+                if owed_ms > left_ms:
+                    await asyncio.sleep(left_ms / 1000)
+                    return ReceiveAnswer(0, None, [], owed_ms - left_ms)
+                await asyncio.sleep(owed_ms / 1000)
+                left_ms -= owed_ms
+            bytes_max = self._quota.allowance(client, request.max_bytes)
+            answer = await self.handle(msgspec.structs.replace(request, wait_ms=left_ms, max_bytes=max(1, bytes_max)))
+        size = sum(len(one.batches) for one in answer.partitions)
+        client.fetch_requests += 1
+        client.fetched_bytes += size
+        if self._quota.is_limiting:
+            self._quota.take(client, size)
+        return answer
 
     async def handle(self, request: Receive) -> ReceiveAnswer:
         """Lease what is there, or wait for it."""
