@@ -1,0 +1,279 @@
+"""The driver: `python -m millstream.pipelines.driver OPTIONS`, started by `pipelines/child.py` and nothing else.
+
+It has one Spark session, which all pipelines of the node share fairly, and a thread for each of them. Through its
+standard input it is told, one line of JSON each time, what is to run; through its standard output it tells how that
+goes. It ends when its standard input does: steps that are under way are given up, which is safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from millstream.kafka.pipeline_board import PipelineReport
+from millstream.model.log_line import set_up_logging
+from millstream.model.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.claim import DRIVER_INSTANCE, Claim
+from millstream.pipelines.job import JobContext, JobKind
+from millstream.pipelines.jobs import JOBS
+from millstream.pipelines.reason import reason_of
+from millstream.pipelines.runner import BACKOFF_S_MIN, Held, Runner, Surroundings
+from millstream.pipelines.turns import Turns
+from millstream.spark.link import Link
+from millstream.wire.lean_kio import import_lean_kio
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_logger = logging.getLogger(__name__)
+
+ANSWER_S: Final = 30.0
+REPORT_S: Final = 0.5
+"""How often what has changed is told at most."""
+RATES_S: Final = 5.0
+"""How often rates are told when nothing else changes."""
+END_S: Final = 5.0
+"""How long steps may take to notice that they are given up."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the broker says when it starts the process."""
+
+    kafka: str
+    node: int
+    lake: str
+    folder: str
+    master: str
+    memory: str
+    spark: dict[str, str]
+    log_level: str
+    log_format: str
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A pipeline that is to run."""
+
+    pipeline: Pipeline
+    attempt: int = 0
+    """Another number means to begin anew with one that was parked."""
+    is_suspect: bool = False
+    """It was under way when a driver died, so it runs beside no other that was."""
+
+
+class Told(msgspec.Struct, frozen=True):
+    """A line from the broker: everything that is to run now."""
+
+    wanted: list[Wanted]
+
+
+class Said(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A line to the broker: how everything goes, or that a step of a pipeline has begun or ended."""
+
+    reports: list[PipelineReport] | None = None
+    begun: str = ""
+    ended: str = ""
+    is_well: bool = False
+    """Whether the step that ended went well."""
+    failed: str = ""
+    """Why the driver cannot work at all."""
+
+
+class Voice:
+    """Writes lines to the broker, whole ones, from any thread."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+
+    def say(self, said: Said) -> None:
+        """Write a line at once."""
+        with self._lock, suppress(OSError, ValueError):
+            # A broker that is gone has closed the other pipe as well, and that is what ends this process.
+            self._stream.write(msgspec.json.encode(said) + b"\n")
+            self._stream.flush()
+
+
+class _Running:
+    """A runner with its thread."""
+
+    def __init__(self, runner: Runner, attempt: int, *, after: _Running | None) -> None:
+        self.runner = runner
+        self.attempt = attempt
+        self._after = after
+        self.thread = threading.Thread(target=self._run, name=f"pipeline {runner.declared.name}", daemon=True)
+
+    def _run(self) -> None:
+        if self._after is not None:
+            # Of the same pipeline, and told to end: two of them would be in each other's way.
+            self._after.thread.join()
+            self._after = None
+        self.runner.run()
+
+
+class Driver:
+    """Everything that this process runs."""
+
+    def __init__(
+        self,
+        options: Options,
+        spark: SparkSession | None,
+        say: Callable[[Said], None],
+        claim: Callable[[str, Callable[[], None]], Held],
+        *,
+        jobs: Mapping[PipelineKind, JobKind] = JOBS,
+        report_s: float = REPORT_S,
+        backoff_s: float = BACKOFF_S_MIN,
+    ) -> None:
+        self._options = options
+        self._spark: Any = spark
+        self._say = say
+        self._claim = claim
+        self._jobs = jobs
+        self._report_s = report_s
+        self._backoff_s = backoff_s
+        self._running: dict[str, _Running] = {}
+        self._ending: dict[str, _Running] = {}
+        self._turns = Turns()
+        self._news = threading.Event()
+        self._over = threading.Event()
+        self._reporter = threading.Thread(target=self._keep_reporting, name="reports", daemon=True)
+        self._reporter.start()
+
+    def declare(self, wanted: list[Wanted]) -> None:
+        """Run these from now on, and nothing else."""
+        by_name = {one.pipeline.name: one for one in wanted}
+        for name in [name for name in self._running if name not in by_name]:
+            self._end(name)
+        for name, one in by_name.items():
+            running = self._running.get(name)
+            if running is not None and _is_another(running, one):
+                self._end(name)
+                running = None
+            if running is None:
+                self._begin(one)
+            elif running.runner.declared != one.pipeline:
+                running.runner.change(one.pipeline)
+        self._news.set()
+
+    def end(self) -> None:
+        """Stop everything, as far as it can be stopped in time."""
+        self._over.set()
+        self._news.set()
+        for name in list(self._running):
+            self._end(name)
+        for running in self._ending.values():
+            running.thread.join(END_S)
+        self._reporter.join(END_S)
+
+    def _begin(self, one: Wanted) -> None:
+        name = one.pipeline.name
+        if one.is_suspect:
+            self._turns.suspect(name)
+        runner = Runner(one.pipeline, self._surroundings(one.pipeline), node=self._options.node)
+        running = _Running(runner, one.attempt, after=self._ending.pop(name, None))
+        self._running[name] = running
+        running.thread.start()
+
+    def _end(self, name: str) -> None:
+        running = self._running.pop(name)
+        running.runner.stop()
+        self._ending = {known: one for known, one in self._ending.items() if one.thread.is_alive()}
+        self._ending[name] = running
+
+    def _surroundings(self, pipeline: Pipeline) -> Surroundings:
+        name = pipeline.name
+        return Surroundings(
+            make=self._jobs[pipeline.kind],
+            context=self._context,
+            claim=self._claim,
+            begun=lambda: self._begun(name),
+            ended=lambda is_well: self._ended(name, is_well),
+            cancel=lambda: self._cancel(name),
+            changed=self._news.set,
+            backoff_s=self._backoff_s,
+        )
+
+    def _context(self) -> JobContext:
+        options = self._options
+        return JobContext(spark=self._spark, brokers=options.kafka, lake=options.lake, folder=options.folder)
+
+    def _begun(self, name: str) -> None:
+        self._turns.take(name)
+        if self._spark is not None:
+            # Both belong to the thread, and a pool of its own is what makes the scheduler fair.
+            self._spark.sparkContext.setJobGroup(name, f"pipeline {name}", interruptOnCancel=True)
+            self._spark.sparkContext.setLocalProperty("spark.scheduler.pool", name)
+        self._say(Said(begun=name))
+
+    def _ended(self, name: str, is_well: bool) -> None:
+        self._say(Said(ended=name, is_well=is_well))
+        self._turns.give_back(name, is_well=is_well)
+
+    def _cancel(self, name: str) -> None:
+        if self._spark is not None:
+            with suppress(Exception):
+                self._spark.sparkContext.cancelJobGroup(name)
+
+    def _keep_reporting(self) -> None:
+        while not self._over.is_set():
+            self._news.wait(RATES_S)
+            self._news.clear()
+            self._say(Said(reports=[running.runner.report() for running in list(self._running.values())]))
+            self._over.wait(self._report_s)
+
+
+def _is_another(running: _Running, one: Wanted) -> bool:
+    """Whether a pipeline was deleted and declared anew under its name, or is to be tried again."""
+    return running.runner.declared.pipeline_id != one.pipeline.pipeline_id or running.attempt != one.attempt
+
+
+def run(options: Options, heard: IO[bytes], voice: Voice) -> None:
+    """Drive until the broker hangs up."""
+    from millstream.pipelines.spark_session import open_session
+
+    try:
+        spark = open_session(options.master, memory=options.memory, settings=options.spark)
+        link = Link(options.kafka, f"pipelines-node-{options.node}", ANSWER_S)
+    except Exception as error:
+        voice.say(Said(failed=reason_of(error)))
+        raise
+
+    def claim(group: str, when_lost: Callable[[], None]) -> Held:
+        return Claim(link, group, instance_id=DRIVER_INSTANCE, when_lost=when_lost)
+
+    driver = Driver(options, spark, voice.say, claim)
+    for line in heard:
+        driver.declare(msgspec.json.decode(line, type=Told).wanted)
+    driver.end()
+    with suppress(Exception):
+        spark.stop()
+
+
+def main() -> None:
+    """Run as the broker asks."""
+    options = msgspec.json.decode(sys.argv[1], type=Options)
+    set_up_logging(options.log_level, options.log_format, stream=sys.stderr)
+    import_lean_kio()
+    # Java and whatever it starts write to the standard output too: what is said to the broker goes past it.
+    voice = Voice(os.fdopen(os.dup(sys.stdout.fileno()), "wb"))
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    code = 0
+    try:
+        run(options, sys.stdin.buffer, voice)
+    except Exception as error:
+        _logger.critical("the pipelines cannot be run", extra={"error": reason_of(error)})
+        code = 1
+    logging.shutdown()
+    # A step that hangs does not keep the process.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""What an error says to people: what Spark raises carries the traces of two languages, and the reason in between."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from millstream.model.errors import MillstreamError
+
+LENGTH_MAX: Final = 4000
+
+_TRACEBACK: Final = "Traceback (most recent call last):"
+_JVM_TRACE: Final = "\n\tat "
+
+
+def reason_of(error: BaseException) -> str:
+    """The sentences of an error that help, and no more than can be shown."""
+    said = str(error).strip()
+    if not isinstance(error, MillstreamError):
+        said = _without_traces(said)
+        if not said.startswith(type(error).__name__):
+            said = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return said if len(said) <= LENGTH_MAX else f"{said[:LENGTH_MAX]} …"
+
+
+def _without_traces(said: str) -> str:
+    told = said.partition(_JVM_TRACE)[0]
+    _, found, trace = told.rpartition(_TRACEBACK)
+    if not found:
+        return told.strip()
+    # Lines of a traceback that stand at the margin are the error itself.
+    lines = [line for line in trace.splitlines() if line and not line[0].isspace()]
+    return "\n".join(lines).strip() or told.strip()

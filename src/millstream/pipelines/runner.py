@@ -1,0 +1,231 @@
+"""Runs one pipeline in a thread: claims it, does one step after the other, and begins anew when something fails.
+
+What a job did is durable when its step returns or can be done again, so a runner may end at any moment. A pipeline
+that fails again and again without a step that succeeds between is parked: it is left alone until somebody changes or
+starts it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+from millstream.kafka.pipeline_board import PipelineReport, State
+from millstream.model.errors import GroupNotEmpty, MillstreamError
+from millstream.model.pipeline import Pipeline
+from millstream.pipelines.job import GroupMember, Job, JobContext, JobKind
+from millstream.pipelines.reason import reason_of
+from millstream.pipelines.tally import Tally
+from millstream.wire.refusal import TRANSIENT
+
+_logger = logging.getLogger(__name__)
+
+FAILURES_MAX: Final = 5
+"""So many in a row park a pipeline."""
+BACKOFF_S_MIN: Final = 1.0
+BACKOFF_S_MAX: Final = 30.0
+OCCUPIED_S: Final = 3.0
+"""How often somebody else who runs the pipeline is looked for."""
+
+
+class Held(Protocol):
+    """A claim, as the runner uses it."""
+
+    def member(self) -> GroupMember:
+        """Who this is in the group."""
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether the broker has answered lately."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nobody else has taken over."""
+
+    def take(self) -> None:
+        """Get it, or raise `GroupNotEmpty`."""
+
+    def leave(self) -> None:
+        """Give it up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the driver gives to a runner."""
+
+    make: JobKind
+    context: Callable[[], JobContext]
+    """What jobs use, except what belongs to one pipeline."""
+    claim: Callable[[str, Callable[[], None]], Held]
+    """The claim on a group; the second is called when it is lost."""
+    begun: Callable[[], None] = lambda: None
+    """Called before each step, by the runner's thread."""
+    ended: Callable[[bool], None] = lambda _well: None
+    """Called after each step, with whether it went well."""
+    cancel: Callable[[], None] = lambda: None
+    """Ends what Spark is doing for this pipeline."""
+    changed: Callable[[], None] = lambda: None
+    """Called when there is something new to report."""
+    backoff_s: float = BACKOFF_S_MIN
+    occupied_s: float = OCCUPIED_S
+
+
+class Runner:
+    """One pipeline that is run, until `stop`, or until it is parked."""
+
+    def __init__(self, pipeline: Pipeline, around: Surroundings, *, node: int = -1) -> None:
+        self._around = around
+        self._node = node
+        self._tally = Tally()
+        self._lock = threading.Lock()
+        self._declared = pipeline
+        self._job_ends = threading.Event()
+        """Set when the job that runs now is to end: for good, for a new one, or because the claim was lost."""
+        self._ended = threading.Event()
+        self._claim = around.claim(pipeline.group, self._end_job)
+        self._failures = 0
+        self._restarts = 0
+        self._state: State = "starting"
+        self._error = ""
+        self._error_ms = 0
+
+    @property
+    def declared(self) -> Pipeline:
+        """What is run."""
+        return self._declared
+
+    def change(self, pipeline: Pipeline) -> None:
+        """Go on with other settings or rules, after the step that is under way."""
+        with self._lock:
+            self._declared = pipeline
+            self._failures = 0
+            self._job_ends.set()
+
+    def stop(self) -> None:
+        """Have `run` end soon; a step that is under way is given up."""
+        with self._lock:
+            self._ended.set()
+            self._job_ends.set()
+        self._around.cancel()
+
+    def report(self) -> PipelineReport:
+        """How it does."""
+        return PipelineReport(
+            name=self._declared.name,
+            state=self._state,
+            rows=self._tally.rows,
+            rows_per_s=self._tally.rows_per_s,
+            lag=self._tally.lag,
+            batches=self._tally.batches,
+            restarts=self._restarts,
+            last_error=self._error,
+            last_error_ms=self._error_ms,
+            counts=self._tally.counts,
+            node=self._node,
+        )
+
+    def run(self) -> None:
+        """Do steps until `stop`, or until it has failed too often; in a thread of its own."""
+        try:
+            while not self._ended.is_set() and self._state != "parked":
+                self._attempt()
+        finally:
+            self._claim.leave()
+            if self._state != "parked":
+                self._be("stopped")
+
+    def _attempt(self) -> None:
+        """Run one job, from its making to its end."""
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._job_ends = stopping = threading.Event()
+            pipeline = self._declared
+        try:
+            if not self._claim.is_held:
+                self._claim.take()
+            job = self._around.make(pipeline, self._context(pipeline, stopping))
+        except GroupNotEmpty as occupied:
+            self._note(occupied)
+            self._be("waiting")
+            stopping.wait(self._around.occupied_s)
+            return
+        except Exception as error:
+            self._failed(error, stopping)
+            return
+        try:
+            self._steps(job, stopping)
+        finally:
+            self._close(job)
+
+    def _steps(self, job: Job, stopping: threading.Event) -> None:
+        try:
+            while not stopping.is_set():
+                wait_s = self._step(job)
+                stopping.wait(wait_s)
+        except Exception as error:
+            self._failed(error, stopping)
+
+    def _step(self, job: Job) -> float:
+        self._around.begun()
+        if self._state in ("starting", "waiting"):
+            self._be("running")
+        is_well = False
+        try:
+            step = job.step()
+            is_well = True
+        finally:
+            self._around.ended(is_well)
+        self._tally.add(step)
+        self._failures = 0
+        self._be("running")
+        return step.wait_s
+
+    def _failed(self, error: Exception, stopping: threading.Event) -> None:
+        if self._ended.is_set():
+            # It was told to end, and what it did was cancelled.
+            return
+        self._note(error)
+        self._restarts += 1
+        # What happens while the broker cannot be reached says nothing about the pipeline.
+        if self._claim.is_confirmed and not isinstance(error, TRANSIENT):
+            self._failures += 1
+        if self._failures >= FAILURES_MAX:
+            _logger.error("a pipeline is parked", extra={"pipeline": self._declared.name, "error": self._error})
+            self._be("parked")
+            return
+        expected = isinstance(error, MillstreamError)
+        _logger.warning(
+            "a pipeline failed and is begun anew",
+            extra={"pipeline": self._declared.name, "error": self._error},
+            exc_info=None if expected else error,
+        )
+        self._be("retrying")
+        stopping.wait(min(self._around.backoff_s * 2 ** max(0, self._failures - 1), BACKOFF_S_MAX))
+
+    def _close(self, job: Job) -> None:
+        # Whatever it could not let go of ends with the driver.
+        with suppress(Exception):
+            job.close()
+
+    def _context(self, pipeline: Pipeline, stopping: threading.Event) -> JobContext:
+        return replace(
+            self._around.context(), rules=pipeline.rules, stopping=stopping, member=lambda: self._claim.member()
+        )
+
+    def _end_job(self) -> None:
+        with self._lock:
+            self._job_ends.set()
+
+    def _note(self, error: Exception) -> None:
+        self._error = reason_of(error)
+        self._error_ms = int(time.time() * 1000)
+
+    def _be(self, state: State) -> None:
+        self._state = state
+        self._around.changed()

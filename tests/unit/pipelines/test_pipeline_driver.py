@@ -1,0 +1,172 @@
+"""The driver: what it is told to run, what it tells, and who may work beside whom after a death."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from millstream.kafka.pipeline_board import PipelineReport
+from millstream.model.pipeline import Pipeline, PipelineKind, Rule
+from millstream.pipelines.driver import Driver, Options, Said, Told, Voice, Wanted
+from millstream.pipelines.job import Job, JobContext, Step
+from millstream.pipelines.turns import Turns
+from millstream.testing.pipeline_script import HANG_S, FreeClaim, Script, landing
+
+OPTIONS = Options(
+    kafka="127.0.0.1:1",
+    node=3,
+    lake="/lake",
+    folder="/folder",
+    master="",
+    memory="1g",
+    spark={},
+    log_level="info",
+    log_format="text",
+)
+
+
+class Scene:
+    """A driver without Spark whose jobs follow scripts, one for each pipeline."""
+
+    def __init__(self) -> None:
+        self.scripts: dict[str, Script] = {}
+        self.said: list[Said] = []
+        self._news = threading.Condition()
+        self.driver = Driver(
+            OPTIONS,
+            None,
+            self._say,
+            lambda _group, _when_lost: FreeClaim(),
+            jobs={PipelineKind.LAND: self._make},
+            report_s=0.0,
+            backoff_s=0.001,
+        )
+
+    def script(self, name: str, *lines: Step | Exception) -> Script:
+        self.scripts[name] = Script(*lines)
+        return self.scripts[name]
+
+    def until(self, condition: Callable[[list[Said]], bool]) -> None:
+        with self._news:
+            assert self._news.wait_for(lambda: condition(self.said), HANG_S)
+
+    def reported(self, name: str) -> PipelineReport | None:
+        reports = [said.reports for said in self.said if said.reports is not None]
+        return next((one for one in reports[-1] if one.name == name), None) if reports else None
+
+    def _make(self, pipeline: Pipeline, context: JobContext) -> Job:
+        return self.scripts[pipeline.name](pipeline, context)
+
+    def _say(self, said: Said) -> None:
+        with self._news:
+            self.said.append(said)
+            self._news.notify_all()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.driver.end()
+
+
+def test_it_runs_what_it_is_told_and_reports(scene: Scene) -> None:
+    first, second = scene.script("a", Step(rows=3)), scene.script("b", Step(rows=4))
+    scene.driver.declare([Wanted(landing("a")), Wanted(landing("b"))])
+    assert first.at_end.wait(HANG_S)
+    assert second.at_end.wait(HANG_S)
+    scene.until(lambda _said: _rows(scene, "a") == 3 and _rows(scene, "b") == 4)
+    assert first.contexts[0].lake == "/lake"
+    assert first.contexts[0].brokers == "127.0.0.1:1"
+    steps = [said for said in scene.said if "a" in (said.begun, said.ended)]
+    assert [(said.begun, said.is_well) for said in steps] == [("a", False), ("", True), ("a", False)]
+
+    scene.driver.declare([Wanted(landing("b"))])
+    scene.until(lambda _said: scene.reported("a") is None)
+    assert _rows(scene, "b") == 4
+
+
+def test_a_change_is_a_new_job_and_an_equal_line_is_none(scene: Scene) -> None:
+    script = scene.script("a")
+    scene.driver.declare([Wanted(landing("a"))])
+    assert script.at_end.wait(HANG_S)
+    scene.driver.declare([Wanted(landing("a"))])
+    script.at_end.clear()
+    scene.driver.declare([Wanted(landing("a", decode="json"))])
+    assert script.at_end.wait(HANG_S)
+    assert [one.overrides.get("decode") for one in script.pipelines] == [None, "json"]
+
+
+def test_one_that_was_parked_is_tried_again_by_another_number(scene: Scene) -> None:
+    script = scene.script("a", *[ValueError("no")] * 5, Step(rows=1))
+    scene.driver.declare([Wanted(landing("a"))])
+    scene.until(lambda _said: _state(scene, "a") == "parked")
+    scene.driver.declare([Wanted(landing("a"))])
+    assert not script.at_end.is_set()
+    scene.driver.declare([Wanted(landing("a"), attempt=1)])
+    assert script.at_end.wait(HANG_S)
+
+
+def test_one_that_was_deleted_and_made_anew_begins_after_the_end_of_the_other(scene: Scene) -> None:
+    script = scene.script("a")
+    before = landing("a")
+    scene.driver.declare([Wanted(before)])
+    assert script.at_end.wait(HANG_S)
+    script.at_end.clear()
+    after = dataclasses.replace(before, pipeline_id=uuid.uuid4())
+    scene.driver.declare([Wanted(after)])
+    assert script.at_end.wait(HANG_S)
+    assert script.pipelines == [before, after]
+    assert script.closed == 1
+
+
+def test_suspects_take_turns_until_a_step_went_well() -> None:
+    turns = Turns()
+    turns.suspect("a")
+    turns.suspect("b")
+    turns.take("a")
+    turns.take("c")
+    waiting = threading.Thread(target=turns.take, args=("b",))
+    waiting.start()
+    turns.give_back("c", is_well=False)
+    assert waiting.is_alive()
+    turns.give_back("a", is_well=True)
+    waiting.join(HANG_S)
+    assert not waiting.is_alive()
+    # One is cleared, the other still has its turn.
+    turns.take("a")
+    turns.give_back("a", is_well=True)
+    turns.give_back("b", is_well=False)
+    turns.take("b")
+    turns.give_back("b", is_well=True)
+
+
+def test_what_is_told_and_said_survives_the_pipe() -> None:
+    rules = (Rule(name="all", topic="orders", targets=("queue",)),)
+    wanted = Wanted(dataclasses.replace(landing("a"), kind=PipelineKind.ROUTE, rules=rules), 2, True)
+    assert msgspec.json.decode(msgspec.json.encode(Told([wanted])), type=Told) == Told([wanted])
+    stream = io.BytesIO()
+    voice = Voice(stream)
+    voice.say(Said(begun="a"))
+    voice.say(Said(reports=[PipelineReport(name="a", state="running", counts={"files": 1})]))
+    heard = [msgspec.json.decode(line, type=Said) for line in stream.getvalue().splitlines()]
+    assert heard[0] == Said(begun="a")
+    assert heard[1].reports == [PipelineReport(name="a", state="running", counts={"files": 1})]
+    stream.close()
+    voice.say(Said(ended="a"))
+
+
+def _rows(scene: Scene, name: str) -> int | None:
+    report = scene.reported(name)
+    return None if report is None else report.rows
+
+
+def _state(scene: Scene, name: str) -> str | None:
+    report = scene.reported(name)
+    return None if report is None else report.state

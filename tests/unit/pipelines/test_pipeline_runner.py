@@ -1,0 +1,200 @@
+"""One pipeline that is run: its steps, its failures, changes and its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+
+from millstream.model.errors import BrokerUnreachable, GroupNotEmpty, InvalidRequest
+from millstream.pipelines.job import JobContext, Step
+from millstream.pipelines.reason import reason_of
+from millstream.pipelines.runner import FAILURES_MAX, Runner, Surroundings
+from millstream.pipelines.tally import WINDOW_S, Tally
+from millstream.testing.pipeline_script import HANG_S, FreeClaim, Script, landing
+
+NO_SPARK = cast("Any", None)
+
+
+class Watched:
+    """A runner in its thread, with everything that it told."""
+
+    def __init__(self, script: Script, claim: FreeClaim) -> None:
+        self.claim = claim
+        self.told: list[str] = []
+        self.steps: list[object] = []
+        self._news = threading.Condition()
+        around = Surroundings(
+            make=script,
+            context=lambda: JobContext(spark=NO_SPARK, brokers="", lake="", folder=""),
+            claim=self._claimed,
+            begun=lambda: self.steps.append("begun"),
+            ended=self.steps.append,
+            changed=self._changed,
+            backoff_s=0.001,
+            occupied_s=0.001,
+        )
+        self.runner = Runner(landing(), around, node=3)
+        self.thread = threading.Thread(target=self.runner.run)
+
+    def until(self, state: str) -> None:
+        with self._news:
+            assert self._news.wait_for(lambda: state in self.told, HANG_S)
+
+    def _claimed(self, group: str, when_lost: Any) -> FreeClaim:
+        assert group == "pipeline-landing"
+        self.claim.when_lost = when_lost
+        return self.claim
+
+    def _changed(self) -> None:
+        with self._news:
+            self.told.append(self.runner.report().state)
+            self._news.notify_all()
+
+
+@contextmanager
+def running(script: Script, claim: FreeClaim | None = None) -> Iterator[Watched]:
+    watched = Watched(script, claim or FreeClaim())
+    watched.thread.start()
+    try:
+        yield watched
+    finally:
+        watched.runner.stop()
+        watched.thread.join(HANG_S)
+        assert not watched.thread.is_alive()
+
+
+def test_steps_are_counted_and_told() -> None:
+    script = Script(Step(rows=5, lag=7, counts={"files": 2}), Step(lag=7), Step(rows=7, counts={"files": 1}))
+    with running(script) as watched:
+        assert script.at_end.wait(HANG_S)
+        report = watched.runner.report()
+        assert (report.name, report.state, report.node) == ("landing", "running", 3)
+        assert (report.rows, report.batches, report.lag, report.restarts) == (12, 2, 0, 0)
+        assert report.counts == {"files": 3}
+        assert report.rows_per_s > 0
+        assert script.contexts[0].member().member_id == "me"
+        assert watched.steps == ["begun", True] * 3 + ["begun"]
+    assert watched.runner.report().state == "stopped"
+    assert (watched.claim.taken, watched.claim.left, script.closed) == (1, 1, 1)
+
+
+def test_a_failure_is_told_and_the_job_is_made_anew() -> None:
+    script = Script(Step(rows=1), ValueError("no such column"), Step(rows=2))
+    with running(script) as watched:
+        assert script.at_end.wait(HANG_S)
+        report = watched.runner.report()
+        assert (report.state, report.rows, report.restarts) == ("running", 3, 1)
+        assert report.last_error == "ValueError: no such column"
+        assert report.last_error_ms > 0
+        assert "retrying" in watched.told
+    assert len(script.contexts) == 2
+    assert watched.claim.taken == 1
+
+
+def test_one_that_fails_again_and_again_is_parked() -> None:
+    failures = [InvalidRequest("it cannot be")] * FAILURES_MAX
+    script = Script(*failures[1:], Step(rows=1), *failures)
+    with running(script) as watched:
+        watched.thread.join(HANG_S)
+        report = watched.runner.report()
+        assert (report.state, report.last_error) == ("parked", "it cannot be")
+        assert report.restarts == 2 * FAILURES_MAX - 1
+        assert watched.claim.left == 1
+    assert watched.runner.report().state == "parked"
+
+
+def test_a_broker_that_is_away_parks_nothing() -> None:
+    script = Script(*[BrokerUnreachable("nobody answers")] * (3 * FAILURES_MAX), Step(rows=1))
+    with running(script) as watched:
+        assert script.at_end.wait(HANG_S)
+        assert watched.runner.report().state == "running"
+
+
+def test_failures_while_the_group_is_not_heard_of_do_not_count() -> None:
+    script = Script(Step(rows=1), *[RuntimeError("the task failed")] * (3 * FAILURES_MAX))
+    claim = FreeClaim()
+    claim.confirms = False
+    with running(script, claim) as watched:
+        assert script.at_end.wait(HANG_S)
+        assert watched.runner.report().restarts == 3 * FAILURES_MAX
+
+
+def test_it_waits_while_somebody_else_runs_it() -> None:
+    busy = [GroupNotEmpty("it is being run by 'cli'")] * 3
+    script = Script(Step(rows=1))
+    with running(script, FreeClaim(busy)) as watched:
+        watched.until("waiting")
+        assert script.at_end.wait(HANG_S)
+        report = watched.runner.report()
+        assert (report.state, report.restarts) == ("running", 0)
+        assert report.last_error == "it is being run by 'cli'"
+
+
+def test_a_lost_claim_is_taken_again_before_another_step() -> None:
+    script = Script(Step(rows=1))
+    with running(script) as watched:
+        assert script.at_end.wait(HANG_S)
+        script.at_end.clear()
+        watched.claim.lose()
+        assert script.at_end.wait(HANG_S)
+        assert watched.claim.taken == 2
+        assert len(script.contexts) == 2
+
+
+def test_new_settings_make_a_new_job_under_the_same_claim() -> None:
+    script = Script()
+    with running(script) as watched:
+        assert script.at_end.wait(HANG_S)
+        script.at_end.clear()
+        watched.runner.change(landing(decode="json"))
+        assert script.at_end.wait(HANG_S)
+        assert watched.claim.taken == 1
+    assert [one.overrides.get("decode") for one in script.pipelines] == [None, "json"]
+
+
+def test_what_is_cancelled_by_a_stop_is_no_failure() -> None:
+    script = Script()
+    with running(script) as watched:
+        assert script.at_end.wait(HANG_S)
+        script.fails_when_stopped = True
+    report = watched.runner.report()
+    assert (report.state, report.last_error, report.restarts) == ("stopped", "", 0)
+
+
+def test_the_rate_is_that_of_the_last_minute() -> None:
+    now = [0.0]
+    tally = Tally(lambda: now[0])
+    tally.add(Step(rows=600))
+    assert tally.rows_per_s == 600
+    now[0] = 30.0
+    tally.add(Step(rows=600))
+    assert tally.rows_per_s == 40
+    now[0] = 30.0 + WINDOW_S - 1
+    assert tally.rows_per_s == 10
+    now[0] = 1000.0
+    assert tally.rows_per_s == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (InvalidRequest("say what is landed"), "say what is landed"),
+        (ValueError("wrong"), "ValueError: wrong"),
+        (ValueError(), "ValueError"),
+        (
+            RuntimeError(
+                "Job aborted: Traceback (most recent call last):\n"
+                "  File \"a.py\", line 3, in f\n    g()\nKeyError: 'id'\n\n\tat org.apache.spark.X.y(X.scala:1)\n"
+            ),
+            "RuntimeError: KeyError: 'id'",
+        ),
+        (RuntimeError("[PARSE] near 'FRM'\n\tat org.apache.spark.X.y(X.scala:1)"), "RuntimeError: [PARSE] near 'FRM'"),
+        (ValueError("x" * 10_000), "ValueError: " + "x" * 3988 + " …"),
+    ],
+)
+def test_reasons_are_told_without_traces(error: Exception, told: str) -> None:
+    assert reason_of(error) == told
