@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, Unpack
 
 from millstream.client import tracing
-from millstream.client.declaration import Declared, Start, declare, wanted_settings
+from millstream.client.arguments import check_number, check_text, check_truth, check_whole
+from millstream.client.declaration import Declared, Wanted, declare, wanted_settings
 from millstream.client.lane import ACKS_NONE
 from millstream.client.live_receiver import LiveReceiver
 from millstream.client.message_stream import MessageStream
@@ -65,8 +67,11 @@ def connect(
     """
     needed = ACKS_ALL if acks == "all" else acks
     _check_options(addresses, needed, compression, receipts)
-    _check_numbers(timeout=timeout, publish_timeout=publish_timeout, linger=linger)
-    _check_numbers(1, batch_bytes=batch_bytes, buffer_bytes=buffer_bytes)
+    check_text("client_id", client_id)
+    for name, seconds in {"timeout": timeout, "publish_timeout": publish_timeout, "linger": linger}.items():
+        check_number(name, seconds)
+    check_whole("batch_bytes", batch_bytes, 1)
+    check_whole("buffer_bytes", buffer_bytes, 1)
     client = Client.connect(
         ",".join(addresses),
         client_id=client_id,
@@ -97,19 +102,14 @@ def _check_options(addresses: Sequence[object], acks: object, compression: objec
     for address in addresses:
         if not isinstance(address, str):
             raise InvalidRequest(f'an address is a text such as "localhost:9092", not {address!r}')
-    if acks not in (ACKS_ALL, 1, ACKS_NONE):
+    if isinstance(acks, bool) or acks not in (ACKS_ALL, 1, ACKS_NONE):
         raise InvalidRequest(f'acks must be "all" (or -1), 1 or 0, not {acks!r}')
     if compression not in COMPRESSIONS:
         raise InvalidRequest(f"compression must be one of {', '.join(COMPRESSIONS)}, not {compression!r}")
+    if receipts is not None and not isinstance(receipts, str | os.PathLike):
+        raise InvalidRequest(f"receipts must be the name of a file, not {receipts!r}")
     if receipts is not None and acks == ACKS_NONE:
         raise InvalidRequest("without acknowledgements (acks=0) there is nothing that a book of receipts could keep")
-
-
-def _check_numbers(least: int = 0, /, **numbers: object) -> None:
-    for name, number in numbers.items():
-        # Written so that NaN, which is not smaller than anything, is refused as well.
-        if not isinstance(number, int | float) or not number >= least:
-            raise InvalidRequest(f"{name} must be a number of at least {least}, not {number!r}")
 
 
 class Connection:
@@ -148,7 +148,7 @@ class Connection:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    async def close(self, timeout: float = DRAIN_S) -> None:
+    async def close(self, timeout: float | None = DRAIN_S) -> None:
         """Finish what handlers are at, send what was published, and close."""
         try:
             ends = [
@@ -199,6 +199,8 @@ class Connection:
         _check_topic(topic)
         content, kind = encoded(value)
         written = headers_of(headers, kind, id, delay)
+        if correlation_id is not None:
+            check_text("correlation_id", correlation_id)
         if tracing.is_on():
             with tracing.publish_span(topic, client_id=self._client_id, correlation=correlation_id) as span:
                 written = tracing.outgoing(written, correlation_id)
@@ -235,6 +237,10 @@ class Connection:
 
     async def delivery(self, receipt: Receipt, *, subscription: str, wait: float = 0.0) -> MessageDelivery:
         """What has become of a message in a subscription; waits up to so many seconds for its end."""
+        if not isinstance(receipt, Receipt):
+            raise InvalidRequest(f"receipt must be what publish has returned, not {receipt!r}")
+        check_text("subscription", subscription)
+        check_number("wait", wait)
         from millstream.client.publishing_once import delivery
 
         return await delivery(self.client, receipt, subscription, wait)
@@ -248,6 +254,7 @@ class Connection:
         partition: int | None,
         deduplicate: bool,
     ) -> Receipt:
+        check_truth("deduplicate", deduplicate)
         if deduplicate:
             from millstream.client.publishing_once import publish_deduplicated
 
@@ -287,48 +294,31 @@ class Connection:
         live: bool = False,
         concurrency: int = 10,
         in_flight: int = 1000,
-        filter: str | None = None,
-        delivery: str | None = None,
-        ordered: bool | None = None,
-        lease: float | None = None,
-        attempts: int | None = None,
-        backoff: tuple[float, float] | None = None,
-        dead_letter: str | None = None,
-        start: Start | None = None,
-        expires: float | None = None,
         update: bool = False,
+        **wanted: Unpack[Wanted],
     ) -> Subscriber:
         """Have a handler work on the messages of a subscription, which is declared if it is not there.
 
         A handler that returns accepts its message. One that raises gives it back, to be delivered again after the
         backoff; `Reject` sends it to the dead letter topic now and `RetryLater` names a delay. Plain functions run in
         threads. At most `concurrency` messages are handled at once and `in_flight` are held. While a message is here
-        its lease is renewed. What is None of `filter` to `expires` is as declared; what is not must be as declared, or
-        is changed with `update`. With `live`, nothing is declared: the handler gets what is published from now on.
+        its lease is renewed. What is wanted (`filter`, `delivery`, `ordered`, `lease`, `attempts`, `backoff`,
+        `dead_letter`, `start`, `expires`) must be as declared, or is changed with `update`. With `live`, nothing is
+        declared: the handler gets what is published from now on.
         """
         if not callable(handler):
             raise InvalidSubscription(
                 f"handler must be a function that takes a message, not {handler!r}; give it without calling it"
             )
-        if concurrency < 1 or in_flight < 1:
-            raise InvalidSubscription("concurrency and in_flight are at least 1")
-        asked: dict[str, Any] = {
-            "filter": filter,
-            "delivery": delivery,
-            "ordered": ordered,
-            "lease": lease,
-            "attempts": attempts,
-            "backoff": backoff,
-            "dead_letter": dead_letter,
-            "start": start,
-            "expires": expires,
-        }
+        check_whole("concurrency", concurrency, 1, InvalidSubscription)
+        check_whole("in_flight", in_flight, 1, InvalidSubscription)
+        check_truth("live", live, InvalidSubscription)
+        settings = wanted_settings(wanted)
         source: Source
         if live:
-            _refuse_declared(asked | {"name": name, "update": update or None})
+            _refuse_declared({**wanted, "name": name, "update": update or None})
             source = LiveReceiver(self.client, _listed(topics))
         else:
-            settings = wanted_settings(**asked)
             declared = await self._declare(topics, name, settings, update=update)
             source = self._receiver(declared, credit=in_flight, ahead=concurrency)
 
@@ -349,29 +339,15 @@ class Connection:
         *,
         name: str,
         in_flight: int = 1000,
-        filter: str | None = None,
-        delivery: str | None = None,
-        ordered: bool | None = None,
-        lease: float | None = None,
-        attempts: int | None = None,
-        backoff: tuple[float, float] | None = None,
-        dead_letter: str | None = None,
-        start: Start | None = None,
-        expires: float | None = None,
         update: bool = False,
+        **wanted: Unpack[Wanted],
     ) -> MessageStream:
-        """The messages of a subscription to iterate over; each is settled by `ack`, `nack` or `reject`."""
-        settings = wanted_settings(
-            filter=filter,
-            delivery=delivery,
-            ordered=ordered,
-            lease=lease,
-            attempts=attempts,
-            backoff=backoff,
-            dead_letter=dead_letter,
-            start=start,
-            expires=expires,
-        )
+        """The messages of a subscription to iterate over; each is settled by `ack`, `nack` or `reject`.
+
+        What is wanted of it is said as for `subscribe`.
+        """
+        check_whole("in_flight", in_flight, 1, InvalidSubscription)
+        settings = wanted_settings(wanted)
 
         async def begin() -> Source:
             declared = await self._declare(topics, name, settings, update=update)
@@ -396,6 +372,8 @@ class Connection:
     ) -> Declared:
         if not name:
             raise InvalidSubscription("a subscription needs a name; live=True listens without one")
+        check_text("name", name, InvalidSubscription)
+        check_truth("update", update, InvalidSubscription)
         return await declare(self._subscriptions, name, _listed(topics), settings, update=update)
 
     def _receiver(self, declared: Declared, *, credit: int, ahead: int) -> Receiver:
@@ -481,6 +459,8 @@ def _record(value: Any) -> NewRecord:
     if not isinstance(value, NewMessage):
         content, kind = encoded(value)
         return NewRecord(None, content, tracing.outgoing(kind))
+    if value.correlation_id is not None:
+        check_text("correlation_id", value.correlation_id)
     content, kind = encoded(value.value)
     headers = headers_of(value.headers, kind, value.id, value.delay)
     return NewRecord(key_bytes(value.key), content, tracing.outgoing(headers, value.correlation_id))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 from millstream.admin.subscriptions import start_of
+from millstream.client.arguments import check_number, check_pair, check_text, check_truth, check_whole
 from millstream.model.errors import InvalidRequest, InvalidSubscription, SubscriptionExists
 from millstream.model.subscription import (
     AT_TIME,
@@ -42,32 +43,37 @@ class Declared:
     delivery: str
 
 
-def wanted_settings(
-    *,
-    filter: str | None,
-    delivery: str | None,
-    ordered: bool | None,
-    lease: Seconds | None,
-    attempts: int | None,
-    backoff: tuple[Seconds, Seconds] | None,
-    dead_letter: str | None,
-    start: Start | None,
-    expires: Seconds | None,
-) -> dict[str, str]:
-    """What is asked for, under the names that settings have; what is None is left as it is."""
-    asked: dict[str, Any] = {
-        FILTER: filter,
-        DELIVERY: delivery,
-        ORDERED: ordered,
-        LEASE: _ms(lease),
-        ATTEMPTS: attempts,
-        BACKOFF_MIN: None if backoff is None else _ms(backoff[0]),
-        BACKOFF_MAX: None if backoff is None else _ms(backoff[1]),
-        DEAD_LETTER_TOPIC: dead_letter,
-        START: None if start is None else _start(start),
-        EXPIRES: _ms(expires),
-    }
-    texts = {name: _text(value) for name, value in asked.items() if value is not None}
+class Wanted(TypedDict, total=False):
+    """What can be asked of a subscription; what is left out, or None, is as it is declared."""
+
+    filter: str | None
+    """A condition; messages that do not meet it are left out."""
+    delivery: str | None
+    """`at-most-once`, `at-least-once` or `exactly-once`."""
+    ordered: bool | None
+    """Whether messages with the same key are handled one after the other."""
+    lease: Seconds | None
+    """How long a message belongs to a worker that is not heard of."""
+    attempts: int | None
+    """How often a message is delivered at most; 0 for no limit."""
+    backoff: tuple[Seconds, Seconds] | None
+    """How long the pause before the next attempt is at least, and at most."""
+    dead_letter: str | None
+    """The topic for messages that nobody could handle."""
+    start: Start | None
+    """Where a new subscription begins."""
+    expires: Seconds | None
+    """After how long without use it is deleted."""
+
+
+def wanted_settings(wanted: Wanted) -> dict[str, str]:
+    """What is asked for, under the names that settings have; `InvalidRequest` for what cannot be meant."""
+    texts: dict[str, str] = {}
+    for name, value in wanted.items():
+        if name not in _SETTINGS:
+            raise InvalidSubscription(f"a subscription has no {name!r}; what can be asked for: {', '.join(_SETTINGS)}")
+        if value is not None:
+            texts |= _SETTINGS[name](name, value)
     SubscriptionSettings.from_strings(texts)
     return texts
 
@@ -110,12 +116,63 @@ def _declared(name: str, settings: SubscriptionSettings) -> Declared:
     return Declared(name, settings.lease_ms / 1000, settings.delivery)
 
 
-def _ms(seconds: float | None) -> int | None:
-    return None if seconds is None else int(seconds * 1000)
+_Reading = Callable[[str, Any], dict[str, str]]
+"""Says what an argument, by its name and value, means as settings."""
 
 
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _text(setting: str) -> _Reading:
+    def read(name: str, value: Any) -> dict[str, str]:
+        check_text(name, value, InvalidSubscription)
+        return {setting: value}
+
+    return read
+
+
+def _truth(setting: str) -> _Reading:
+    def read(name: str, value: Any) -> dict[str, str]:
+        check_truth(name, value, InvalidSubscription)
+        return {setting: str(value).lower()}
+
+    return read
+
+
+def _whole(setting: str) -> _Reading:
+    def read(name: str, value: Any) -> dict[str, str]:
+        check_whole(name, value, told=InvalidSubscription)
+        return {setting: str(value)}
+
+    return read
+
+
+def _seconds(setting: str) -> _Reading:
+    def read(name: str, value: Any) -> dict[str, str]:
+        check_number(name, value, told=InvalidSubscription)
+        return {setting: str(int(value * 1000))}
+
+    return read
+
+
+def _backoff(name: str, value: Any) -> dict[str, str]:
+    check_pair(name, value, InvalidSubscription)
+    least, most = (str(int(seconds * 1000)) for seconds in value)
+    return {BACKOFF_MIN: least, BACKOFF_MAX: most}
+
+
+def _beginning(name: str, value: Any) -> dict[str, str]:
+    return {START: _start(value)}
+
+
+_SETTINGS: Final[dict[str, _Reading]] = {
+    "filter": _text(FILTER),
+    "delivery": _text(DELIVERY),
+    "ordered": _truth(ORDERED),
+    "lease": _seconds(LEASE),
+    "attempts": _whole(ATTEMPTS),
+    "backoff": _backoff,
+    "dead_letter": _text(DEAD_LETTER_TOPIC),
+    "start": _beginning,
+    "expires": _seconds(EXPIRES),
+}
 
 
 def _start(start: Start) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from millstream.client.arguments import check_text
 from millstream.client.outcome import milliseconds
 from millstream.client.tracing import CORRELATION_ID, TRACEPARENT
 from millstream.model.errors import InvalidRecordState
@@ -142,6 +143,7 @@ class Message(msgspec.Struct, eq=False, gc=False):
     async def _settle(self, verb: int, delay: float | None = None, reason: str = "") -> None:
         if self.is_settled and self._held.is_leased:
             raise InvalidRecordState(f"message {self.id} is settled already, or its lease is over")
+        check_text("reason", reason)
         answer = self._held.settler.settle(self, verb, _ms(delay), reason)
         await answer
 

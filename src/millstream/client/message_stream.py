@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Self
 
+from millstream.client.arguments import check_whole
 from millstream.client.message import Message
 from millstream.client.source import Source
+from millstream.model.errors import InvalidRequest
 
 
 class MessageStream:
@@ -48,6 +50,7 @@ class MessageStream:
 
     async def batches(self, count: int = 1000) -> AsyncIterator[list[Message]]:
         """The messages that are there, at most so many at a time; `ack` settles them together."""
+        check_whole("count", count, 1)
         source = await self._started()
         while True:
             messages = source.take_many(count)
@@ -68,6 +71,8 @@ class MessageStream:
         Raises the first error that came when all of them were told; `InvalidRecordState` for messages that are not
         held any more.
         """
+        if not isinstance(messages, Sequence) or not all(isinstance(one, Message) for one in messages):
+            raise InvalidRequest(f"messages must be a list of messages that this has given, not {messages!r:.100}")
         source = await self._started()
         told = await asyncio.gather(*source.accept_many(messages), return_exceptions=True)
         for outcome in told:

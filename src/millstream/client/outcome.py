@@ -13,7 +13,8 @@ SECONDS_MAX: Final = 10 * 365 * 86400
 
 def milliseconds(seconds: float) -> int:
     """A time from now as it is told to the broker; one that is past is now."""
-    if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds > SECONDS_MAX:
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not math.isfinite(seconds) or seconds > SECONDS_MAX:
         raise InvalidRequest(f"{seconds!r} is no number of seconds up to ten years")
     return max(0, int(seconds * 1000))
 

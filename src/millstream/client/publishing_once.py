@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from millstream.client.arguments import check_whole
 from millstream.client.publisher import MESSAGE_ID
 from millstream.client.receipt import Receipt
 from millstream.model.errors import InvalidRequest, UnknownTopic
@@ -19,6 +20,8 @@ async def publish_deduplicated(client: Client, topic: str, record: NewRecord, pa
     given = next((value for name, value in record.headers if name == MESSAGE_ID and value), None)
     if given is None:
         raise InvalidRequest("a message is told from others by its id: deduplicate=True needs id=…")
+    if partition is not None:
+        check_whole("partition", partition)
     found = (await client.metadata([topic], create=True)).topics.get(topic)
     if found is None:
         raise UnknownTopic(f"topic {topic!r} does not exist; create it with: millstream topic create {topic}")

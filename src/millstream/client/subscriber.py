@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from millstream.client import tracing
+from millstream.client.arguments import check_number
 from millstream.client.message import Message
 from millstream.client.outcome import Reject, RetryLater, milliseconds
 from millstream.client.source import Source
@@ -67,12 +68,14 @@ class Subscriber:
             self._workers.append(loop.create_task(self._work()))
             self._workers[-1].add_done_callback(self._ended)
 
-    async def drain(self, timeout: float = DRAIN_S) -> None:
+    async def drain(self, timeout: float | None = DRAIN_S) -> None:
         """Take no more messages, finish those that handlers are at, give back those that wait here, and stop.
 
         Those that nobody would get again are handled: at most once, or live. What is not finished in time is cancelled
-        and delivered again, here or elsewhere.
+        and delivered again, here or elsewhere; with None there is no limit.
         """
+        if timeout is not None:
+            check_number("timeout", timeout)
         if self._draining:
             await asyncio.shield(self._stopped)
             return
@@ -89,7 +92,7 @@ class Subscriber:
             await self._end()
             await self._forget(False)
 
-    async def unsubscribe(self, *, delete: bool = False, timeout: float = DRAIN_S) -> None:
+    async def unsubscribe(self, *, delete: bool = False, timeout: float | None = DRAIN_S) -> None:
         """Stop handling; the subscription stays and gathers messages for whoever comes next, unless deleted."""
         await self.drain(timeout)
         if delete and not self._is_deleted:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Final
 
+from millstream.client.arguments import check_whole
 from millstream.client.partition_queue import PartitionQueue
 from millstream.model.errors import UnknownTopic
 from millstream.model.partitioner import partition_for_key
@@ -56,7 +57,8 @@ class TopicRoute:
         return self._sticky
 
     def _fixed(self, partition: int) -> PartitionQueue:
-        if not 0 <= partition < len(self.queues):
+        check_whole("partition", partition)
+        if not partition < len(self.queues):
             last = len(self.queues) - 1
             raise UnknownTopic(f"topic {self.name!r} has no partition {partition}; the last is {last}")
         return self.queues[partition]

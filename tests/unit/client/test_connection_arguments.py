@@ -17,10 +17,7 @@ from millstream.model.errors import (
     InvalidTopicName,
 )
 from millstream.testing.cluster_network import free_ports
-
-NOTHING: dict[str, Any] = dict.fromkeys(
-    ("filter", "delivery", "ordered", "lease", "attempts", "backoff", "dead_letter", "start", "expires")
-)
+from millstream.testing.producer_ledger import ProducerLedger
 
 
 @pytest.mark.parametrize(
@@ -34,6 +31,10 @@ NOTHING: dict[str, Any] = dict.fromkeys(
         ({"timeout": "30"}, "timeout must be"),
         ({"publish_timeout": -1}, "publish_timeout must be"),
         ({"buffer_bytes": 0}, "buffer_bytes must be"),
+        ({"batch_bytes": 1.5}, "batch_bytes must be a whole number"),
+        ({"client_id": 5}, "client_id must be a text"),
+        ({"acks": True}, "acks must be"),
+        ({"receipts": 5}, "receipts must be the name of a file"),
     ],
 )
 def test_options_are_checked_when_they_are_given(options: dict[str, Any], told: str) -> None:
@@ -125,14 +126,94 @@ async def test_what_listens_live_declares_nothing(ms: Any, asked: dict[str, Any]
     ],
 )
 def test_a_subscription_begins_where_people_say(start: str, setting: str) -> None:
-    assert wanted_settings(**NOTHING | {"start": start}) == {"share.auto.offset.reset": setting}
+    assert wanted_settings({"start": start}) == {"share.auto.offset.reset": setting}
 
 
 def test_a_subscription_begins_so_long_ago() -> None:
-    assert wanted_settings(**NOTHING | {"start": "2h"})["share.auto.offset.reset"].startswith("at:1")
+    assert wanted_settings({"start": "2h"})["share.auto.offset.reset"].startswith("at:1")
 
 
 @pytest.mark.parametrize("start", ["yesterday", "17", 17, "by_duration:never", "at:noon"])
 def test_a_beginning_that_is_none_is_refused_by_name(start: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^start"):
-        wanted_settings(**NOTHING | {"start": start})
+        wanted_settings({"start": start})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"partition": "0"}, "partition must be a whole number of at least 0, not '0'"),
+        ({"partition": True}, "partition must be"),
+        ({"partition": -1}, "partition must be"),
+        ({"partition": [0]}, "partition must be"),
+        ({"correlation_id": 5}, "correlation_id must be a text, not 5"),
+        ({"deduplicate": "no", "id": "a"}, "deduplicate must be True or False, not 'no'"),
+    ],
+)
+async def test_a_publish_is_refused_by_the_name_of_what_is_wrong(given: dict[str, Any], told: str) -> None:
+    async with ProducerLedger.started() as ledger, millstream.connect(ledger.broker.address) as ms:
+        with pytest.raises(InvalidRequest, match=told):
+            await ms.publish("orders", "a", **given)
+        if "partition" in given:
+            with pytest.raises(InvalidRequest, match=told):
+                await ms.publish_many("orders", ["a"], **given)
+            with pytest.raises(InvalidRequest, match=told):
+                await ms.publish("orders", "a", id="a", deduplicate=True, **given)
+        if "correlation_id" in given:
+            with pytest.raises(InvalidRequest, match=told):
+                await ms.publish_many("orders", [millstream.NewMessage("a", **given)])
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"name": b"billing"}, "name must be a text"),
+        ({"concurrency": "3"}, "concurrency must be a whole number of at least 1, not '3'"),
+        ({"concurrency": 1.5}, "concurrency must be"),
+        ({"in_flight": None}, "in_flight must be"),
+        ({"filter": 5}, "filter must be a text"),
+        ({"ordered": "yes"}, "ordered must be True or False"),
+        ({"lease": "5"}, "lease must be a number of at least 0, not '5'"),
+        ({"lease": math.nan}, "lease must be"),
+        ({"expires": math.inf}, "expires must be"),
+        ({"attempts": "3"}, "attempts must be a whole number"),
+        ({"backoff": 5}, "backoff must be two numbers"),
+        ({"backoff": (1,)}, "backoff must be two numbers"),
+        ({"backoff": ("1", "2")}, "backoff must be a number of at least 0, not '1'"),
+        ({"dead_letter": 5}, "dead_letter must be a text"),
+        ({"update": "yes"}, "update must be True or False"),
+        ({"live": "no"}, "live must be True or False"),
+        ({"leese": 5}, "no 'leese'; what can be asked for: filter, delivery"),
+    ],
+)
+async def test_a_subscription_is_refused_by_the_name_of_what_is_wrong(
+    ms: Any, given: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(InvalidSubscription, match=told):
+        await ms.subscribe("orders", print, **{"name": "billing", **given})
+    if "concurrency" not in given and "live" not in given:
+        with pytest.raises(InvalidSubscription, match=told):
+            async with ms.subscription("orders", **{"name": "billing", **given}):
+                pass
+
+
+async def test_a_receipt_is_what_a_publish_has_returned(ms: Any) -> None:
+    receipt = millstream.Receipt("orders", 0, 0, 0, "")
+    for given in (("orders", 0, 0), None):
+        with pytest.raises(InvalidRequest, match="receipt must be what publish has returned"):
+            await ms.delivery(given, subscription="billing")
+    with pytest.raises(InvalidRequest, match="subscription must be a text"):
+        await ms.delivery(receipt, subscription=5)
+    for wait in ("5", math.inf):
+        with pytest.raises(InvalidRequest, match="wait must be a number"):
+            await ms.delivery(receipt, subscription="billing", wait=wait)
+
+
+async def test_lists_are_asked_for_and_acknowledged_as_such(ms: Any) -> None:
+    stream = ms.subscription("orders", name="billing")
+    for count in ("5", 0):
+        with pytest.raises(InvalidRequest, match="count must be a whole number of at least 1"):
+            await anext(stream.batches(count))
+    for messages in (None, ["a"]):
+        with pytest.raises(InvalidRequest, match="messages must be a list of messages"):
+            await stream.ack(messages)

@@ -11,7 +11,7 @@ from uuid import UUID
 import msgspec
 import pytest
 
-from millstream.client.declaration import wanted_settings
+from millstream.client.declaration import Wanted, wanted_settings
 from millstream.client.held import Held
 from millstream.client.leased_records import read_leased
 from millstream.client.payload import NewMessage, due_ms, encoded, headers_of, key_bytes
@@ -19,10 +19,6 @@ from millstream.model.errors import InvalidRequest, InvalidSetting, InvalidSubsc
 from millstream.model.message_id import message_id
 from millstream.records.record import NewRecord, encode_batch
 from millstream.wire.subscription_messages import LeasedRange
-
-NOTHING: dict[str, Any] = dict.fromkeys(
-    ("filter", "delivery", "ordered", "lease", "attempts", "backoff", "dead_letter", "start", "expires")
-)
 
 
 @dataclass
@@ -109,21 +105,21 @@ def test_headers_say_what_a_message_is_and_when_it_is_due() -> None:
 
 
 def test_what_is_asked_for_has_the_names_of_settings() -> None:
-    assert wanted_settings(**NOTHING) == {}
-    asked = NOTHING | {"ordered": True, "lease": 1.5, "backoff": (1, 60), "start": timedelta(hours=1)}
-    assert wanted_settings(**asked) == {
+    assert wanted_settings({}) == {}
+    asked: Wanted = {"ordered": True, "lease": 1.5, "backoff": (1, 60), "start": timedelta(hours=1)}
+    assert wanted_settings(asked) == {
         "millstream.ordered": "true",
         "share.record.lock.duration.ms": "1500",
         "millstream.backoff.min.ms": "1000",
         "millstream.backoff.max.ms": "60000",
         "share.auto.offset.reset": "by_duration:PT3600S",
     }
-    at = wanted_settings(**NOTHING | {"start": datetime(2026, 1, 1, tzinfo=UTC)})
+    at = wanted_settings({"start": datetime(2026, 1, 1, tzinfo=UTC)})
     assert at == {"share.auto.offset.reset": "at:1767225600000"}
     with pytest.raises(InvalidSubscription, match="time zone"):
-        wanted_settings(**NOTHING | {"start": datetime(2026, 1, 1)})
+        wanted_settings({"start": datetime(2026, 1, 1)})
     with pytest.raises(InvalidSetting):
-        wanted_settings(**NOTHING | {"delivery": "sometimes"})
+        wanted_settings({"delivery": "sometimes"})
 
 
 def test_a_message_has_one_id() -> None:
