@@ -82,12 +82,26 @@ def range_row(one: Range) -> pa.RecordBatch:
 
 
 def check_start(
-    survey: Survey, start: Offsets, there: Partitions, options: ReadOptions, *, named: bool
+    survey: Survey,
+    start: Offsets,
+    there: Partitions,
+    options: ReadOptions,
+    *,
+    named: bool,
+    end: Offsets | None = None,
 ) -> dict[str, dict[int, int]]:
-    """Offsets that still exist; what a query names and retention has deleted is lost, and said so exactly."""
+    """Offsets that still exist; what a query names and retention has deleted is lost, and said so exactly.
+
+    With an end, only what lies before it is meant: a stream is told of the rest with the batches that were to have it.
+    """
     if not named:
         return {topic: dict(offsets) for topic, offsets in start.items()}
     earliest = survey.earliest(there)
+    if end is not None:
+        earliest = {
+            topic: {number: min(offset, end[topic][number]) for number, offset in offsets.items()}
+            for topic, offsets in earliest.items()
+        }
     lost = [
         (topic, number, offset, earliest[topic][number])
         for topic, offsets in start.items()

@@ -41,9 +41,9 @@ def read_range(one: Range, options: ReadOptions, shape: Shape) -> Iterator[pa.Re
     sieve = Sieve(options.filter, one) if options.filter else None
     names = shape.record_names
     fields = FIELDS.intersection(names) | (sieve.fields if sieve is not None else frozenset())
-    for batches, answer in _fetched(link, one, options):
+    for batches, start, answer in _fetched(link, one, options):
         for columns in decode_columns(
-            batches, fields=fields, start_offset=one.start, end_offset=one.end, aborted=answer.aborted
+            batches, fields=fields, start_offset=start, end_offset=one.end, aborted=answer.aborted
         ):
             batch = to_arrow(columns, topic=one.topic, partition=one.partition, names=names)
             if sieve is not None:
@@ -95,8 +95,11 @@ def _cast(array: pa.Array, column: Column) -> pa.Array:
         return pa.array(texts, column.kind)
 
 
-def _fetched(link: Link, one: Range, options: ReadOptions) -> Iterator[tuple[Batches, FetchAnswer]]:
-    """Yield the answers that hold the range; the next one is asked for before this one is given out."""
+def _fetched(link: Link, one: Range, options: ReadOptions) -> Iterator[tuple[Batches, int, FetchAnswer]]:
+    """Yield the answers that hold the range, each with the offset from which on it is meant: batches begin before it.
+
+    The next one is asked for before this one is given out.
+    """
     position = one.start
     deadline = time.monotonic() + options.timeout_s
     coming = _ask(link, one, position, options)
@@ -123,11 +126,11 @@ def _fetched(link: Link, one: Range, options: ReadOptions) -> Iterator[tuple[Bat
             coming = _ask(link, one, position, options)
             continue
         deadline = time.monotonic() + options.timeout_s
-        position = max(position, reached)
+        start, position = position, max(position, reached)
         is_last = position >= one.end
         if not is_last:
             coming = _ask(link, one, position, options)
-        yield batches, answer
+        yield batches, start, answer
         if is_last:
             return
 

@@ -98,9 +98,12 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         options, survey = self._options, Survey(self._options)
         ends = from_json(end)
         starts = self._with_new(from_json(start), ends)
-        there = {topic: list(offsets) for topic, offsets in ends.items()}
-        starts = check_start(survey, starts, there, options, named=True) if _is_any(starts, ends) else starts
-        ranges = ranges_between(starts, ends)
+        asked: dict[str, dict[int, int]] = {}
+        for one in ranges_between(starts, ends):
+            asked.setdefault(one.topic, {})[one.partition] = one.start
+        there = {topic: list(offsets) for topic, offsets in asked.items()}
+        found = check_start(survey, asked, there, options, named=True, end=ends) if asked else asked
+        ranges = ranges_between(found, {topic: {one: ends[topic][one] for one in found[topic]} for topic in found})
         return split(ranges, min_partitions=options.min_partitions, records_max=options.records_per_task_max)
 
     def commit(self, end: dict[str, Any]) -> None:
@@ -197,7 +200,3 @@ def to_json(offsets: Offsets) -> dict[str, Any]:
 def from_json(offsets: dict[str, Any]) -> Offsets:
     """Offsets from a checkpoint."""
     return {topic: {int(number): int(offset) for number, offset in listed.items()} for topic, listed in offsets.items()}
-
-
-def _is_any(start: Offsets, end: Offsets) -> bool:
-    return bool(ranges_between(start, end))
