@@ -35,7 +35,9 @@ MillstreamError
 │   ├── GroupNotEmpty
 │   ├── NodeIdTaken                another node of the cluster runs under this id
 │   ├── ClusterMismatch            the folder, the coordination store and the catalog are not of one cluster
-│   └── InvalidRecordState         the worker does not hold a lease on this message (any more)
+│   ├── InvalidRecordState         the worker does not hold a lease on this message (any more)
+│   ├── StalePlan                  a lake table goes on from other offsets than the plan of a step
+│   └── ColumnMismatch             a lake table has the column under another type
 ├── GroupRejected                  what a group answers to one of its members
 │   ├── MemberIdRequired           join again with the id given
 │   ├── IllegalGeneration
@@ -253,6 +255,14 @@ class ClusterMismatch(Conflict):
 
 class InvalidRecordState(Conflict):
     """The worker does not hold a lease on this message, or no longer."""
+
+
+class StalePlan(Conflict):
+    """A lake table goes on from other offsets than those a step was planned for: plan it again."""
+
+
+class ColumnMismatch(Conflict):
+    """A lake table has a column under another type than the files that were to be added."""
 
 
 class GroupRejected(MillstreamError):

@@ -1,0 +1,134 @@
+"""A topic as a Delta table, and its quarantined messages as another one beside it.
+
+Two tables have no common commit. So the commit of the first names the files of the second, and whoever uses the table
+next adds them there before anything else: a crash in between leaves nothing out, and the version of the first table is
+kept in the second, so that nothing is added twice.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Final
+
+import deltalake
+import pyarrow as pa
+
+from millstream.lake.columns import QUARANTINE
+from millstream.lake.delta_log import DeltaLog, added
+from millstream.lake.storage import Storage
+from millstream.lake.table import QUARANTINE_ENDING, TopicPartition
+from millstream.lake.task_writer import TaskWriter
+from millstream.lake.written import Written, from_json, to_json
+from millstream.model.errors import Conflict, CorruptState, StalePlan
+
+ATTEMPTS_MAX: Final = 100
+_PAUSE_S: Final = 0.05
+_QUARANTINED: Final = "millstream/quarantined"
+"""The version of the last commit that names files of the quarantine."""
+_MANIFEST: Final = "millstream.quarantined"
+
+
+class DeltaTable:
+    """A `LakeTable` in the format of Delta Lake."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._log = DeltaLog(storage)
+        self._quarantine = DeltaLog(storage.beside(QUARANTINE_ENDING))
+
+    def schema(self) -> pa.Schema | None:
+        """The columns; None before the first commit."""
+        return self._log.schema()
+
+    def next_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        """Where a step begins; see `LakeTable`."""
+        table = self.recover()
+        return {} if table is None else _next_offsets(table, partitions)
+
+    def writer(self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
+        """A writer of files for this table."""
+        return TaskWriter(self.storage, schema, topic_id, landed=landed)
+
+    def quarantine_writer(self, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
+        """A writer of files for the table of quarantined messages."""
+        return TaskWriter(self._quarantine.storage, QUARANTINE, topic_id, landed=landed)
+
+    def commit(
+        self,
+        files: Sequence[Written],
+        offsets: Mapping[TopicPartition, tuple[int, int]],
+        *,
+        schema: pa.Schema,
+        quarantined: Sequence[Written] = (),
+    ) -> bool:
+        """Add files and move on, all of it or nothing; see `LakeTable`."""
+        for attempt in range(ATTEMPTS_MAX):
+            self._log.require(schema)
+            table = self._recovered()
+            if _is_done(_next_offsets(table, offsets), offsets):
+                # Whoever tried before may have done it and not heard of it.
+                return attempt > 0 and self._log.holds(files)
+            versions = {_key(partition): end for partition, (_start, end) in offsets.items()}
+            metadata = None
+            if quarantined:
+                versions[_QUARANTINED] = table.version() + 1
+                metadata = {_MANIFEST: to_json(quarantined)}
+            if self._log.commit(added(files), versions, metadata=metadata):
+                self.recover()
+                return True
+            time.sleep(random.uniform(0, _PAUSE_S))
+        raise Conflict(f"others commit to {self.storage.url} all the time: {ATTEMPTS_MAX} attempts came too late")
+
+    def recover(self) -> deltalake.DeltaTable | None:
+        """The table as it is now, once all that it says of the quarantine is there too."""
+        return None if self._log.refresh() is None else self._recovered()
+
+    def _recovered(self) -> deltalake.DeltaTable:
+        """The same of a table that is there."""
+        table = self._log.require(pa.schema([]))
+        version = table.transaction_version(_QUARANTINED)
+        if version is None:
+            return table
+        # Each run does this before it commits, so that there is at most the last of such commits to be done.
+        source = f"millstream/{table.metadata().id}"
+        while True:
+            quarantine = self._quarantine.require(QUARANTINE)
+            if (quarantine.transaction_version(source) or 0) >= version:
+                return table
+            if self._quarantine.commit(added(_manifest(table, version)), {source: version}):
+                return table
+
+
+def _key(partition: TopicPartition) -> str:
+    """The name under which a table has the next offset of a partition."""
+    return f"millstream/{partition[0]}/{partition[1]}"
+
+
+def _next_offsets(table: deltalake.DeltaTable, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+    """The next offsets that a table has."""
+    found = {partition: table.transaction_version(_key(partition)) for partition in partitions}
+    return {partition: offset for partition, offset in found.items() if offset is not None}
+
+
+def _is_done(current: Mapping[TopicPartition, int], offsets: Mapping[TopicPartition, tuple[int, int]]) -> bool:
+    """Whether a table has all of a step already; raises `StalePlan` unless it has all of it or nothing."""
+    moving = {partition: span for partition, span in offsets.items() if span[0] != span[1] or partition not in current}
+    if moving and all(current.get(partition, -1) >= end for partition, (_start, end) in moving.items()):
+        return True
+    for partition, (start, _end) in offsets.items():
+        if current.get(partition, start) != start:
+            raise StalePlan(
+                f"the table goes on from offset {current[partition]} of partition {partition[1]}, not from {start}"
+            )
+    return False
+
+
+def _manifest(table: deltalake.DeltaTable, version: int) -> list[Written]:
+    """The quarantined files that a commit names."""
+    for commit in table.history(table.version() - version + 1):
+        if commit.get("version") == version and _MANIFEST in commit:
+            return from_json(str(commit[_MANIFEST]))
+    raise CorruptState(f"version {version} of {table.table_uri} does not say which files it has in quarantine")

@@ -1,0 +1,22 @@
+"""Opens lake tables by the name of their format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from millstream.lake.delta_table import DeltaTable
+from millstream.lake.storage import Storage
+from millstream.lake.table import LakeTable
+from millstream.model.errors import InvalidSetting
+
+
+def open_table(url: str, *, format: str = "delta", options: Mapping[str, str] | None = None) -> LakeTable:
+    """The table at a folder or a URL, which may not exist yet.
+
+    Object stores are reached by the usual environment (`AWS_ACCESS_KEY_ID`, `AWS_REGION`, `AWS_ENDPOINT_URL` …), and by
+    options of the same names. Tables are for one thread; whoever has several opens one in each.
+    """
+    storage = Storage.at(url, options)
+    if format == "delta":
+        return DeltaTable(storage)
+    raise InvalidSetting(f"a table is of format delta, not {format!r}")

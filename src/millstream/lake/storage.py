@@ -1,0 +1,85 @@
+"""Where a table is: a folder, or a place in an object store that is reached as the environment says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+import pyarrow.fs
+from deltalake.fs import DeltaStorageHandler
+
+from millstream.model.errors import InvalidSetting
+
+SCHEMES: Final = ("file", "s3", "s3a", "gs", "az", "abfs", "abfss")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A folder of files. It is small and goes to tasks as it is; connections are made where it is used."""
+
+    url: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    """What the object store is reached by, beside the environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL` …)."""
+
+    @classmethod
+    def at(cls, url: str, options: Mapping[str, str] | None = None) -> Storage:
+        """The storage at a path or a URL; raises `InvalidSetting` for URLs that mean nothing here."""
+        scheme, colon, rest = url.partition("://")
+        if not colon:
+            return cls(str(Path(url).absolute()))
+        if scheme not in SCHEMES:
+            raise InvalidSetting(f"tables are kept in folders and at {', '.join(SCHEMES[1:])}://, not at {url!r}")
+        if scheme == "file":
+            return cls(unquote(urlsplit(url).path).rstrip("/") or "/")
+        if not rest.strip("/"):
+            raise InvalidSetting(f"{url!r} names no bucket")
+        return cls(url.rstrip("/"), _with_plain_http(options or {}))
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder, when this is one of this machine."""
+        return None if "://" in self.url else Path(self.url)
+
+    def beside(self, ending: str) -> Storage:
+        """The storage whose name has an ending more."""
+        return Storage(f"{self.url}{ending}", self.options)
+
+    def files(self) -> Any:
+        """The files as a file system of Arrow whose paths begin here."""
+        if self.folder is not None:
+            return pyarrow.fs.SubTreeFileSystem(self.url, pyarrow.fs.LocalFileSystem())
+        return pyarrow.fs.PyFileSystem(DeltaStorageHandler(self.url, dict(self.options)))
+
+    def make_parent(self, path: str) -> None:
+        """Make the folder that a file is to be in; object stores have none."""
+        if self.folder is not None:
+            (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+
+    def sync(self, path: str) -> None:
+        """Wait until a file and its name are on disk; object stores answer no sooner anyway."""
+        if self.folder is not None:
+            _sync(self.folder / path)
+            _sync((self.folder / path).parent)
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold what a file or a folder has."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _with_plain_http(options: Mapping[str, str]) -> dict[str, str]:
+    """Options that allow an endpoint without TLS when the one that is asked for has none."""
+    given = {name.lower(): value for name, value in options.items()}
+    names = ("aws_endpoint_url", "aws_endpoint_url_s3", "aws_endpoint", "endpoint_url", "endpoint")
+    endpoints = [given.get(name, os.environ.get(name.upper(), "")) for name in names]
+    if any(endpoint.startswith("http://") for endpoint in endpoints) and "allow_http" not in given:
+        return {**options, "allow_http": "true"}
+    return dict(options)

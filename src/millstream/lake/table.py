@@ -1,0 +1,67 @@
+"""Lake tables: what landing needs of them, whatever they are made of.
+
+The table is the truth about what is in it. Its commits carry, for each partition of each topic, the next offset that
+is not in it, and one is accepted only if the table still stands where the plan of the step began. So a step that runs
+twice, at the same time or after a crash, is in the table once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Final, Protocol
+
+import pyarrow as pa
+
+from millstream.lake.task_writer import TaskWriter
+from millstream.lake.written import Written
+
+QUARANTINE_ENDING: Final = "__quarantine"
+
+TopicPartition = tuple[str, int]
+"""The id of a topic, and the number of a partition."""
+
+
+class LakeTable(Protocol):
+    """One topic as a table, with the table of its quarantined messages beside it. It may not exist yet."""
+
+    def schema(self) -> pa.Schema | None:
+        """The columns, those of the layout included; None before the first commit."""
+
+    def next_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        """The next offset that is not in the table, for those of the partitions that have any.
+
+        This is where a step begins. What a crash left half done is done first: a step that was committed is in the
+        table and in its quarantine when this returns.
+        """
+
+    def writer(self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
+        """A writer of files for this table; can be pickled, for use in tasks.
+
+        The `schema` is that of the table with what `commit` is to add (see `columns.extended`). Files are laid out by
+        the moment `landed`, in UTC: give all tasks of a step the same. One writer is for rows of one topic.
+        """
+
+    def quarantine_writer(self, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
+        """A writer of files for the table of quarantined messages (columns: `columns.QUARANTINE`)."""
+
+    def commit(
+        self,
+        files: Sequence[Written],
+        offsets: Mapping[TopicPartition, tuple[int, int]],
+        *,
+        schema: pa.Schema,
+        quarantined: Sequence[Written] = (),
+    ) -> bool:
+        """Add files and move on from the first offset of each partition to the second, all of it or nothing.
+
+        The first is what `next_offsets` said, also where the log begins later by now; for a partition that it did not
+        name any number does. The second is the next offset that is not in the files, and may be given without files.
+        Columns of the schema that the table lacks are added before. Quarantined files are part of the same commit:
+        they are in their table when this returns, or as soon as the table is used again after a crash.
+
+        True when this did it, also when the answer of the store was lost; False when all of it had been done by
+        another run: its rows are there, and these files are garbage for `vacuum`, never for the caller to delete.
+        Raises `StalePlan` when the table stands elsewhere, so that the step has to be planned again, and
+        `ColumnMismatch` when it has a column under another type.
+        """
