@@ -38,15 +38,19 @@ class LoopThread:
             raise InvalidRequest(
                 "this would wait for itself: an async handler runs on the client's own loop; make it a plain function"
             )
-        if not self._thread.is_alive():
-            coroutine.close()
-            raise InvalidRequest("the client is closed; open another one")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self.start(coroutine)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the thread without waiting for it."""
+        if not self._thread.is_alive():
+            coroutine.close()
+            raise InvalidRequest("the client is closed; open another one")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def each(self, items: AsyncIterator[T]) -> Generator[T, None, None]:
         """Go through an asynchronous iterator."""

@@ -10,15 +10,12 @@ import asyncio
 import atexit
 import os
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Final
 
+from millstream.client.loop_thread import LoopThread
 from millstream.model.errors import BrokerUnreachable, MillstreamError
 from millstream.wire.client import Client
-
-T = TypeVar("T")
 
 LINKS_MAX: Final = 8
 """How many clusters one process keeps connections to."""
@@ -29,36 +26,22 @@ _links: dict[tuple[str, str, float], Link] = {}
 _lock = threading.Lock()
 
 
-class Link:
+class Link(LoopThread):
     """A client of one cluster, used from threads that do not run a loop."""
 
     def __init__(self, brokers: str, client_id: str, timeout_s: float, *, patience_s: float = 0.0) -> None:
+        super().__init__("millstream link")
         self._brokers = brokers
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="millstream-link", daemon=True)
-        self._thread.start()
         try:
             self.client = self.call(self._connect(client_id, timeout_s, patience_s))
         except BaseException:
-            self.close()
+            super().close()
             raise
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run something in the loop and wait for it."""
-        return self.start(work).result()
-
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run something in the loop without waiting."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
         """End the connections and the thread."""
-        client = getattr(self, "client", None)
-        if client is not None:
-            self.call(client.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self.call(self.client.close())
+        super().close()
 
     async def _connect(self, client_id: str, timeout_s: float, patience_s: float) -> Client:
         deadline = self._loop.time() + patience_s
