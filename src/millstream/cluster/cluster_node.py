@@ -23,6 +23,7 @@ from millstream.cluster.controller import Controller
 from millstream.cluster.declarations import AnnouncedDeclarations, Announcer, Declarations
 from millstream.cluster.last_run import FolderOwner, LastRun
 from millstream.cluster.membership import Membership, Node
+from millstream.cluster.pipeline_owner import ElectedOwner
 from millstream.cluster.pipelines import Pipelines
 from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.registration import Introduction, Registration
@@ -166,6 +167,18 @@ class ClusterNode:
                 await registering
         finally:
             admitted.cancel()
+
+    def stand_for_pipelines(self) -> ElectedOwner:
+        """Have this node be one of those that may run the pipelines, from the time on that it has joined."""
+        owner = ElectedOwner(
+            self._id,
+            self._store,
+            self.view,
+            registered=lambda: None if self._registration is None else self._registration.mine,
+            random=self._around.random,
+        )
+        self._start("owner of pipelines", owner.run())
+        return owner
 
     async def leave(self) -> None:
         """Have others take over what this node leads, as far as they can, for a bounded time."""

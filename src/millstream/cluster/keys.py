@@ -11,6 +11,7 @@ removed/<topic id>/<index>/<id>      a node that carries the partition no more, 
 placements/<topic id>           replicas that somebody chose by hand for partitions that are not there yet, as JSON
 deleted/<topic id>              a topic whose files may go, as JSON
 deleted/<topic id>/done/<id>    a node that has no files of it any more
+pipelines-owner                 the id of the node that runs the pipelines; leased
 catalog-version                 changed after each change of the catalog
 cluster-id                      the id that clients are told
 """
@@ -32,6 +33,7 @@ REMOVED = "removed/"
 PLACEMENTS = "placements/"
 DELETED = "deleted/"
 DONE = "/done/"
+PIPELINES_OWNER = "pipelines-owner"
 CATALOG_VERSION = "catalog-version"
 CLUSTER_ID = "cluster-id"
 

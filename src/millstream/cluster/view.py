@@ -64,6 +64,8 @@ class ClusterView:
         self.leaving: set[NodeId] = set()
         self.controller: NodeId | None = None
         self.controller_revision = 0
+        self.pipelines_owner: NodeId | None = None
+        self.pipelines_owner_revision = 0
         self.topics: dict[UUID, Topic] = {}
         self.states: dict[PartitionKey, Versioned] = {}
         self.reassignments: dict[PartitionKey, Reassignment] = {}
@@ -84,6 +86,7 @@ class ClusterView:
             (keys.REMOVED, self._read_removed),
             (keys.PLACEMENTS, self._read_placement),
             (keys.CONTROLLER, self._read_controller),
+            (keys.PIPELINES_OWNER, self._read_pipelines_owner),
             (keys.CATALOG_VERSION, self._read_catalog),
             (keys.CLUSTER_ID, self._read_cluster_id),
         )
@@ -275,6 +278,10 @@ class ClusterView:
         self.controller = None if value is None else NodeId(int(value))
         self.controller_revision = 0 if value is None else revision
         change.controller = True
+
+    def _read_pipelines_owner(self, _rest: str, value: str | None, revision: int, _change: ViewChange) -> None:
+        self.pipelines_owner = None if value is None else NodeId(int(value))
+        self.pipelines_owner_revision = 0 if value is None else revision
 
     def _read_catalog(self, _rest: str, _value: str | None, revision: int, change: ViewChange) -> None:
         self.catalog_revision = revision

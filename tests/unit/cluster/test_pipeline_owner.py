@@ -1,0 +1,65 @@
+"""Which node runs the pipelines: one at a time, and another when it is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from millstream.cluster import keys
+from millstream.cluster.pipeline_owner import ElectedOwner, SoleOwner
+from millstream.cluster.store import Put
+from millstream.testing.node_group import NodeGroup
+
+
+def owners(candidates: dict[int, ElectedOwner]) -> list[int]:
+    return [number for number, one in candidates.items() if one.is_mine]
+
+
+async def test_one_node_owns_the_pipelines_and_another_takes_over_when_it_dies(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        candidates = {number: node.cluster.stand_for_pipelines() for number, node in group.nodes.items()}
+        told: list[int] = []
+        for number, one in candidates.items():
+            one.when_changed(lambda number=number: told.append(number))  # type: ignore[misc]
+        await group.until(lambda: len(owners(candidates)) == 1)
+        (first,) = owners(candidates)
+        others = [one for number, one in candidates.items() if number != first]
+        await group.until(lambda: all(one.is_elsewhere for one in others))
+        assert not candidates[first].is_elsewhere
+        assert first in told
+
+        await group[first].kill()
+        left = {number: one for number, one in candidates.items() if number != first}
+        await group.until(lambda: len(owners(left)) == 1)
+        (second,) = owners(left)
+        assert second in told
+
+
+async def test_whoever_resigns_leaves_the_place_to_another_and_does_not_come_back(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path, nodes=2) as group:
+        candidates = {number: node.cluster.stand_for_pipelines() for number, node in group.nodes.items()}
+        await group.until(lambda: len(owners(candidates)) == 1)
+        (first,) = owners(candidates)
+        second = 3 - first
+        await candidates[first].resign()
+        await group.until(lambda: candidates[second].is_mine and candidates[first].is_elsewhere)
+        await candidates[second].resign()
+        await group.until(lambda: not group.service.read(keys.PIPELINES_OWNER).entries)
+        assert owners(candidates) == []
+        await candidates[first].resign()
+
+
+async def test_a_place_that_an_earlier_run_left_behind_is_taken_anew(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path, nodes=1) as group:
+        await group[1]._store.change([Put(keys.PIPELINES_OWNER, "1")])  # type: ignore[union-attr]
+        candidate = group[1].cluster.stand_for_pipelines()
+        await group.until(lambda: candidate.is_mine)
+        # Somebody took the place away, whatever the reason: it is taken again, as a new owner.
+        await group[1]._store.change([Put(keys.PIPELINES_OWNER, "7")])  # type: ignore[union-attr]
+        await group.until(lambda: candidate.is_elsewhere)
+
+
+async def test_a_node_on_its_own_owns_them() -> None:
+    owner = SoleOwner()
+    owner.when_changed(lambda: None)
+    await owner.resign()
+    assert (owner.is_mine, owner.is_elsewhere) == (True, False)
