@@ -1,0 +1,202 @@
+"""Landing: topics become lake tables, every message once.
+
+The table is the truth: its commits carry the next offset of each partition. A batch asks the tables where they stand,
+plans ranges from there, runs one Spark job over those of all topics, and commits what the tasks wrote, topic by topic.
+Whatever ends it on the way, nothing of a topic was done that its table does not say, and a run that comes too late is
+refused by the table.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Final
+
+import pyarrow as pa
+
+from millstream.lake.opening import open_table
+from millstream.lake.table import QUARANTINE_ENDING, LakeTable
+from millstream.model.errors import InvalidSetting, MillstreamError, StalePlan, UnknownTopic
+from millstream.model.pipeline import LATEST, LandSettings, Pipeline
+from millstream.pipelines.group_offsets import commit_plainly
+from millstream.pipelines.job import JobContext, Step
+from millstream.pipelines.landing import manifest
+from millstream.pipelines.landing.given_fields import given_fields
+from millstream.pipelines.landing.inference import grown
+from millstream.pipelines.landing.layout import payload_fields
+from millstream.pipelines.landing.manifest import Report
+from millstream.pipelines.landing.plan import Stretch, spans, tasks
+from millstream.pipelines.landing.sources import Source, Sources
+from millstream.pipelines.landing.task import LandTasks
+from millstream.pipelines.landing.topic_batch import TopicBatch
+from millstream.spark.ranges import admitted
+
+_logger = logging.getLogger(__name__)
+
+ROUNDS_MAX: Final = 4
+"""How often a batch is begun anew because of new fields; what is new then stays in `value`."""
+
+_TABLES_AT_ONCE: Final = 8
+
+
+class LandJob:
+    """A pipeline that lands topics."""
+
+    def __init__(self, pipeline: Pipeline, context: JobContext) -> None:
+        settings = LandSettings.from_strings(pipeline.overrides)
+        self._pipeline = pipeline
+        self._context = context
+        self._settings = settings
+        self._lake = (settings.lake or context.lake).rstrip("/")
+        self._sources = Sources(context.brokers, settings.topic_names, settings.pattern)
+        self._given = given_fields(settings.schema) if settings.schema else None
+        self._tables: dict[str, LakeTable] = {}
+        self._message_bytes: dict[str, float] = {}
+        self._beginning: dict[str, str] | None = None
+        """The ids of the topics that were there when the job began; only those can begin with their latest."""
+        self._pool = ThreadPoolExecutor(_TABLES_AT_ONCE, thread_name_prefix="landing")
+
+    def step(self) -> Step:
+        """Land one batch of all topics."""
+        began = time.monotonic()
+        sources = self._topics()
+        batches = list(self._pool.map(self._batch, sources))
+        self._share(batches)
+        self._run(batches)
+        landed = self._commit(batches)
+        self._tell_group(landed)
+        counts: Counter[str] = Counter()
+        for batch in landed:
+            counts.update(batch.counts())
+        lag = sum(batch.lag for batch in batches)
+        waits_s = max(0.0, self._settings.every_ms / 1000 - (time.monotonic() - began))
+        rows = sum(batch.rows for batch in landed)
+        return Step(rows=rows, lag=lag, wait_s=0.0 if lag or len(landed) < len(batches) else waits_s, counts=counts)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+    # -- planning -------------------------------------------------------------------------------------------------
+
+    def _topics(self) -> list[Source]:
+        """The topics as they are now; raise `UnknownTopic` if there is none and never was."""
+        found = self._sources.now()
+        missing = self._sources.missing(found)
+        if self._beginning is None:
+            if missing and not found:
+                raise UnknownTopic(
+                    f"topic {missing[0]!r} does not exist at {self._context.brokers}; create it with: "
+                    f"millstream topic create {missing[0]}"
+                )
+            self._beginning = {source.topic: source.topic_id for source in found}
+        if missing:
+            _logger.warning("pipeline %s: there is no topic %s now", self._pipeline.name, ", ".join(missing))
+        names = {source.topic for source in found}
+        for name in names:
+            if name + QUARANTINE_ENDING in names and self._settings.decode != "none":
+                raise InvalidSetting(f"topic {name + QUARANTINE_ENDING!r} has the name of the quarantine of {name!r}")
+        return found
+
+    def _batch(self, source: Source) -> TopicBatch:
+        """Where the table of a topic stands, and what there is beyond."""
+        table = self._tables.get(source.topic)
+        if table is None:
+            table = self._tables[source.topic] = open_table(
+                f"{self._lake}/{source.topic}", format=self._settings.format
+            )
+        schema = table.schema()
+        offsets = table.next_offsets([(source.topic_id, number) for number in source.end])
+        is_new = schema is None and (self._beginning or {}).get(source.topic) == source.topic_id
+        return TopicBatch(
+            source=source,
+            table=table,
+            spans=spans(
+                source,
+                {number: offset for (_topic_id, number), offset in offsets.items()},
+                from_latest=is_new and self._settings.start == LATEST,
+            ),
+            fields=self._fields(schema),
+            decodes=self._settings.decode != "none",
+            evolves=self._settings.decode != "none" and self._given is None,
+        )
+
+    def _fields(self, schema: pa.Schema | None) -> pa.Schema:
+        """The fields of payloads that are decoded; where the table has them, by its types."""
+        if self._settings.decode == "none":
+            return pa.schema([])
+        known = payload_fields(schema)
+        if self._given is None:
+            return known
+        both = grown(known, self._given)
+        return pa.schema([field for field in both if field.name in self._given.names])
+
+    def _share(self, batches: Sequence[TopicBatch]) -> None:
+        """Take no more than a batch may have; every partition gets its share."""
+        starts = {batch.topic: {number: span.first for number, span in batch.spans.items()} for batch in batches}
+        ends = {batch.topic: {number: span.end for number, span in batch.spans.items()} for batch in batches}
+        allowed = admitted(starts, ends, self._settings.batch_max)
+        for batch in batches:
+            batch.admit(allowed.get(batch.topic, {}))
+
+    # -- running --------------------------------------------------------------------------------------------------
+
+    def _run(self, batches: Sequence[TopicBatch]) -> None:
+        """Have tasks write everything, again for topics in which fields were found that have no column yet."""
+        waiting = [batch for batch in batches if batch.stretches()]
+        landed = datetime.now(UTC)
+        for number in range(ROUNDS_MAX + 1):
+            if not waiting:
+                return
+            for batch in waiting:
+                batch.evolves = batch.evolves and number < ROUNDS_MAX
+            reports = self._reports(waiting, landed)
+            waiting = [
+                batch for batch in waiting if not batch.take([one for one in reports if one.topic == batch.topic])
+            ]
+
+    def _reports(self, batches: Sequence[TopicBatch], landed: datetime) -> list[Report]:
+        for batch in batches:
+            if batch.topic not in self._message_bytes:
+                self._message_bytes[batch.topic] = self._sources.message_bytes(batch.source)
+        spark = self._context.spark
+        wanted: list[Stretch] = [one for batch in batches for one in batch.stretches()]
+        shared = tasks(wanted, self._message_bytes, parallelism=spark.sparkContext.defaultParallelism)
+        works = {batch.topic: batch.work(landed) for batch in batches}
+        numbers = spark.range(0, len(shared), 1, len(shared))
+        rows = numbers.mapInArrow(LandTasks(self._context.brokers, shared, works), manifest.COLUMNS).collect()
+        return manifest.from_rows(tuple(row) for row in rows)
+
+    # -- afterwards -----------------------------------------------------------------------------------------------
+
+    def _commit(self, batches: Iterable[TopicBatch]) -> list[TopicBatch]:
+        """Commit what moves; those that were committed, by this run, or had nothing to commit."""
+        moving = [batch for batch in batches if batch.moves()]
+        # A topic that was deleted and made again while it was read gave messages of another one.
+        ids = self._sources.ids([batch.topic for batch in moving]) if moving else {}
+        same = [batch for batch in moving if ids.get(batch.topic) == batch.source.topic_id]
+        done = self._pool.map(self._commit_one, same)
+        still = [batch for batch in batches if not batch.moves()]
+        return [*still, *(batch for batch, is_done in zip(same, done, strict=True) if is_done)]
+
+    def _commit_one(self, batch: TopicBatch) -> bool:
+        try:
+            return batch.commit()
+        except StalePlan as stale:
+            _logger.info("pipeline %s: another run landed %s: %s", self._pipeline.name, batch.topic, stale)
+            return False
+
+    def _tell_group(self, batches: Sequence[TopicBatch]) -> None:
+        """Show the progress as offsets of the group; the tables alone say where the next batch begins."""
+        offsets = {batch.topic: {number: span.end for number, span in batch.spans.items()} for batch in batches}
+        if not offsets:
+            return
+        link = self._sources.link
+        try:
+            link.call(commit_plainly(link.client, self._pipeline.group, offsets, self._context.member()))
+        except MillstreamError as error:
+            _logger.warning("progress was not committed to group %s: %s", self._pipeline.group, error)

@@ -1,0 +1,179 @@
+"""JSON payloads as typed columns, with the reason for every payload that cannot be had as such.
+
+Whole batches go through the compiled parser of Arrow. A batch that it refuses is cut into smaller ones, so that only
+the neighbours of an odd payload are looked at one by one. Both ways agree on what they both take, which a test shows:
+whether a message is put into quarantine never depends on its neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.json as pj
+
+from millstream.pipelines.landing.document import Misfit, parsed, value_for
+from millstream.pipelines.landing.inference import grown, joined_schemas, type_of
+
+_APART_MAX: Final = 32
+"""So few are looked at one by one."""
+
+_CUTS: Final = 8
+_BLANK: Final = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """The payloads of a batch: a column for every field, and why a row cannot be had, or null."""
+
+    columns: pa.StructArray
+    reasons: pa.Array
+    found: pa.Schema
+    """The fields that are known with what was found beside them; only where fields are looked for."""
+
+
+class Decoder:
+    """Decodes payloads by the fields that are known; when it `evolves`, it also finds those that are not."""
+
+    def __init__(self, fields: pa.Schema, *, evolves: bool) -> None:
+        self._fields = fields
+        self._evolves = evolves
+        self._kind = pa.struct(list(fields))
+        # The parser takes days as numbers only.
+        self._parsed_as = pa.schema([field.with_type(_parsed_type(field.type)) for field in fields])
+
+    def decode(self, values: pa.Array) -> Decoded:
+        """Decode a column of payloads; a message without one has no fields, which is no fault."""
+        if not len(values):
+            empty = pa.array([], self._kind)
+            return Decoded(empty, pa.array([], pa.string()), self._fields)
+        whole = self._together(values)
+        if whole is not None:
+            return whole
+        if len(values) <= _APART_MAX:
+            return self._apart(values)
+        size = -(-len(values) // _CUTS)
+        parts = [self.decode(values.slice(start, size)) for start in range(0, len(values), size)]
+        return Decoded(
+            pa.concat_arrays([part.columns for part in parts]),
+            pa.concat_arrays([part.reasons for part in parts]),
+            _grown_by(self._fields, [part.found for part in parts]),
+        )
+
+    # -- all at once ----------------------------------------------------------------------------------------------
+
+    def _together(self, values: pa.Array) -> Decoded | None:
+        """Everything at once; None if some payload is not as it should be."""
+        text = _lines(values)
+        if text is None:
+            return None
+        table = _read(text, self._parsed_as, evolves=self._evolves)
+        if table is None or table.num_rows != len(values):
+            return None
+        found = grown(self._fields, table.schema) if self._evolves else self._fields
+        wanted = table.select(self._parsed_as.names)
+        if wanted.schema.types != self._parsed_as.types:
+            # Something that no column is made of stands inside of one that there is.
+            table = _read(text, self._parsed_as, evolves=False)
+            if table is None or table.num_rows != len(values):
+                return None
+            wanted = table.select(self._parsed_as.names)
+        columns = self._columns(wanted, len(values))
+        if columns is None:
+            return None
+        return Decoded(columns, pa.nulls(len(values), pa.string()), found)
+
+    def _columns(self, table: pa.Table, rows: int) -> pa.StructArray | None:
+        if not len(self._fields):
+            return pa.array([{}] * rows, self._kind)
+        arrays = [column.combine_chunks() for column in table.columns]
+        if any(_has_infinity(array) for array in arrays):
+            return None
+        try:
+            cast = [array.cast(field.type) for array, field in zip(arrays, self._fields, strict=True)]
+        except pa.ArrowInvalid:
+            return None
+        return pa.StructArray.from_arrays(cast, fields=list(self._fields))
+
+    # -- one by one -----------------------------------------------------------------------------------------------
+
+    def _apart(self, values: pa.Array) -> Decoded:
+        rows: list[dict[str, object]] = []
+        reasons: list[str | None] = []
+        found: list[pa.Schema] = []
+        for value in values.to_pylist():
+            row, reason = self._one(value, found)
+            rows.append(row)
+            reasons.append(reason)
+        return Decoded(pa.array(rows, self._kind), pa.array(reasons, pa.string()), _grown_by(self._fields, found))
+
+    def _one(self, value: bytes | None, found: list[pa.Schema]) -> tuple[dict[str, object], str | None]:
+        """One row and what is wrong with it; fields that fit are in it all the same."""
+        row: dict[str, object] = {}
+        try:
+            document = parsed(value)
+        except Misfit as misfit:
+            return row, str(misfit)
+        reason = None
+        for field in self._fields:
+            try:
+                row[field.name] = value_for(document.get(field.name), field.type, field.name)
+            except Misfit as misfit:
+                reason = reason or str(misfit)
+        if self._evolves and reason is None:
+            found.append(pa.schema(list(type_of(document))))
+        return row, reason
+
+
+def _grown_by(fields: pa.Schema, found: list[pa.Schema]) -> pa.Schema:
+    return grown(fields, joined_schemas(found)) if found else fields
+
+
+def _lines(values: pa.Array) -> pa.Buffer | None:
+    """The payloads as lines of text; None if one of them is no object for sure, or could reach into the next."""
+    try:
+        texts = values.cast(pa.string())
+    except pa.ArrowInvalid:
+        return None
+    texts = pc.ascii_trim(texts.fill_null("{}"), _BLANK)
+    if not pc.all(pc.and_(pc.starts_with(texts, "{"), pc.ends_with(texts, "}"))).as_py():
+        return None
+    if pc.any(pc.match_substring(texts, "\n")).as_py():
+        # Between two words of JSON the one is as good as the other, and neither may stand within one.
+        texts = pc.replace_substring(texts, "\n", "\r")
+    lines = pa.ListArray.from_arrays(pa.array([0, len(texts)], pa.int32()), texts)
+    try:
+        return pc.binary_join(lines, "\n")[0].as_buffer()
+    except pa.ArrowInvalid:
+        return None
+
+
+def _read(text: pa.Buffer, schema: pa.Schema, *, evolves: bool) -> pa.Table | None:
+    options = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer" if evolves else "ignore")
+    reading = pj.ReadOptions(use_threads=False, block_size=text.size + 1)
+    try:
+        return pj.read_json(pa.BufferReader(text), reading, options)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return None
+
+
+def _parsed_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_date(kind):
+        return pa.string()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_parsed_type(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_parsed_type(kind.value_type)))
+    return kind
+
+
+def _has_infinity(array: pa.Array) -> bool:
+    """Whether a number may be one that was too large: that is decided by looking at it."""
+    kind = array.type
+    if pa.types.is_floating(kind):
+        return bool(pc.any(pc.is_inf(array)).as_py())
+    if pa.types.is_struct(kind):
+        return any(_has_infinity(array.field(index)) for index in range(kind.num_fields))
+    return _has_infinity(array.values) if pa.types.is_list(kind) else False

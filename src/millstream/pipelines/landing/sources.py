@@ -1,0 +1,116 @@
+"""The topics that are landed, as they are now: their ids, and how far each partition reaches."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from millstream.model.errors import UnknownTopic
+from millstream.records.decoder import find_batches
+from millstream.spark.link import Link, link_to
+from millstream.spark.position import OFFSET_EARLIEST, OFFSET_LATEST
+from millstream.wire.client import Client
+from millstream.wire.fetching import READ_COMMITTED
+from millstream.wire.refusal import refusal
+
+_CLIENT_ID: Final = "millstream-land"
+_TIMEOUT_S: Final = 60.0
+_ASKED_AT_ONCE: Final = 16
+_SAMPLE_BYTES: Final = 64 * 1024
+_MESSAGE_BYTES: Final = 1000.0
+"""What a message is taken to have while none was seen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One topic. A topic of the same name that was made later has another id, and is another source."""
+
+    topic: str
+    topic_id: str
+    first: Mapping[int, int]
+    """By partition, the first offset that is still there."""
+    end: Mapping[int, int]
+    """By partition, the offset after the last message that is committed."""
+
+
+class Sources:
+    """Asks the brokers about the topics of a pipeline."""
+
+    def __init__(self, brokers: str, names: Collection[str], pattern: str) -> None:
+        self._brokers = brokers
+        self._names = list(names)
+        self._pattern = re.compile(pattern) if pattern else None
+
+    @property
+    def link(self) -> Link:
+        """The connection of this process."""
+        return link_to(self._brokers, client_id=_CLIENT_ID, timeout_s=_TIMEOUT_S, patience_s=_TIMEOUT_S)
+
+    def now(self) -> list[Source]:
+        """The topics that there are now, by name; those that are missing are left out."""
+        return self.link.call(_found(self.link.client, self._names, self._pattern))
+
+    def missing(self, found: Iterable[Source]) -> list[str]:
+        """The topics that are named and are not there."""
+        there = {source.topic for source in found}
+        return [name for name in self._names if name not in there]
+
+    def ids(self, topics: Collection[str]) -> dict[str, str]:
+        """The ids of topics as they are now, those that are there."""
+        found = self.link.call(self.link.client.metadata(topics))
+        return {name: str(topic.topic_id) for name, topic in found.topics.items()}
+
+    def message_bytes(self, source: Source) -> float:
+        """About how long a message of a topic is where it is stored, by its first ones."""
+        partition = max(source.end, key=lambda number: source.end[number] - source.first[number])
+        start = source.first[partition]
+        if source.end[partition] <= start:
+            return _MESSAGE_BYTES
+        client = self.link.client
+        answer = self.link.call(
+            client.fetch(source.topic, partition, start, max_bytes=_SAMPLE_BYTES, isolation=READ_COMMITTED)
+        )
+        batches = find_batches(answer.records)
+        if batches.next_offset is None or batches.next_offset <= start:
+            return _MESSAGE_BYTES
+        return max(1.0, len(answer.records) / (batches.next_offset - start))
+
+
+async def _found(client: Client, names: list[str], pattern: re.Pattern[str] | None) -> list[Source]:
+    answer = await client.metadata(None if pattern is not None else names)
+    for name in names:
+        if name in answer.errors:
+            error = refusal(answer.errors[name], None, about=f"topic {name!r}")
+            if not isinstance(error, UnknownTopic):
+                raise error
+    wanted = [
+        topic
+        for name, topic in sorted(answer.topics.items())
+        if pattern is None or (pattern.fullmatch(name) and not topic.is_internal)
+    ]
+    limit = asyncio.Semaphore(_ASKED_AT_ONCE)
+    found = await asyncio.gather(
+        *(_source(client, topic.name, str(topic.topic_id), list(topic.partitions), limit) for topic in wanted)
+    )
+    return [source for source in found if source is not None]
+
+
+async def _source(
+    client: Client, topic: str, topic_id: str, partitions: list[int], limit: asyncio.Semaphore
+) -> Source | None:
+    async with limit:
+        try:
+            first = await client.list_offsets(topic, dict.fromkeys(partitions, OFFSET_EARLIEST))
+            end = await client.list_offsets(topic, dict.fromkeys(partitions, OFFSET_LATEST), isolation=READ_COMMITTED)
+        except UnknownTopic:
+            # It was deleted just now.
+            return None
+    return Source(
+        topic=topic,
+        topic_id=topic_id,
+        first={number: int(listed.offset) for number, listed in first.items()},
+        end={number: int(listed.offset) for number, listed in end.items()},
+    )

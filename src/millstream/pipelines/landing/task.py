@@ -1,0 +1,113 @@
+"""What a task of landing does where it runs: fetch, decode and write files. Payloads never enter the JVM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.lake.task_writer import TaskWriter
+from millstream.pipelines.landing.decoding import Decoder
+from millstream.pipelines.landing.inference import grown
+from millstream.pipelines.landing.layout import RECORD_NAMES, column_of
+from millstream.pipelines.landing.manifest import Report, to_arrow
+from millstream.pipelines.landing.plan import Stretch
+from millstream.spark.options import BROKERS, ReadOptions, read_options
+from millstream.spark.ranges import Range
+from millstream.spark.rows import read_range
+from millstream.spark.shape import default_schema, shape_of
+
+_RENAMED: Final = {"timestampType": "timestamp_type"}
+_QUARANTINED: Final = ("partition", "offset", "timestamp", "key", "value", "headers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """How the messages of one topic are landed in one batch."""
+
+    writer: TaskWriter
+    quarantine: TaskWriter
+    fields: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    """The fields of payloads that have columns."""
+    decodes: bool = False
+    evolves: bool = False
+
+
+class LandTasks:
+    """The function of `mapInArrow`: it gets numbers of tasks, and gives reports."""
+
+    def __init__(self, brokers: str, tasks: Sequence[Sequence[Stretch]], works: Mapping[str, Work]) -> None:
+        self._brokers = brokers
+        self._tasks = tasks
+        self._works = works
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Do the tasks whose numbers come in."""
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                for topic, stretches in groupby(self._tasks[number], key=lambda one: one.topic):
+                    yield to_arrow([self._land(topic, stretches)])
+
+    def _land(self, topic: str, stretches: Iterable[Stretch]) -> Report:
+        landing = _Landing(topic, self._works[topic])
+        options = read_options({BROKERS: self._brokers, "subscribe": topic, "columns": ",".join(RECORD_NAMES)})
+        for one in stretches:
+            for batch in _records(one, options):
+                landing.take(batch)
+        return landing.report()
+
+
+class _Landing:
+    """Messages of one topic on their way into files; as soon as a field has no column, only into what is found."""
+
+    def __init__(self, topic: str, work: Work) -> None:
+        self._topic = topic
+        self._work = work
+        self._decoder = Decoder(work.fields, evolves=work.evolves) if work.decodes else None
+        self._found = work.fields
+        self._rows = 0
+
+    def take(self, batch: pa.RecordBatch) -> None:
+        self._rows += batch.num_rows
+        if self._decoder is None:
+            self._work.writer.write(batch)
+            return
+        decoded = self._decoder.decode(batch.column("value"))
+        if decoded.found != self._work.fields:
+            self._found = grown(self._found, decoded.found)
+        if self._found != self._work.fields:
+            return
+        columns = [*batch.columns, *decoded.columns.flatten()]
+        names = [*batch.schema.names, *map(column_of, self._work.fields.names)]
+        rows = pa.RecordBatch.from_arrays(columns, names=names)
+        if decoded.reasons.null_count == len(rows):
+            self._work.writer.write(rows)
+            return
+        fits = pc.is_null(decoded.reasons)
+        self._work.writer.write(rows.filter(fits))
+        refused = batch.select(_QUARANTINED).append_column("reason", decoded.reasons)
+        self._work.quarantine.write(refused.filter(pc.invert(fits)))
+
+    def report(self) -> Report:
+        work = self._work
+        if self._found != work.fields:
+            work.writer.abort()
+            work.quarantine.abort()
+            return Report(topic=self._topic, rows=self._rows, fields=self._found)
+        return Report(
+            topic=self._topic,
+            rows=self._rows,
+            files=tuple(work.writer.close()),
+            quarantined=tuple(work.quarantine.close()),
+        )
+
+
+def _records(one: Stretch, options: ReadOptions) -> Iterator[pa.RecordBatch]:
+    """The messages of a stretch, under the names that tables have."""
+    shape = shape_of(default_schema(options), options)
+    for batch in read_range(Range(one.topic, one.partition, one.start, one.end), options, shape):
+        yield batch.rename_columns([_RENAMED.get(name, name) for name in batch.schema.names])

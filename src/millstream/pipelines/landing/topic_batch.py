@@ -1,0 +1,99 @@
+"""One topic in one batch of landing: where its table stands, what is read, by which columns, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+import pyarrow as pa
+
+from millstream.lake.table import LakeTable
+from millstream.pipelines.landing.inference import grown, joined_schemas
+from millstream.pipelines.landing.layout import table_schema
+from millstream.pipelines.landing.manifest import Report
+from millstream.pipelines.landing.plan import Span, Stretch, stretches
+from millstream.pipelines.landing.sources import Source
+from millstream.pipelines.landing.task import Work
+
+
+@dataclass(slots=True, kw_only=True)
+class TopicBatch:
+    """What a batch does with one topic."""
+
+    source: Source
+    table: LakeTable
+    spans: dict[int, Span]
+    fields: pa.Schema
+    """The fields of payloads that have columns, or are to get them by the commit."""
+    decodes: bool = False
+    evolves: bool = False
+    reports: list[Report] = field(default_factory=list)
+
+    @property
+    def topic(self) -> str:
+        """Its name."""
+        return self.source.topic
+
+    @property
+    def rows(self) -> int:
+        """How many messages were read."""
+        return sum(report.rows for report in self.reports)
+
+    @property
+    def lag(self) -> int:
+        """How many offsets are left for the next batch."""
+        return sum(self.source.end[number] - span.end for number, span in self.spans.items())
+
+    def admit(self, ends: Mapping[int, int]) -> None:
+        """Go no further than this."""
+        self.spans = {number: Span(span.start, span.first, ends[number]) for number, span in self.spans.items()}
+
+    def stretches(self) -> list[Stretch]:
+        """What is read."""
+        return stretches(self.topic, self.spans)
+
+    def work(self, landed: datetime) -> Work:
+        """What tasks have to know."""
+        topic_id = self.source.topic_id
+        return Work(
+            writer=self.table.writer(table_schema(self.fields), topic_id, landed=landed),
+            quarantine=self.table.quarantine_writer(topic_id, landed=landed),
+            fields=self.fields,
+            decodes=self.decodes,
+            evolves=self.evolves,
+        )
+
+    def take(self, reports: Sequence[Report]) -> bool:
+        """Take what tasks told; False when they found new fields, so that all of it has to be done again with them."""
+        found = [report.fields for report in reports if report.fields is not None]
+        if found:
+            self.fields = grown(self.fields, joined_schemas(found))
+            return False
+        self.reports.extend(reports)
+        return True
+
+    def moves(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """From where to where the table goes, for partitions in which it goes anywhere."""
+        return {
+            (self.source.topic_id, number): (span.first if span.start is None else span.start, span.end)
+            for number, span in self.spans.items()
+            if span.start is None or span.end > span.start
+        }
+
+    def commit(self) -> bool:
+        """Have the table take everything; False when another run did, and its own work goes to the vacuum."""
+        files = [file for report in self.reports for file in report.files]
+        quarantined = [file for report in self.reports for file in report.quarantined]
+        return self.table.commit(files, self.moves(), schema=table_schema(self.fields), quarantined=quarantined)
+
+    def counts(self) -> dict[str, int]:
+        """What it did, in numbers."""
+        files = [file for report in self.reports for file in report.files]
+        quarantined = [file for report in self.reports for file in report.quarantined]
+        return {
+            "files": len(files) + len(quarantined),
+            "bytes": sum(file.bytes for file in (*files, *quarantined)),
+            "quarantined": sum(file.rows for file in quarantined),
+            "lost": sum(span.lost for span in self.spans.values()),
+        }

@@ -1,0 +1,245 @@
+"""Payloads as columns: both ways of decoding agree, nothing is bent, and everything has a row or a reason."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.pipelines.landing.decoding import Decoder
+from millstream.pipelines.landing.inference import grown, type_of
+from millstream.pipelines.landing.layout import column_of, field_of, payload_fields, table_schema
+
+FIELDS = pa.schema(
+    [
+        pa.field("id", pa.int64()),
+        pa.field("small", pa.int8()),
+        pa.field("amount", pa.float64()),
+        pa.field("text", pa.string()),
+        pa.field("paid", pa.bool_()),
+        pa.field("at", pa.timestamp("us", tz="UTC")),
+        pa.field("day", pa.date32()),
+        pa.field("price", pa.decimal128(10, 2)),
+        pa.field("buyer", pa.struct([pa.field("name", pa.string()), pa.field("age", pa.int64())])),
+        pa.field("lines", pa.list_(pa.field("element", pa.struct([pa.field("sku", pa.string())])))),
+    ]
+)
+
+
+def payloads(*documents: Any) -> pa.Array:
+    texts = [one if isinstance(one, bytes) or one is None else json.dumps(one).encode() for one in documents]
+    return pa.array(texts, pa.binary())
+
+
+def decode(*documents: Any, fields: pa.Schema = FIELDS, evolves: bool = False) -> tuple[list[Any], list[str | None]]:
+    decoded = Decoder(fields, evolves=evolves).decode(payloads(*documents))
+    return decoded.columns.to_pylist(), decoded.reasons.to_pylist()
+
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.sampled_from(["2026-01-02", "2026-01-02T03:04:05Z", "1.25", 1.25, 1.255, 3.0, 10**400])
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["name", "age", "sku", "more"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+DOCUMENTS = st.dictionaries(st.sampled_from([*FIELDS.names, "other", "Id"]), VALUES, max_size=5)
+ODD = st.sampled_from(
+    [
+        *(b"", b" ", b"[]", b"{", b"null", b'{"id":1}{"id":2}', b'{"id":', b'{"id":1}}', b"\xff\xfe", b'{"id":01}'),
+        *(b'{\n"id" : 1 }\n', b'{"id":1,"id":2}', b'{"amount":NaN}', b'{"amount":1e999}', b'{"text":"a\nb"}'),
+        b'{"text":"\\ud800"}',
+    ]
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
+        return math.isnan(other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(DOCUMENTS | ODD | st.none(), max_size=4), st.booleans())
+def test_a_payload_is_decoded_the_same_whatever_stands_beside_it(documents: list[Any], evolves: bool) -> None:
+    decoder = Decoder(FIELDS, evolves=evolves)
+    values = payloads(*documents)
+    together = decoder.decode(values)
+    apart = decoder._apart(values)
+    assert together.reasons.to_pylist() == apart.reasons.to_pylist()
+    assert same(together.columns.to_pylist(), apart.columns.to_pylist())
+    assert together.columns.type == apart.columns.type
+    for row in range(len(values)):
+        alone = decoder.decode(values.slice(row, 1))
+        assert alone.reasons[0] == together.reasons[row]
+        assert same(alone.columns[0].as_py(), together.columns[row].as_py())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(DOCUMENTS | ODD | st.none(), min_size=1, max_size=6))
+def test_what_was_found_decodes_everything_that_it_was_found_in(documents: list[Any]) -> None:
+    values = payloads(*documents)
+    nothing = pa.schema([])
+    first = Decoder(nothing, evolves=True).decode(values)
+    second = Decoder(first.found, evolves=True).decode(values)
+    assert second.found == first.found
+    for before, after in zip(first.reasons.to_pylist(), second.reasons.to_pylist(), strict=True):
+        # A number too large for a double makes a column of doubles, and does not fit into it.
+        assert after == before or str(after).endswith("is no double")
+
+
+def test_every_type_takes_what_fits() -> None:
+    whole = {
+        "id": 7,
+        "small": -128,
+        "amount": 3,
+        "text": "ä",
+        "paid": True,
+        "at": "2026-01-02T03:04:05.5+01:00",
+        "day": "2026-01-02",
+        "price": 12.25,
+        "buyer": {"name": "Ann", "age": None},
+        "lines": [{"sku": "a"}, None],
+    }
+    (row,), (reason,) = decode(whole)
+    assert reason is None
+    assert row["id"] == 7
+    assert row["amount"] == 3.0
+    assert str(row["day"]) == "2026-01-02"
+    assert str(row["price"]) == "12.25"
+    assert row["at"].isoformat() == "2026-01-02T02:04:05.500000+00:00"
+    assert row["buyer"] == {"name": "Ann", "age": None}
+    assert row["lines"] == [{"sku": "a"}, None]
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [
+        ({"id": 1.5}, "id: 1.5 is no long"),
+        ({"id": "1"}, 'id: "1" is no long'),
+        ({"id": 2**63}, f"id: {2**63} is no long"),
+        ({"small": 128}, "small: 128 is no byte"),
+        ({"amount": "1"}, 'amount: "1" is no double'),
+        ({"amount": True}, "amount: true is no double"),
+        (b'{"amount": 1e999}', "amount: 1e999 is no double"),
+        ({"paid": 1}, "paid: 1 is no boolean"),
+        ({"at": 17}, "at: 17 is no timestamp"),
+        ({"at": "soon"}, 'at: "soon" is no timestamp'),
+        ({"day": "2026-13-01"}, 'day: "2026-13-01" is no date'),
+        ({"price": 1.255}, "price: 1.255 is no decimal(10,2)"),
+        ({"buyer": "Ann"}, 'buyer: "Ann" is no object'),
+        ({"buyer": {"age": "old"}}, 'buyer.age: "old" is no long'),
+        ({"lines": {}}, "lines: {} is no array"),
+        ({"lines": [{"sku": "a"}, 3]}, "lines[1]: 3 is no object"),
+        (b"", "the payload is empty"),
+        (b"[1]", "the payload is no JSON object but [1]"),
+        (b"\xff", "the payload is not UTF-8: byte 0 cannot be read"),
+        (b'{"text":"\\ud800"}', "the payload has half of a surrogate pair, which is no character"),
+    ],
+)
+def test_what_does_not_fit_has_a_reason(document: Any, reason: str) -> None:
+    rows, reasons = decode({"id": 1}, document, {"id": 3})
+    assert reasons == [None, reason, None]
+    assert [row["id"] for row in (rows[0], rows[2])] == [1, 3]
+
+
+def test_a_text_column_takes_everything_as_its_json() -> None:
+    rows, reasons = decode(b'{"text":1.50}', {"text": {"a": [1, "ä"]}}, {"text": False}, None)
+    assert [row["text"] for row in rows] == ["1.50", '{"a":[1,"ä"]}', "false", None]
+    assert reasons == [None] * 4
+
+
+def test_one_odd_payload_among_thousands_is_found() -> None:
+    documents: list[Any] = [{"id": number} for number in range(5000)]
+    documents[4321] = {"id": "x"}
+    rows, reasons = decode(*documents)
+    assert [number for number, reason in enumerate(reasons) if reason] == [4321]
+    assert rows[4999]["id"] == 4999
+    assert rows[4320]["id"] == 4320
+
+
+def found_in(*documents: Any, known: pa.Schema | None = None) -> dict[str, str]:
+    fields = known if known is not None else pa.schema([])
+    found = Decoder(fields, evolves=True).decode(payloads(*documents)).found
+    return {field.name: str(field.type) for field in found}
+
+
+def test_types_are_found() -> None:
+    found = found_in(
+        {"n": 1, "x": 1.5, "s": "a", "b": True, "o": {"k": 1, "e": {}}, "l": [1, 2.5], "none": None, "empty": []},
+        {"n": 2.5, "t": "2026-01-02T00:00:00Z", "o": {"j": "a"}},
+    )
+    assert found == {
+        "n": "double",
+        "x": "double",
+        "s": "string",
+        "b": "bool",
+        "o": "struct<k: int64, j: string>",
+        "l": "list<element: double>",
+        "t": "string",
+    }
+
+
+def test_what_does_not_go_together_is_text() -> None:
+    assert found_in({"a": 1}, {"a": "x"}) == {"a": "string"}
+    assert found_in({"a": [1, "x"]}) == {"a": "list<element: string>"}
+    assert found_in({"a": {"b": 1}}, {"a": 3}) == {"a": "string"}
+
+
+def test_a_column_keeps_its_type_and_gets_more_fields() -> None:
+    known = pa.schema([pa.field("a", pa.int64()), pa.field("o", pa.struct([pa.field("x", pa.int64())]))])
+    assert found_in({"a": 1, "o": {"x": 1, "y": "b"}, "c": True}, known=known) == {
+        "a": "int64",
+        "o": "struct<x: int64, y: string>",
+        "c": "bool",
+    }
+    assert found_in({"a": 1.5, "d": 1}, known=known) == {"a": "int64", "o": "struct<x: int64>"}
+
+
+def test_names_that_no_table_can_have_stay_in_the_payload() -> None:
+    assert found_in({"a b": 1, "": 2, "Id": 3, "id": 4, "a;": 5, "fine": 6}) == {"Id": "int64", "fine": "int64"}
+
+
+def test_columns_are_bounded() -> None:
+    wide = {f"f{number}": number for number in range(1500)}
+    found = Decoder(pa.schema([]), evolves=True).decode(payloads(wide)).found
+    assert len(found) == 1000
+    assert Decoder(found, evolves=True).decode(payloads(wide)).found == found
+
+
+def test_fields_named_as_columns_of_every_record_get_a_prefix() -> None:
+    fields = pa.schema([pa.field(name, pa.int64()) for name in ("value", "payload_value", "Offset", "payload_x", "x")])
+    names = [column_of(name) for name in fields.names]
+    assert names == ["payload_value", "payload_payload_value", "payload_Offset", "payload_x", "x"]
+    assert [field_of(name) for name in names] == fields.names
+    assert payload_fields(table_schema(fields)) == fields
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(DOCUMENTS, min_size=1, max_size=5))
+def test_types_only_grow(documents: list[dict[str, Any]]) -> None:
+    schemas = [pa.schema(list(type_of(document))) for document in documents]
+    known = grown(pa.schema([]), schemas[0])
+    for schema in schemas[1:]:
+        wider = grown(known, schema)
+        assert wider.names[: len(known.names)] == known.names
+        assert grown(wider, schema) == wider
+        known = wider

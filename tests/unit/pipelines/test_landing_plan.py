@@ -1,0 +1,68 @@
+"""How a batch of landing is cut into tasks: nothing twice, nothing left out, nobody with too much."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.pipelines.landing.plan import FILE_BYTES, TASK_BYTES_MIN, Span, Stretch, spans, stretches, tasks
+from millstream.pipelines.landing.sources import Source
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 2_000_000)), max_size=12),
+    st.floats(1, 100_000),
+    st.integers(1, 16),
+)
+def test_every_offset_is_in_one_task(parts: list[tuple[int, int]], size: float, parallelism: int) -> None:
+    wanted = [Stretch(f"t{at // 3}", at, start, start + length) for at, (start, length) in enumerate(parts)]
+    sizes = {one.topic: size for one in wanted}
+    shared = tasks(wanted, sizes, parallelism=parallelism)
+    flat = [one for task in shared for one in task]
+    for one in wanted:
+        pieces = sorted((piece.start, piece.end) for piece in flat if piece.partition == one.partition)
+        assert pieces[0][0] == one.start
+        assert pieces[-1][1] == one.end
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(pieces))
+    assert all(len(piece) > 0 for piece in flat)
+    total = sum(map(len, flat)) * size
+    for task in shared:
+        assert sum(map(len, task)) * size <= FILE_BYTES * 1.01 + size
+    if total >= 2 * TASK_BYTES_MIN * parallelism and size < 1000:
+        assert len(shared) >= parallelism
+
+
+def test_many_small_topics_share_tasks() -> None:
+    wanted = [Stretch(f"t{number:03}", 0, 0, 10_000) for number in range(100)]
+    shared = tasks(wanted, {one.topic: 100.0 for one in wanted}, parallelism=4)
+    assert len(shared) == 4
+    assert sum(len(task) for task in shared) <= 103
+
+
+def source(first: dict[int, int], end: dict[int, int]) -> Source:
+    return Source(topic="orders", topic_id="one", first=first, end=end)
+
+
+def test_a_table_goes_on_where_it_is() -> None:
+    found = spans(source({0: 0, 1: 40}, {0: 100, 1: 50}), {0: 30, 1: 20}, from_latest=False)
+    assert found == {0: Span(30, 30, 100), 1: Span(20, 40, 50)}
+    assert found[0].lost == 0
+    assert found[1].lost == 20
+    assert stretches("orders", found) == [Stretch("orders", 0, 30, 100), Stretch("orders", 1, 40, 50)]
+
+
+def test_a_new_table_begins_where_it_is_told() -> None:
+    new = source({0: 5, 1: 0}, {0: 100, 1: 50})
+    assert spans(new, {}, from_latest=False) == {0: Span(None, 5, 100), 1: Span(None, 0, 50)}
+    assert spans(new, {}, from_latest=True) == {0: Span(None, 100, 100), 1: Span(None, 50, 50)}
+    assert spans(new, {0: 80}, from_latest=True) == {0: Span(80, 80, 100), 1: Span(None, 0, 50)}
+
+
+def test_everything_may_be_gone_by_retention() -> None:
+    found = spans(source({0: 100}, {0: 100}), {0: 30}, from_latest=False)
+    assert found == {0: Span(30, 100, 100)}
+    assert found[0].lost == 70
+    assert stretches("orders", found) == []
