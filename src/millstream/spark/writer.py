@@ -105,6 +105,8 @@ class TopicStreamWriter(DataSourceStreamArrowWriter):
     """Writes the batches of a stream; Spark makes a new one on the driver for each batch, and another to commit it."""
 
     def __init__(self, options: WriteOptions) -> None:
+        if options.source is not None:
+            raise InvalidSetting("option sourceOffsets is for one batch: a stream keeps its progress by itself")
         self._options = options
         self._stream = stream_name(options.checkpoint)
 

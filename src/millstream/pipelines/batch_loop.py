@@ -1,0 +1,206 @@
+"""Batches from topics to topics, exactly once and without a checkpoint: the commit of a batch is the truth.
+
+The rows of a batch and the offsets of the pipeline's group become valid with one record at the coordinator, which also
+keeps the number of the batch. So whoever begins asks for both and goes on from there, on any machine, whatever happened
+to the one before. The number is asked for first: if somebody else commits a batch in between, the number is taken
+already when this one is to be committed, and it is not.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+from uuid import UUID, uuid4
+
+import pyarrow as pa
+
+from millstream.model.errors import InvalidTransactionState, LostData, MillstreamError
+from millstream.model.pipeline import LATEST, Pipeline, PipelineSettings
+from millstream.pipelines.group_offsets import Offsets, stable_offsets
+from millstream.pipelines.job import JobContext, Step
+from millstream.spark.link import Link
+from millstream.spark.options import BROKERS, WriteOptions, read_options
+from millstream.spark.parts import Batch, Part, abort_batch, writing_link
+from millstream.spark.ranges import Range, admitted, ranges_between
+from millstream.spark.source_offsets import OFFSETS_TASK, SourceOffsets, prepare_offsets
+from millstream.spark.survey import Survey
+from millstream.wire.transactions import OfGroup, TransactionalProducer, Transactions
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_logger = logging.getLogger(__name__)
+
+WAIT_S: Final = 0.5
+"""How long a step waits for messages when there are none; whoever is to stop waits for that."""
+
+PART_SCHEMA: Final = "part binary"
+CLIENT_ID: Final = "millstream-pipeline"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One batch: its number, and from where to where it goes."""
+
+    batch: Batch
+    ranges: tuple[Range, ...]
+    """What is read, at most one range of each partition, so that the order within partitions is kept."""
+    end: Offsets
+    rows: int
+    lag: int
+
+    def of(self, topic: str) -> list[Range]:
+        """What is read of one topic."""
+        return [one for one in self.ranges if one.topic == topic]
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the last commit of this loop has left behind, so that it need not be asked for."""
+
+    number: int
+    offsets: dict[str, dict[int, int]]
+
+
+def query_of(pipeline_id: UUID) -> str:
+    """What the coordinator knows the batches of a pipeline by."""
+    return f"pipeline/{pipeline_id}"
+
+
+class BatchLoop:
+    """Plans batches over topics, and commits them."""
+
+    def __init__(self, pipeline: Pipeline, context: JobContext, settings: PipelineSettings) -> None:
+        self._pipeline = pipeline
+        self._context = context
+        self._settings = settings
+        self._query = query_of(pipeline.pipeline_id)
+        self._known: _Known | None = None
+        self.options = WriteOptions(brokers=context.brokers, client_id=CLIENT_ID)
+
+    @property
+    def link(self) -> Link:
+        """The connection of this process."""
+        return writing_link(self.options)
+
+    def options_for(self, topic: str) -> WriteOptions:
+        """How rows are written to one topic."""
+        return replace(self.options, topic=topic)
+
+    def survey(self, topics: Sequence[str]) -> Survey:
+        """Asks about topics, as far as what is in them is committed."""
+        given = {BROKERS: self._context.brokers, "subscribe": ",".join(topics), "kafka.client.id": CLIENT_ID}
+        return Survey(read_options(given))
+
+    def plan(self, topics: Sequence[str]) -> Plan:
+        """The next batch of some topics; it has no rows if there are none."""
+        survey = self.survey(topics)
+        known = self._known or self._ask()
+        partitions = survey.partitions()
+        earliest, latest = survey.earliest(partitions), survey.latest(partitions)
+        start: dict[str, dict[int, int]] = {}
+        for topic, numbers in partitions.items():
+            committed = known.offsets.get(topic, {})
+            # A partition that comes to a topic which is read already begins with its first message.
+            at_end = not committed and self._settings.start == LATEST
+            otherwise = (latest if at_end else earliest)[topic]
+            start[topic] = {number: committed.get(number, otherwise[number]) for number in numbers}
+        _check_there(start, earliest, latest)
+        self._known = known
+        end = admitted(start, latest, self._settings.batch_max)
+        batch = Batch(self._query, known.number, uuid4().hex[:12])
+        ranges = tuple(ranges_between(start, end))
+        return Plan(batch, ranges, end, sum(map(len, ranges)), sum(map(len, ranges_between(end, latest))))
+
+    def is_new(self, plan: Plan) -> bool:
+        """Whether a plan names partitions that the group has no offset for yet: they are committed even without rows.
+
+        Else what comes before the first batch would be skipped by a run that begins at the end again.
+        """
+        known = self._known.offsets if self._known is not None else {}
+        return any(number not in known.get(topic, {}) for topic, numbers in plan.end.items() for number in numbers)
+
+    def commit(self, plan: Plan, frame: DataFrame | None) -> bool:
+        """Run the job whose rows are the parts of a batch, and commit these and the offsets; False if others did so."""
+        known = self._known
+        # What is known counts for nothing until this has gone well.
+        self._known = None
+        link = self.link
+        offsets = link.start(self._prepare_offsets(plan))
+        try:
+            parts = [] if frame is None else [read_part(row.part) for row in frame.collect()]
+            members = [part.member for part in parts if part.member is not None]
+            members.append(offsets.result())
+            done = link.call(Transactions(link.client).complete_batch(plan.batch.query, plan.batch.number, members))
+        except BaseException:
+            self._give_up(plan, offsets)
+            raise
+        if done and known is not None:
+            merged = {topic: {**known.offsets.get(topic, {}), **numbers} for topic, numbers in plan.end.items()}
+            self._known = _Known(plan.batch.number + 1, {**known.offsets, **merged})
+        return done
+
+    def wait(self, plan: Plan) -> Step:
+        """Wait a moment for messages, when there are none."""
+        self.survey(list(plan.end)).wait_for_more(plan.end, WAIT_S)
+        return Step()
+
+    # -- how ------------------------------------------------------------------------------------------------------
+
+    def _ask(self) -> _Known:
+        return self.link.call(self._look(self.link))
+
+    async def _look(self, link: Link) -> _Known:
+        transactions = Transactions(link.client)
+        while True:
+            number = await transactions.last_batch(self._query) + 1
+            try:
+                # What a run before this one has left undecided would hold up the offsets for ever.
+                await transactions.abort_batch(self._query, number)
+            except InvalidTransactionState:
+                # It was committed just now.
+                continue
+            return _Known(number, await stable_offsets(link.client, self._pipeline.group))
+
+    async def _prepare_offsets(self, plan: Plan) -> TransactionalProducer:
+        member = self._context.member()
+        who = OfGroup(member.member_id, member.generation, member.instance_id)
+        source = SourceOffsets(self._pipeline.group, plan.end, who)
+        transactions = Transactions(self.link.client)
+        return await prepare_offsets(transactions, plan.batch.new_attempt(OFFSETS_TASK), source)
+
+    def _give_up(self, plan: Plan, offsets: Future[TransactionalProducer]) -> None:
+        with suppress(MillstreamError):
+            offsets.result()
+        with suppress(MillstreamError):
+            # What cannot be taken back now is taken back by the next plan.
+            abort_batch(self.options, plan.batch)
+
+
+def as_row(part: Part) -> Iterator[pa.RecordBatch]:
+    """What a task has written, as its only row."""
+    yield pa.RecordBatch.from_pydict({"part": pa.array([pickle.dumps(part)], pa.binary())})
+
+
+def read_part(row: bytes | bytearray) -> Part:
+    """The same on the driver; only tasks of this job have made it."""
+    part = pickle.loads(bytes(row))
+    if not isinstance(part, Part):
+        raise TypeError(f"a task gave {type(part).__name__} and not a part of a batch")
+    return part
+
+
+def _check_there(start: Offsets, earliest: Offsets, latest: Offsets) -> None:
+    lost = [
+        (topic, number, offset, earliest[topic][number])
+        for topic, offsets in start.items()
+        for number, offset in offsets.items()
+        if not earliest[topic][number] <= offset <= latest[topic][number]
+    ]
+    if lost:
+        raise LostData(lost)

@@ -1,0 +1,77 @@
+"""Lake tables that a statement joins with: Delta tables by version, Parquet folders as Spark reads them.
+
+A Delta table is read again when it has a new version, which is looked for every few seconds; all rows of a batch are
+joined with the same version.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+from millstream.model.errors import InvalidSetting
+
+if TYPE_CHECKING:
+    from deltalake import DeltaTable
+    from pyspark.sql import DataFrame, SparkSession
+
+LOOK_S: Final = 5.0
+"""How often a new version is looked for."""
+
+
+class LakeView:
+    """One table, as a view of a session."""
+
+    def __init__(self, spark: SparkSession, name: str, url: str) -> None:
+        self._spark = spark
+        self._name = name
+        self._url = url
+        self._table: DeltaTable | None = None
+        self._version: int | None = None
+        self._looked = 0.0
+        self._frame: DataFrame | None = None
+
+    def refresh(self) -> None:
+        """Have the view show the table as it is now, or was a few seconds ago."""
+        now = time.monotonic()
+        if self._frame is not None and now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        frame = self._delta() if self._is_delta() else self._parquet()
+        if frame is not None:
+            self.close()
+            self._frame = frame
+            frame.createOrReplaceTempView(f"`{self._name}`")
+
+    def close(self) -> None:
+        """Let go of what was read."""
+        if self._frame is not None:
+            self._frame.unpersist()
+            self._frame = None
+
+    def _is_delta(self) -> bool:
+        from deltalake import DeltaTable
+
+        return self._table is not None or DeltaTable.is_deltatable(self._url)
+
+    def _delta(self) -> DataFrame | None:
+        from deltalake import DeltaTable
+
+        if self._table is None:
+            self._table = DeltaTable(self._url)
+        else:
+            self._table.update_incremental()
+        if self._table.version() == self._version and self._frame is not None:
+            return None
+        self._version = self._table.version()
+        # Spark holds it, in memory or on disk, so it is handed over once for each version.
+        return self._spark.createDataFrame(self._table.to_pyarrow_table()).persist()
+
+    def _parquet(self) -> DataFrame:
+        from pyspark.errors import AnalysisException
+
+        try:
+            return self._spark.read.parquet(self._url)
+        except AnalysisException as error:
+            reason = str(error).partition("\n")[0]
+            raise InvalidSetting(f"the table {self._name!r} cannot be read at {self._url}: {reason}") from None

@@ -1,0 +1,174 @@
+"""A statement made ready to run: its topics as views with their columns, its tables, and what Spark thinks of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pyspark.sql.types import StructType
+
+from millstream.model.errors import InvalidSetting
+from millstream.model.pipeline import Pipeline, TransformSettings
+from millstream.pipelines.batch_loop import BatchLoop, Plan
+from millstream.pipelines.job import JobContext
+from millstream.pipelines.lake_view import LakeView
+from millstream.pipelines.payload_schema import KeptSchemas, find_schema
+from millstream.pipelines.statement import Statement, read_statement, told_plainly
+from millstream.pipelines.topic_view import TopicView, parse_schemas, view_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_SETTINGS: Final = {
+    "spark.sql.session.timeZone": "UTC",
+    # Batches are small and frequent: what a plan could gain by looking at itself costs more than it brings.
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.shuffle.partitions": "2",
+}
+_REMEMBERS: Final = frozenset(
+    {
+        "Aggregate",
+        "Deduplicate",
+        "DeduplicateWithinWatermark",
+        "Distinct",
+        "Except",
+        "GlobalLimit",
+        "Intersect",
+        "LocalLimit",
+        "Offset",
+        "Sample",
+        "Sort",
+        "Tail",
+        "Window",
+    }
+)
+"""What means something else for the messages of one batch than for all of them."""
+_AGGREGATES: Final = frozenset({"Aggregate", "Distinct"})
+_OF_TOPIC: Final = "MapInArrow"
+"""What a view of a topic has in its plan, and nothing else that a statement can say."""
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A statement, in a session that has all of its views."""
+
+    spark: SparkSession
+    brokers: str
+    statement: Statement
+    views: Mapping[str, TopicView]
+    tables: tuple[LakeView, ...] = ()
+    needs_state: bool = False
+    aggregates: bool = False
+    """Whether rows may change while messages come, unless a watermark says when they are done."""
+
+    def result(self, plan: Plan) -> DataFrame:
+        """The rows of the statement over what a batch reads."""
+        for topic, view in self.views.items():
+            frame = view.frame(self.spark, self.brokers, plan.of(topic))
+            frame.createOrReplaceTempView(f"`{topic}`")
+        return self.frame()
+
+    def frame(self) -> DataFrame:
+        """The rows of the statement over the views as they are now."""
+        for table in self.tables:
+            table.refresh()
+        text = self.statement.text
+        return told_plainly(text, lambda: self.spark.sql(text))
+
+    def close(self) -> None:
+        """Let go of tables."""
+        for table in self.tables:
+            table.close()
+
+
+def prepare(pipeline: Pipeline, context: JobContext, settings: TransformSettings, loop: BatchLoop) -> Prepared | None:
+    """Make a statement ready; None as long as a topic whose columns are to be found has no message.
+
+    Raises `InvalidSetting` if Spark would not run it, with what Spark says.
+    """
+    # Views belong to a session, and pipelines may have views of the same name.
+    spark = context.spark.newSession()
+    for name, value in _SETTINGS.items():
+        spark.conf.set(name, value)
+    tables = as_document(settings.tables, "tables")
+    statement = read_statement(settings.sql, tables, spark)
+    schemas = _schemas(spark, pipeline, context, settings, loop, statement)
+    if schemas is None:
+        return None
+    lake = tuple(LakeView(spark, name, tables[name]) for name in statement.tables)
+    whole = {topic: view_of(topic, schemas[topic]) for topic in statement.topics}
+    prepared = Prepared(spark, context.brokers, statement, whole, lake)
+    for topic, view in whole.items():
+        view.frame(spark, context.brokers, ()).createOrReplaceTempView(f"`{topic}`")
+    nodes = list(_nodes(prepared.frame()._jdf.queryExecution().analyzed()))
+    prepared.needs_state = _remembers(nodes)
+    prepared.aggregates = any(of_topic and node.nodeName() in _AGGREGATES for node, of_topic in nodes)
+    prepared.views = {topic: view.narrowed(statement) for topic, view in whole.items()}
+    return prepared
+
+
+def as_document(text: str, setting: str) -> dict[str, str]:
+    """A setting that is a JSON object of texts."""
+    if not text.strip():
+        return {}
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise InvalidSetting(f"{setting} is a JSON object: {error}") from None
+    if not isinstance(document, dict) or not all(isinstance(one, str) for one in document.values()):
+        raise InvalidSetting(f"{setting} is a JSON object whose values are texts")
+    return document
+
+
+def _schemas(
+    spark: SparkSession,
+    pipeline: Pipeline,
+    context: JobContext,
+    settings: TransformSettings,
+    loop: BatchLoop,
+    statement: Statement,
+) -> dict[str, StructType] | None:
+    if settings.decode == "none":
+        return {topic: StructType() for topic in statement.topics}
+    given = parse_schemas(as_document(settings.schemas, "schemas"))
+    kept = KeptSchemas(Path(context.folder, str(pipeline.pipeline_id)))
+    found = kept.read()
+    missing = [topic for topic in statement.topics if topic not in given and topic not in found]
+    for topic in missing:
+        schema = find_schema(spark, loop, topic, context.brokers)
+        if schema is None:
+            return None
+        found[topic] = schema
+    if missing:
+        kept.write(found)
+    return {**found, **given}
+
+
+def _remembers(nodes: list[tuple[Any, bool]]) -> bool:
+    """Whether a statement needs to know messages of earlier batches."""
+    if not any(of_topic for _, of_topic in nodes):
+        raise InvalidSetting("the statement reads no topic outside of conditions; join with it instead")
+    return any(of_topic and (node.nodeName() in _REMEMBERS or _joins_topics(node)) for node, of_topic in nodes)
+
+
+def _joins_topics(node: Any) -> bool:
+    return node.nodeName() == "Join" and all(map(_is_of_topic, _children(node)))
+
+
+def _nodes(plan: Any) -> Iterator[tuple[Any, bool]]:
+    """Every node of a plan, and whether messages pass through it."""
+    yield plan, _is_of_topic(plan)
+    for child in _children(plan):
+        yield from _nodes(child)
+
+
+def _children(plan: Any) -> list[Any]:
+    children = plan.children()
+    return [children.apply(number) for number in range(children.size())]
+
+
+def _is_of_topic(plan: Any) -> bool:
+    return plan.nodeName() == _OF_TOPIC or any(_is_of_topic(child) for child in _children(plan))
