@@ -8,8 +8,10 @@ on disks as in object stores.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Final
 
 import deltalake
@@ -119,6 +121,15 @@ class DeltaLog:
         table = self.refresh()
         if table is None or table.version() <= version:
             raise
+
+    def vacuum(self, grace: timedelta) -> int:
+        """Delete files that are no part of the table and older than the grace, in whole hours; how many there were."""
+        table = self.refresh()
+        if table is None:
+            return 0
+        hours = math.ceil(grace / timedelta(hours=1))
+        deleted = table.vacuum(retention_hours=hours, dry_run=False, enforce_retention_duration=False, full=True)
+        return len(deleted)
 
     def holds(self, files: Iterable[Written]) -> bool:
         """Whether the table has any of these files."""

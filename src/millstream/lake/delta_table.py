@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import Final
 
 import deltalake
 import pyarrow as pa
 
 from millstream.lake.columns import QUARANTINE
+from millstream.lake.compaction import SMALL_BYTES, Compacted, compact
 from millstream.lake.delta_log import DeltaLog, added
+from millstream.lake.scan import Rows, scan
 from millstream.lake.storage import Storage
-from millstream.lake.table import QUARANTINE_ENDING, TopicPartition
+from millstream.lake.table import GRACE, QUARANTINE_ENDING, TopicPartition
 from millstream.lake.task_writer import TaskWriter
 from millstream.lake.written import Written, from_json, to_json
 from millstream.model.errors import Conflict, CorruptState, StalePlan
@@ -36,12 +38,12 @@ class DeltaTable:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self._log = DeltaLog(storage)
-        self._quarantine = DeltaLog(storage.beside(QUARANTINE_ENDING))
+        self.log = DeltaLog(storage)
+        self.quarantine = DeltaLog(storage.beside(QUARANTINE_ENDING))
 
     def schema(self) -> pa.Schema | None:
         """The columns; None before the first commit."""
-        return self._log.schema()
+        return self.log.schema()
 
     def next_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Where a step begins; see `LakeTable`."""
@@ -54,7 +56,7 @@ class DeltaTable:
 
     def quarantine_writer(self, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
         """A writer of files for the table of quarantined messages."""
-        return TaskWriter(self._quarantine.storage, QUARANTINE, topic_id, landed=landed)
+        return TaskWriter(self.quarantine.storage, QUARANTINE, topic_id, landed=landed)
 
     def commit(
         self,
@@ -66,39 +68,57 @@ class DeltaTable:
     ) -> bool:
         """Add files and move on, all of it or nothing; see `LakeTable`."""
         for attempt in range(ATTEMPTS_MAX):
-            self._log.require(schema)
+            self.log.require(schema)
             table = self._recovered()
             if _is_done(_next_offsets(table, offsets), offsets):
                 # Whoever tried before may have done it and not heard of it.
-                return attempt > 0 and self._log.holds(files)
+                return attempt > 0 and self.log.holds(files)
             versions = {_key(partition): end for partition, (_start, end) in offsets.items()}
             metadata = None
             if quarantined:
                 versions[_QUARANTINED] = table.version() + 1
                 metadata = {_MANIFEST: to_json(quarantined)}
-            if self._log.commit(added(files), versions, metadata=metadata):
+            if self.log.commit(added(files), versions, metadata=metadata):
                 self.recover()
                 return True
             time.sleep(random.uniform(0, _PAUSE_S))
         raise Conflict(f"others commit to {self.storage.url} all the time: {ATTEMPTS_MAX} attempts came too late")
 
+    def compact(self, *, before: datetime, small_bytes: int = SMALL_BYTES) -> Compacted:
+        """Make small files of hours that were over before a moment into large ones, in both tables."""
+        if self.recover() is None:
+            return Compacted()
+        done = compact(self.log, before=before, small_bytes=small_bytes)
+        return done.plus(compact(self.quarantine, before=before, small_bytes=small_bytes))
+
+    def vacuum(self, *, grace: timedelta = GRACE) -> int:
+        """Delete what no commit knows or a compaction replaced, once it is older than the grace; from both tables."""
+        self.recover()
+        return self.log.vacuum(grace) + self.quarantine.vacuum(grace)
+
+    def scan(
+        self, topic_id: str, partition: int, start: int, end: int, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows of one partition from an offset to before another, in their order."""
+        return scan(self.log, self.storage, Rows(topic_id, partition, start, end), columns)
+
     def recover(self) -> deltalake.DeltaTable | None:
         """The table as it is now, once all that it says of the quarantine is there too."""
-        return None if self._log.refresh() is None else self._recovered()
+        return None if self.log.refresh() is None else self._recovered()
 
     def _recovered(self) -> deltalake.DeltaTable:
         """The same of a table that is there."""
-        table = self._log.require(pa.schema([]))
+        table = self.log.require(pa.schema([]))
         version = table.transaction_version(_QUARANTINED)
         if version is None:
             return table
         # Each run does this before it commits, so that there is at most the last of such commits to be done.
         source = f"millstream/{table.metadata().id}"
         while True:
-            quarantine = self._quarantine.require(QUARANTINE)
+            quarantine = self.quarantine.require(QUARANTINE)
             if (quarantine.transaction_version(source) or 0) >= version:
                 return table
-            if self._quarantine.commit(added(_manifest(table, version)), {source: version}):
+            if self.quarantine.commit(added(_manifest(table, version)), {source: version}):
                 return table
 
 

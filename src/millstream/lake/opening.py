@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from millstream.lake.delta_table import DeltaTable
+from millstream.lake.parquet_table import ParquetTable
 from millstream.lake.storage import Storage
 from millstream.lake.table import LakeTable
 from millstream.model.errors import InvalidSetting
@@ -19,4 +20,6 @@ def open_table(url: str, *, format: str = "delta", options: Mapping[str, str] | 
     storage = Storage.at(url, options)
     if format == "delta":
         return DeltaTable(storage)
-    raise InvalidSetting(f"a table is of format delta, not {format!r}")
+    if format == "parquet":
+        return ParquetTable(storage)
+    raise InvalidSetting(f"a table is of format delta or parquet, not {format!r}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +48,37 @@ class Storage:
     def beside(self, ending: str) -> Storage:
         """The storage whose name has an ending more."""
         return Storage(f"{self.url}{ending}", self.options)
+
+    def staged(self) -> Storage:
+        """Where files wait that nobody is to see yet: a folder beside this one that no pattern for tables finds."""
+        parent, _slash, name = self.url.rpartition("/")
+        if not name or parent.endswith(":/"):
+            raise InvalidSetting(f"{self.url!r} has no room beside it: name a folder in it")
+        return Storage(f"{parent}/_staged/{name}", self.options)
+
+    def publish(self, path: str) -> None:
+        """Bring a staged file to where it is seen, as a whole; one that was brought by another is left alone."""
+        source = self.staged()
+        if self.folder is not None and source.folder is not None:
+            self.make_parent(path)
+            with contextlib.suppress(FileNotFoundError):
+                (source.folder / path).replace(self.folder / path)
+                _sync((self.folder / path).parent)
+            return
+        parent, _slash, name = self.url.rpartition("/")
+        around = Storage(parent, self.options).files()
+        with contextlib.suppress(FileNotFoundError):
+            # The store copies the file and deletes the first; a second mover overwrites it by the same bytes.
+            around.move(f"_staged/{name}/{path}", f"{name}/{path}")
+
+    def data_files(self) -> Iterator[str]:
+        """The files of all hours."""
+        files = self.files()
+        for day in files.get_file_info(pyarrow.fs.FileSelector("", allow_not_found=True)):
+            if day.type == pyarrow.fs.FileType.Directory and not day.base_name.startswith("_"):
+                for found in files.get_file_info(pyarrow.fs.FileSelector(day.path, recursive=True)):
+                    if found.type == pyarrow.fs.FileType.File:
+                        yield found.path
 
     def files(self) -> Any:
         """The files as a file system of Arrow whose paths begin here."""

@@ -7,16 +7,18 @@ twice, at the same time or after a crash, is in the table once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import Final, Protocol
 
 import pyarrow as pa
 
+from millstream.lake.compaction import SMALL_BYTES, Compacted
 from millstream.lake.task_writer import TaskWriter
 from millstream.lake.written import Written
 
 QUARANTINE_ENDING: Final = "__quarantine"
+GRACE: Final = timedelta(days=7)
 
 TopicPartition = tuple[str, int]
 """The id of a topic, and the number of a partition."""
@@ -65,3 +67,17 @@ class LakeTable(Protocol):
         Raises `StalePlan` when the table stands elsewhere, so that the step has to be planned again, and
         `ColumnMismatch` when it has a column under another type.
         """
+
+    def compact(self, *, before: datetime, small_bytes: int = SMALL_BYTES) -> Compacted:
+        """Make small files of hours that were over before a moment into large ones; readers see no difference."""
+
+    def vacuum(self, *, grace: timedelta = GRACE) -> int:
+        """Delete files that no commit knows, or that a compaction replaced, once they are older than the grace.
+
+        The grace has to be longer than any step and any reader takes. Returns how many there were.
+        """
+
+    def scan(
+        self, topic_id: str, partition: int, start: int, end: int, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows of one partition from an offset to before another, in their order; without the columns of the layout."""

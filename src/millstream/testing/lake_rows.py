@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import deltalake
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from millstream.lake.columns import QUARANTINE, RAW, file_schema
 from millstream.lake.storage import Storage
@@ -71,6 +72,16 @@ def delta_rows(storage: Storage) -> Counter[tuple[int, int]]:
     table = deltalake.DeltaTable(storage.url, storage_options=dict(storage.options))
     found = pa.table(table.scan(columns=["partition", "offset"]).read_all())
     return Counter(zip(found.column("partition").to_pylist(), found.column("offset").to_pylist(), strict=True))
+
+
+def files_rows(storage: Storage) -> Counter[tuple[int, int]]:
+    """How often the files of a folder have each partition and offset, as any reader of Parquet sees it."""
+    files = storage.files()
+    found: Counter[tuple[int, int]] = Counter()
+    for path in storage.data_files():
+        table = pq.ParquetFile(files.open_input_file(path)).read(columns=["partition", "offset"])
+        found.update(zip(table.column("partition").to_pylist(), table.column("offset").to_pylist(), strict=True))
+    return found
 
 
 def once(partition: int, offsets: Iterable[int]) -> Counter[tuple[int, int]]:

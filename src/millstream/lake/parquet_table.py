@@ -1,0 +1,93 @@
+"""A topic as plain Parquet files in folders by day and hour, for readers that know nothing else.
+
+Folders of files have no commits. So tasks write to a folder beside, where a log as that of a Delta table says which
+files are committed; those are then moved to where they are read. A crash in between leaves files that are committed and
+not moved: whoever uses the table next moves them. Readers see whole files that are committed, each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+
+import pyarrow as pa
+
+from millstream.lake.compaction import SMALL_BYTES, Compacted
+from millstream.lake.delta_log import DeltaLog
+from millstream.lake.delta_table import DeltaTable
+from millstream.lake.scan import Rows, scan
+from millstream.lake.storage import Storage
+from millstream.lake.table import GRACE, QUARANTINE_ENDING, TopicPartition
+from millstream.lake.task_writer import TaskWriter
+from millstream.lake.written import Written
+
+
+class ParquetTable:
+    """A `LakeTable` of plain files."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._staged = DeltaTable(storage.staged())
+
+    def schema(self) -> pa.Schema | None:
+        """The columns; None before the first commit."""
+        return self._staged.schema()
+
+    def next_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        """Where a step begins; see `LakeTable`."""
+        found = self._staged.next_offsets(partitions)
+        self._publish()
+        return found
+
+    def writer(self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
+        """A writer of files for this table."""
+        return self._staged.writer(schema, topic_id, landed=landed)
+
+    def quarantine_writer(self, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
+        """A writer of files for the table of quarantined messages."""
+        return self._staged.quarantine_writer(topic_id, landed=landed)
+
+    def commit(
+        self,
+        files: Sequence[Written],
+        offsets: Mapping[TopicPartition, tuple[int, int]],
+        *,
+        schema: pa.Schema,
+        quarantined: Sequence[Written] = (),
+    ) -> bool:
+        """Add files and move on, all of it or nothing; see `LakeTable`."""
+        is_mine = self._staged.commit(files, offsets, schema=schema, quarantined=quarantined)
+        self._publish()
+        return is_mine
+
+    def compact(self, *, before: datetime, small_bytes: int = SMALL_BYTES) -> Compacted:
+        """Nothing: whoever lists files while others take their place would see rows twice, or not at all."""
+        return Compacted()
+
+    def vacuum(self, *, grace: timedelta = GRACE) -> int:
+        """Delete files that were never committed, once they are older than the grace."""
+        self._staged.recover()
+        self._publish()
+        return self._staged.vacuum(grace=grace)
+
+    def scan(
+        self, topic_id: str, partition: int, start: int, end: int, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows of one partition from an offset to before another, in their order."""
+        self._staged.recover()
+        self._publish()
+        return scan(self._staged.log, self.storage, Rows(topic_id, partition, start, end), columns)
+
+    def _publish(self) -> None:
+        """Move what is committed to where it is read."""
+        _publish(self._staged.log, self.storage)
+        _publish(self._staged.quarantine, self.storage.beside(QUARANTINE_ENDING))
+
+
+def _publish(log: DeltaLog, storage: Storage) -> None:
+    """Move the files that a log knows and that still wait; most of the time there are none."""
+    waiting = list(log.storage.data_files())
+    committed = set(log.paths()) if waiting else set()
+    for path in waiting:
+        if path in committed:
+            storage.publish(path)

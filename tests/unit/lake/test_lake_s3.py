@@ -1,0 +1,93 @@
+"""Tables in an object store: the same guarantees, by files that are put only where none is."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+
+import deltalake
+import pytest
+
+from millstream.lake.columns import RAW
+from millstream.lake.delta_table import DeltaTable
+from millstream.lake.opening import open_table
+from millstream.lake.parquet_table import ParquetTable
+from millstream.lake.storage import Storage
+from millstream.model.errors import InvalidSetting
+from millstream.testing.lake_rows import (
+    TOPIC,
+    delta_rows,
+    files_rows,
+    land,
+    next_offset,
+    once,
+    rows,
+    write,
+    write_quarantine,
+)
+
+
+@pytest.fixture
+def place(s3: str) -> Storage:
+    return Storage.at(f"{s3}/{uuid.uuid4().hex}/orders")
+
+
+def test_of_several_that_land_the_same_range_one_wins(place: Storage) -> None:
+    done: list[bool] = []
+    barrier = threading.Barrier(3)
+
+    def run() -> None:
+        table = DeltaTable(place)
+        files = write(table, [rows(0, range(10))])
+        barrier.wait()
+        done.append(table.commit(files, {(TOPIC, 0): (0, 10)}, schema=RAW))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(done) == [False, False, True]
+    assert delta_rows(place) == once(0, range(10))
+    assert [len(batch) for batch in DeltaTable(place).scan(TOPIC, 0, 2, 5)] == [3]
+
+
+def test_parquet_files_are_copied_into_place(place: Storage) -> None:
+    table = ParquetTable(place)
+    bad = write_quarantine(table, 0, [10])
+    files = write(table, [rows(0, range(10))])
+    write(table, [rows(0, range(10))])
+    assert files_rows(place) == once(0, [])
+    assert table.commit(files, {(TOPIC, 0): (0, 11)}, schema=RAW, quarantined=bad)
+    assert files_rows(place) == once(0, range(10))
+    assert files_rows(place.beside("__quarantine")) == once(0, [10])
+    # One that another run has moved meanwhile is no failure.
+    place.publish(files[0].path)
+    assert next_offset(ParquetTable(place)) == 11
+    assert files_rows(place) == once(0, range(10))
+
+
+def test_options_say_where_the_store_is(place: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"AWS_ENDPOINT_URL": "", "AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_REGION": ""}
+    with monkeypatch.context() as patched:
+        for name in options:
+            options[name] = os.environ[name]
+            patched.delenv(name)
+        table = open_table(place.url, options=options)
+        assert land(table, 0, 0, 3)
+        found = deltalake.DeltaTable(place.url, storage_options={**options, "allow_http": "true"}).to_pyarrow_table()
+        assert len(found) == 3
+
+
+@pytest.mark.parametrize("url", ["hdfs://somewhere/lake", "s3://", "http://somewhere/lake"])
+def test_urls_that_mean_nothing_are_refused(url: str) -> None:
+    with pytest.raises(InvalidSetting):
+        open_table(url)
+
+
+def test_plain_files_have_a_folder_beside_them() -> None:
+    with pytest.raises(InvalidSetting, match="no room beside"):
+        open_table("s3://lake", format="parquet")
+    with pytest.raises(InvalidSetting, match="delta or parquet"):
+        open_table("/tmp/lake", format="orc")
