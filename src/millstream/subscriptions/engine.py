@@ -158,6 +158,9 @@ class Engine:
 
     def next_opening(self, subscription: Subscription) -> asyncio.Future[None]:
         """Done when a further queue of a subscription is opened here, or there will be none."""
+        if self._closed:
+            # Nobody would tell whoever waited for it, and the end of the node would wait for them.
+            raise PartitionClosed("the broker is stopping")
         found = self._awaited.get(subscription.subscription_id)
         if found is None:
             found = self._awaited[subscription.subscription_id] = asyncio.get_running_loop().create_future()

@@ -296,6 +296,8 @@ async def test_whoever_waits_is_told_of_further_queues_and_of_the_end(node: Node
     last = node.engine.next_opening(billing)
     await node.engine.close()
     assert last.done()
+    with pytest.raises(PartitionClosed):
+        node.engine.next_opening(billing)
 
 
 async def test_stopping_while_queues_are_opened_leaves_nothing(node: Node) -> None:
