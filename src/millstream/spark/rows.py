@@ -35,22 +35,27 @@ _WAIT_MS = 500
 
 def read_range(one: Range, options: ReadOptions, shape: Shape) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a range, in order."""
-    link = link_to(
-        options.brokers, client_id=options.client_id, timeout_s=options.timeout_s, patience_s=options.timeout_s
-    )
     sieve = Sieve(options.filter, one) if options.filter else None
     names = shape.record_names
     fields = FIELDS.intersection(names) | (sieve.fields if sieve is not None else frozenset())
-    for batches, start, answer in _fetched(link, one, options):
-        for columns in decode_columns(
-            batches, fields=fields, start_offset=start, end_offset=one.end, aborted=answer.aborted
-        ):
-            batch = to_arrow(columns, topic=one.topic, partition=one.partition, names=names)
-            if sieve is not None:
-                batch = batch.filter(sieve.wanted(columns))
-            if batch.num_rows:
-                yield shaped(batch, shape)
+    for columns in read_columns(one, options, fields):
+        batch = to_arrow(columns, topic=one.topic, partition=one.partition, names=names)
+        if sieve is not None:
+            batch = batch.filter(sieve.wanted(columns))
+        if batch.num_rows:
+            yield shaped(batch, shape)
     spare_what_is_loaded()
+
+
+def read_columns(one: Range, options: ReadOptions, fields: frozenset[str]) -> Iterator[Columns]:
+    """Yield the records of a range, in order, with some fields decoded."""
+    link = link_to(
+        options.brokers, client_id=options.client_id, timeout_s=options.timeout_s, patience_s=options.timeout_s
+    )
+    for batches, start, answer in _fetched(link, one, options):
+        yield from decode_columns(
+            batches, fields=fields, start_offset=start, end_offset=one.end, aborted=answer.aborted
+        )
 
 
 class Sieve:
