@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import urllib.error
@@ -24,6 +25,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
+import millstream
 from millstream.testing.command import CommandLine, run_command
 from millstream.testing.etcd_server import EtcdServer
 from millstream.testing.postgres_server import PostgresServer
@@ -362,6 +364,30 @@ def test_messages_go_over_http_through_any_node(cluster: ServerGroup, topic: str
         )
         assert settled.json()["failed"] == 0
         assert sum(queue["accepted"] for queue in first.get(f"/subscriptions/{name}").json()["queues"]) == 30
+
+
+async def test_the_sdk_settles_what_it_holds_wherever_the_partition_is_led_then(
+    cluster: ServerGroup, topic: str
+) -> None:
+    create(cluster, topic)
+    handled: Counter[str] = Counter()
+    gate = asyncio.Event()
+
+    async def handle(message: millstream.Message) -> None:
+        handled[message.text] += 1
+        await gate.wait()
+
+    async with asyncio.timeout(WAIT_S), millstream.connect(*cluster.kafka.split(",")) as ms:
+        receipts = [await ms.publish(topic, f"m-{number}", partition=number % 3) for number in range(9)]
+        await ms.subscribe(topic, handle, name=topic, start="earliest", concurrency=20, lease=600)
+        while len(handled) < 9:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(cluster[leader_of(cluster, topic)].stop)
+        gate.set()
+        receipts.append(await ms.publish(topic, "last", partition=0))
+        for receipt in receipts:
+            assert (await ms.delivery(receipt, subscription=topic, wait=WAIT_S)).state == "accepted"
+    assert handled == Counter([*(f"m-{number}" for number in range(9)), "last"])
 
 
 def test_health_tells_how_the_cluster_is(cluster: ServerGroup, topic: str) -> None:

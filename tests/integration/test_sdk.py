@@ -19,7 +19,9 @@ from millstream.model.errors import (
     UnknownGroup,
     UnknownTopic,
 )
+from millstream.model.subscription import LEASE
 from millstream.testing.server import Server
+from millstream.wire.subscriptions import SubscriptionClient
 
 HANG_S = 60
 
@@ -294,6 +296,40 @@ async def test_leases_are_renewed_while_a_handler_works(ms: millstream.Connectio
     await subscriber.drain()
     # A machine that is too busy to renew in time is no failure of the lease: it is delivered again then.
     assert len(attempts) >= 3
+
+
+async def test_a_lease_that_is_shortened_counts_for_what_comes_later(ms: millstream.Connection, topic: str) -> None:
+    held: dict[str, millstream.Message] = {}
+    gate = asyncio.Event()
+
+    async def handle(message: millstream.Message) -> None:
+        held[message.text] = message
+        await gate.wait()
+
+    async def until_held(text: str) -> millstream.Message:
+        while text not in held:
+            await asyncio.sleep(0.01)
+        return held[text]
+
+    def left(message: millstream.Message) -> timedelta:
+        assert message.deadline is not None
+        return message.deadline - datetime.now(UTC)
+
+    receipts = [await ms.publish(topic, "old")]
+    subscriber = await ms.subscribe(topic, handle, name=topic, start="earliest", lease=600)
+    old = await until_held("old")
+    await SubscriptionClient(ms.client).alter(topic, {LEASE: "2000"})
+    receipts.append(await ms.publish(topic, "new"))
+    new = await until_held("new")
+    assert left(new) <= timedelta(seconds=2) < timedelta(seconds=300) < left(old)
+    # It is renewed as often as the new lease asks for.
+    first = new.deadline
+    while new.deadline == first:
+        await asyncio.sleep(0.01)
+    gate.set()
+    for receipt in receipts:
+        assert (await ms.delivery(receipt, subscription=topic, wait=HANG_S)).state == "accepted"
+    await subscriber.drain()
 
 
 async def test_a_subscription_that_is_declared_otherwise_is_told(ms: millstream.Connection, topic: str) -> None:
