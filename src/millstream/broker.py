@@ -20,6 +20,7 @@ from millstream.cluster.declarations import CatalogDeclarations, Declarations
 from millstream.cluster.last_run import FILE_NAME as LAST_RUN_NAME
 from millstream.cluster.last_run import FolderOwner
 from millstream.cluster.membership import Membership, Node
+from millstream.cluster.pipeline_owner import PipelineOwner, SoleOwner
 from millstream.cluster.pipelines import Pipelines
 from millstream.cluster.producer_ids import ProducerIds
 from millstream.cluster.quotas import ClientQuotas
@@ -41,6 +42,7 @@ from millstream.net.budget import Budget
 from millstream.net.connection import ConnectionLimits
 from millstream.net.heap import keep_freed_memory, leave_what_stays_alone
 from millstream.net.listener import Listener, bind, listen
+from millstream.pipelines.child import PipelineChild, driver_options, why_it_runs_none
 from millstream.wire.lean_kio import import_lean_kio
 
 if TYPE_CHECKING:
@@ -109,6 +111,7 @@ class Broker:
         self._store: LogStore | None = None
         self._gateway: HttpChild | None = None
         self._pusher: PushChild | None = None
+        self._driver: PipelineChild | None = None
         self._gateway_runs = False
         self._serving: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -206,6 +209,8 @@ class Broker:
             undo.push_async_callback(core.node.leave)
         pushing = self._supervise("push", self._push(core))
         undo.push_async_callback(self._stop_pushing, pushing)
+        driving = self._supervise("pipelines", self._run_pipelines(core))
+        undo.push_async_callback(self._stop_pipelines, driving)
         _logger.info("ready", extra={"kafka": self.kafka_address, "http": self.http_address, "data": config.data})
 
     async def _prepare_gateway(self) -> None:
@@ -458,6 +463,32 @@ class Broker:
         else:
             await self._pusher.stop()
         await asyncio.wait([pushing])
+
+    async def _run_pipelines(self, core: _Core) -> None:
+        """Run the pipelines, if this node is the one that does, once the APIs answer."""
+        if self._serving is not None:
+            await asyncio.wait([self._serving])
+        if self._served is None or self.failed.done():
+            return
+        config = self._config
+        owner: PipelineOwner = SoleOwner()
+        if core.node is not None:
+            owner = core.node.pipeline_owner(stands=not why_it_runs_none(config))
+        self._driver = PipelineChild(
+            driver_options(config, self.kafka_address),
+            core.pipelines,
+            self._served.pipeline_board,
+            owner,
+            missing=lambda: why_it_runs_none(config),
+        )
+        await self._driver.run()
+
+    async def _stop_pipelines(self, driving: asyncio.Task[None]) -> None:
+        if self._driver is None:
+            driving.cancel()
+        else:
+            await self._driver.stop()
+        await asyncio.wait([driving])
 
     def _begin_gateway(self, gateway: HttpChild) -> None:
         """Start the gateway, if it does not run already since there was something to wait for."""

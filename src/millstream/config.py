@@ -270,6 +270,33 @@ class Config:
         "Whether messages may be pushed to private, loopback and link-local addresses, which whoever declares a "
         "subscription could otherwise not reach.",
     )
+    pipelines_enabled: bool = setting(
+        "pipelines-enabled",
+        True,
+        "Whether this node may run pipelines. In a cluster one of those that may runs all of them.",
+    )
+    pipelines_master: str = setting(
+        "pipelines-master",
+        "",
+        "The Spark master that pipelines run on, as in spark://HOST:PORT; empty means this machine, with all of its "
+        "cores but one.",
+    )
+    pipelines_memory: str = setting("pipelines-memory", "1g", "The memory of the Java process of the Spark driver.")
+    pipelines_lake: str = setting(
+        "pipelines-lake",
+        "",
+        "Where landed tables are, a folder or a URL such as s3://bucket/path; empty means `lake` in the data folder. "
+        "In a cluster it has to be one that all nodes reach.",
+    )
+    pipelines_folder: str = setting(
+        "pipelines-folder",
+        "",
+        "Where pipelines keep checkpoints; empty means `pipelines` in the data folder. In a cluster it has to be one "
+        "that all nodes reach.",
+    )
+    pipelines_spark: str = setting(
+        "pipelines-spark", "", "More settings of the Spark driver, as NAME=VALUE with semicolons between them."
+    )
     log_level: str = setting("log-level", "info", "How much is logged.", choices=("debug", "info", "warning", "error"))
     log_format: str = setting(
         "log-format", "text", "Whether log lines are for people or one JSON object each.", choices=("text", "json")
@@ -317,6 +344,7 @@ class Config:
     def _check_together(self) -> None:
         if not self.data.strip():
             raise InvalidSetting("data cannot be empty; name the folder that holds everything the node stores")
+        self.spark_settings()
         for smaller, larger in _ORDERED:
             if getattr(self, smaller) > getattr(self, larger):
                 name, other = smaller.replace("_", "-"), larger.replace("_", "-")
@@ -335,6 +363,16 @@ class Config:
         if self.default_flush != "auto":
             return self.default_flush
         return "os" if self.in_cluster else "always"
+
+    def spark_settings(self) -> dict[str, str]:
+        """What `pipelines-spark` says, by name."""
+        settings: dict[str, str] = {}
+        for part in filter(None, map(str.strip, self.pipelines_spark.split(";"))):
+            name, separator, value = part.partition("=")
+            if not separator or not name.startswith("spark."):
+                raise InvalidSetting(f"pipelines-spark takes spark.NAME=VALUE with semicolons between, not {part!r}")
+            settings[name.strip()] = value.strip()
+        return settings
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some settings changed."""

@@ -168,8 +168,8 @@ class ClusterNode:
         finally:
             admitted.cancel()
 
-    def stand_for_pipelines(self) -> ElectedOwner:
-        """Have this node be one of those that may run the pipelines, from the time on that it has joined."""
+    def pipeline_owner(self, *, stands: bool) -> ElectedOwner:
+        """Who runs the pipelines; this node is one of those that may be it, if it stands for it."""
         owner = ElectedOwner(
             self._id,
             self._store,
@@ -177,7 +177,8 @@ class ClusterNode:
             registered=lambda: None if self._registration is None else self._registration.mine,
             random=self._around.random,
         )
-        self._start("owner of pipelines", owner.run())
+        if stands:
+            self._start("owner of pipelines", owner.run())
         return owner
 
     async def leave(self) -> None:

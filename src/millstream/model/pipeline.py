@@ -137,7 +137,7 @@ class LandSettings(PipelineSettings):
     lake: str = setting(
         "lake",
         "",
-        "Where the tables are, a folder or a URL such as s3://bucket/path; empty is `pipelines.lake` of the node.",
+        "Where the tables are, a folder or a URL such as s3://bucket/path; empty is `pipelines-lake` of the node.",
         needs_restart=False,
     )
     format: str = setting(

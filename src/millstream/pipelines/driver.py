@@ -11,16 +11,17 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from millstream.kafka.pipeline_board import PipelineReport
 from millstream.model.log_line import set_up_logging
 from millstream.model.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.claim import DRIVER_INSTANCE, Claim
+from millstream.pipelines.driver_messages import Options, Said, Told, Wanted
 from millstream.pipelines.job import JobContext, JobKind
 from millstream.pipelines.jobs import JOBS
 from millstream.pipelines.reason import reason_of
@@ -41,48 +42,6 @@ RATES_S: Final = 5.0
 """How often rates are told when nothing else changes."""
 END_S: Final = 5.0
 """How long steps may take to notice that they are given up."""
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the broker says when it starts the process."""
-
-    kafka: str
-    node: int
-    lake: str
-    folder: str
-    master: str
-    memory: str
-    spark: dict[str, str]
-    log_level: str
-    log_format: str
-
-
-class Wanted(msgspec.Struct, frozen=True):
-    """A pipeline that is to run."""
-
-    pipeline: Pipeline
-    attempt: int = 0
-    """Another number means to begin anew with one that was parked."""
-    is_suspect: bool = False
-    """It was under way when a driver died, so it runs beside no other that was."""
-
-
-class Told(msgspec.Struct, frozen=True):
-    """A line from the broker: everything that is to run now."""
-
-    wanted: list[Wanted]
-
-
-class Said(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line to the broker: how everything goes, or that a step of a pipeline has begun or ended."""
-
-    reports: list[PipelineReport] | None = None
-    begun: str = ""
-    ended: str = ""
-    is_well: bool = False
-    """Whether the step that ended went well."""
-    failed: str = ""
-    """Why the driver cannot work at all."""
 
 
 class Voice:
@@ -168,9 +127,9 @@ class Driver:
         self._news.set()
         for name in list(self._running):
             self._end(name)
-        for running in self._ending.values():
-            running.thread.join(END_S)
-        self._reporter.join(END_S)
+        deadline = time.monotonic() + END_S
+        for thread in (*(running.thread for running in self._ending.values()), self._reporter):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _begin(self, one: Wanted) -> None:
         name = one.pipeline.name
@@ -236,7 +195,7 @@ def _is_another(running: _Running, one: Wanted) -> bool:
 
 def run(options: Options, heard: IO[bytes], voice: Voice) -> None:
     """Drive until the broker hangs up."""
-    from millstream.pipelines.spark_session import open_session
+    from millstream.pipelines.spark_session import close_session, open_session
 
     try:
         spark = open_session(options.master, memory=options.memory, settings=options.spark)
@@ -252,8 +211,7 @@ def run(options: Options, heard: IO[bytes], voice: Voice) -> None:
     for line in heard:
         driver.declare(msgspec.json.decode(line, type=Told).wanted)
     driver.end()
-    with suppress(Exception):
-        spark.stop()
+    close_session(spark)
 
 
 def main() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.spark.session import session
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 DIED: Final = 70
 """The exit code of a driver whose Java has died."""
 
-_PACKAGES: Final = ("pyspark", "pyarrow", "deltalake")
+_CLOSE_S: Final = 4.0
+_closing = threading.Event()
+
 _SETTINGS: Final = {
     "spark.scheduler.mode": "FAIR",
     "spark.log.level": "ERROR",
@@ -25,24 +27,31 @@ _SETTINGS: Final = {
 }
 
 
-def what_is_missing() -> str:
-    """What has to be installed before pipelines can be run, as a sentence; empty when all is there."""
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
-    if not missing:
-        return ""
-    return f'pipelines are run on Spark, and {", ".join(missing)} is not installed: pip install "millstream[spark]"'
-
-
 def open_session(master: str, *, memory: str, settings: Mapping[str, str]) -> SparkSession:
     """Start Spark; without a master it runs in this process, on all cores of the machine but one."""
     chosen = {**_SETTINGS, "spark.driver.memory": memory, **settings}
     spark = session("millstream-pipelines", master=master or None, settings=chosen)
-    context: Any = spark.sparkContext
-    process = context._gateway.proc
-    threading.Thread(target=_end_with, args=(process,), name="watch Java", daemon=True).start()
+    threading.Thread(target=_end_with, args=(_java_of(spark),), name="watch Java", daemon=True).start()
     return spark
 
 
-def _end_with(process: Any) -> None:
-    process.wait()
-    os._exit(DIED)
+def close_session(spark: SparkSession) -> None:
+    """End Spark; Java stops by itself when its standard input ends, and has not long to do so."""
+    _closing.set()
+    java = _java_of(spark)
+    java.stdin.close()
+    try:
+        java.wait(_CLOSE_S)
+    except subprocess.TimeoutExpired:
+        java.kill()
+
+
+def _java_of(spark: SparkSession) -> Any:
+    context: Any = spark.sparkContext
+    return context._gateway.proc
+
+
+def _end_with(java: Any) -> None:
+    java.wait()
+    if not _closing.is_set():
+        os._exit(DIED)

@@ -13,7 +13,8 @@ import pytest
 
 from millstream.kafka.pipeline_board import PipelineReport
 from millstream.model.pipeline import Pipeline, PipelineKind, Rule
-from millstream.pipelines.driver import Driver, Options, Said, Told, Voice, Wanted
+from millstream.pipelines.driver import Driver, Voice
+from millstream.pipelines.driver_messages import Options, Said, Told, Wanted
 from millstream.pipelines.job import Job, JobContext, Step
 from millstream.pipelines.turns import Turns
 from millstream.testing.pipeline_script import HANG_S, FreeClaim, Script, landing

@@ -1,0 +1,17 @@
+"""Whether everything is installed that pipelines need; nothing of it is imported for that."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Final
+
+_PACKAGES: Final = ("pyspark", "pyarrow", "deltalake")
+
+
+def what_is_missing() -> str:
+    """What has to be installed before pipelines can be run, as a sentence; empty when all is there."""
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if not missing:
+        return ""
+    named = ", ".join(missing)
+    return f'pipelines run on Spark, and what they need is not there ({named}); pip install "millstream[spark]"'

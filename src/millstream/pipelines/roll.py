@@ -1,0 +1,109 @@
+"""What the broker knows of the pipelines that its driver runs, over the lives of several drivers.
+
+A driver counts from its own start; here what earlier ones counted is added. Who was under way when a driver died is
+remembered too: three deaths in a row, without a step that went well between, are taken for the pipeline's doing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from millstream.kafka.pipeline_board import PipelineReport, State
+from millstream.model.pipeline import Pipeline
+from millstream.pipelines.driver_messages import Said
+
+DEATHS_MAX: Final = 3
+
+
+class Roll:
+    """The pipelines of a node's driver."""
+
+    def __init__(self, node: int) -> None:
+        self._node = node
+        self._reports: dict[str, PipelineReport] = {}
+        self._earlier: dict[str, PipelineReport] = {}
+        self._under_way: set[str] = set()
+        self._deaths: Counter[str] = Counter()
+        self._failed = ""
+        self._ended = ("", 0)
+
+    def hear(self, said: Said) -> None:
+        """Take over what the driver says."""
+        if said.reports is not None:
+            self._reports = {one.name: one for one in said.reports}
+        if said.begun:
+            self._under_way.add(said.begun)
+        if said.ended:
+            self._under_way.discard(said.ended)
+            if said.is_well:
+                del self._deaths[said.ended]
+        if said.failed:
+            self._failed = said.failed
+
+    def driver_ended(self, code: int, *, is_death: bool) -> None:
+        """The driver is no more; if nobody asked for that, whoever was under way may be to blame."""
+        for name, report in self._reports.items():
+            self._earlier[name] = self._with_earlier(report, died=is_death)
+        self._reports = {}
+        under_way, self._under_way = self._under_way, set()
+        reason, self._failed = self._failed, ""
+        if is_death:
+            self._deaths = Counter({name: self._deaths[name] + 1 for name in under_way})
+            self._ended = (reason or f"the driver ended with {_exit(code)}", int(time.time() * 1000))
+
+    def is_suspect(self, name: str) -> bool:
+        """Whether it was under way when the last driver died."""
+        return self._deaths[name] > 0
+
+    def blamed(self) -> list[str]:
+        """Those that were under way in too many deaths; told once."""
+        found = [name for name, deaths in self._deaths.items() if deaths >= DEATHS_MAX]
+        for name in found:
+            del self._deaths[name]
+        return found
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Keep nothing of pipelines that are gone."""
+        kept = set(names)
+        for known in (self._earlier, self._deaths):
+            for name in [name for name in known if name not in kept]:
+                del known[name]
+
+    def reports(self, due: Iterable[Pipeline], *, is_running: bool, why_not: str) -> list[PipelineReport]:
+        """How each of them does; one that no driver has told of waits, for a reason if there is one."""
+        return [self._report_of(one, is_running=is_running, why_not=why_not) for one in due]
+
+    def _report_of(self, pipeline: Pipeline, *, is_running: bool, why_not: str) -> PipelineReport:
+        report = self._reports.get(pipeline.name)
+        if report is not None:
+            return self._with_earlier(report, died=False)
+        reason, at_ms = self._ended
+        state: State = "starting" if is_running or not reason else "retrying"
+        if why_not:
+            state, reason, at_ms = "waiting", why_not, int(time.time() * 1000)
+        blank = PipelineReport(name=pipeline.name, state=state, node=self._node)
+        told = self._with_earlier(blank, died=False)
+        return msgspec.structs.replace(told, last_error=reason, last_error_ms=at_ms) if reason else told
+
+    def _with_earlier(self, report: PipelineReport, *, died: bool) -> PipelineReport:
+        before = self._earlier.get(report.name)
+        if before is None:
+            return msgspec.structs.replace(report, restarts=report.restarts + died)
+        return msgspec.structs.replace(
+            report,
+            rows=report.rows + before.rows,
+            batches=report.batches + before.batches,
+            restarts=report.restarts + before.restarts + died,
+            counts=dict(Counter(report.counts) + Counter(before.counts)),
+            last_error=report.last_error or before.last_error,
+            last_error_ms=report.last_error_ms or before.last_error_ms,
+        )
+
+
+def _exit(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

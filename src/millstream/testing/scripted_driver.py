@@ -1,0 +1,69 @@
+"""A driver without Spark: `python -m millstream.testing.scripted_driver OPTIONS`, as the real one is started.
+
+What a pipeline does stands in its setting `topics`: `idle` waits, `failing` fails, `deadly` ends the process hard, and
+anything else takes one message with each step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import msgspec
+
+from millstream.model.errors import InvalidRequest
+from millstream.model.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.driver import Driver, Voice
+from millstream.pipelines.driver_messages import Options, Told
+from millstream.pipelines.job import Job, JobContext, Step
+from millstream.testing.pipeline_script import FreeClaim
+
+PAUSE_S = 0.05
+
+
+class OneWordJob:
+    """Does what one word says."""
+
+    def __init__(self, word: str, context: JobContext) -> None:
+        self._word = word
+        self._context = context
+
+    def step(self) -> Step:
+        """Do it once."""
+        if self._word == "deadly":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._word == "failing":
+            raise InvalidRequest("it fails as it is told to")
+        if self._word == "idle":
+            return Step(wait_s=60.0)
+        return Step(rows=1, wait_s=PAUSE_S, counts={"files": 1})
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+def make(pipeline: Pipeline, context: JobContext) -> Job:
+    """A job for a pipeline."""
+    return OneWordJob(pipeline.overrides["topics"], context)
+
+
+def main() -> None:
+    """Run until the broker hangs up."""
+    options = msgspec.json.decode(sys.argv[1], type=Options)
+    driver = Driver(
+        options,
+        None,
+        Voice(sys.stdout.buffer).say,
+        lambda _group, _when_lost: FreeClaim(),
+        jobs={PipelineKind.LAND: make},
+        report_s=PAUSE_S,
+        backoff_s=0.001,
+    )
+    for line in sys.stdin.buffer:
+        driver.declare(msgspec.json.decode(line, type=Told).wanted)
+    driver.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""The broker's side of pipelines: when a driver runs, what is known of it, and what becomes of those that kill it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from millstream.catalog.catalog import Catalog
+from millstream.cluster.declarations import CatalogDeclarations
+from millstream.cluster.pipeline_owner import SoleOwner
+from millstream.cluster.pipelines import Pipelines
+from millstream.config import Config
+from millstream.kafka.pipeline_board import PipelineBoard, PipelineReport
+from millstream.model.clock import SystemClock
+from millstream.model.errors import CatalogUnavailable, InvalidSetting
+from millstream.model.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.child import PipelineChild, driver_options, why_it_runs_none
+from millstream.pipelines.driver_messages import Said
+from millstream.pipelines.roll import Roll
+from millstream.testing.pipeline_script import HANG_S, landing
+
+DRIVER = "millstream.testing.scripted_driver"
+
+
+class Owner(SoleOwner):
+    """Who runs the pipelines, as a test wants it."""
+
+    def __init__(self) -> None:
+        self.is_mine = True
+        self.is_elsewhere = False
+        self.has_resigned = False
+        self._listener: Callable[[], None] = lambda: None
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        self._listener = listener
+
+    def be(self, *, mine: bool) -> None:
+        self.is_mine, self.is_elsewhere = mine, not mine
+        self._listener()
+
+    async def resign(self) -> None:
+        self.has_resigned = True
+
+
+class Board(PipelineBoard):
+    """A board that can be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed = asyncio.Event()
+
+    def take(self, reports: object) -> None:
+        super().take(reports)  # type: ignore[arg-type]
+        self.changed.set()
+
+    def clear(self) -> None:
+        super().clear()
+        self.changed.set()
+
+    def report(self, name: str) -> PipelineReport:
+        told = self.told(name)
+        return PipelineReport(name=name, state="stopped") if told is None else msgspec.convert(told, PipelineReport)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(HANG_S):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+class Scene:
+    """A child with everything around it."""
+
+    def __init__(self, declared: Pipelines) -> None:
+        self.declared = declared
+        self.board = Board()
+        self.owner = Owner()
+        self.missing = ""
+        self.child = PipelineChild(
+            driver_options(Config(), "127.0.0.1:1"),
+            declared,
+            self.board,
+            self.owner,
+            missing=lambda: self.missing,
+            module=DRIVER,
+            backoff_min_s=0.01,
+        )
+
+    async def declare(self, name: str, word: str) -> Pipeline:
+        return await self.declared.create(name, PipelineKind.LAND, {"topics": word})
+
+    async def until_parked(self, name: str) -> str:
+        await self.board.until(lambda: bool(self._parked(name)))
+        return self._parked(name)
+
+    def _parked(self, name: str) -> str:
+        found = self.declared.get(name)
+        return "" if found is None else found.parked
+
+
+@asynccontextmanager
+async def scene_in(folder: Path) -> AsyncIterator[Scene]:
+    catalog = Catalog.open_folder(folder)
+    declared = Pipelines(CatalogDeclarations(catalog), SystemClock())
+    scene = Scene(declared)
+    running = asyncio.create_task(scene.child.run())
+    try:
+        yield scene
+    finally:
+        await scene.child.stop()
+        await asyncio.wait_for(running, HANG_S)
+        catalog.close()
+
+
+async def test_a_driver_runs_while_a_pipeline_is_due_and_goes_on_after_a_kill(tmp_path: Path) -> None:
+    async with scene_in(tmp_path) as scene:
+        await scene.declare("a", "orders")
+        await scene.board.until(lambda: scene.board.report("a").rows > 2)
+        report = scene.board.report("a")
+        assert (report.state, report.node, report.counts["files"]) == ("running", 1, report.rows)
+
+        first = scene.child.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await scene.board.until(lambda: scene.board.report("a").restarts == 1)
+        assert scene.board.report("a").rows >= report.rows
+        await scene.board.until(lambda: scene.board.report("a").rows > report.rows + 5)
+        assert scene.child.pid not in (None, first)
+        assert scene.board.restarts == 1
+        assert scene.board.report("a").restarts == 1
+        assert scene.board.report("a").last_error == ""
+
+        await scene.declared.stop("a")
+        await scene.board.until(lambda: scene.child.pid is None)
+        assert scene.board.told("a") is None
+        assert scene.board.restarts == 1
+    assert scene.owner.has_resigned
+
+
+async def test_one_that_fails_again_and_again_is_parked_and_harms_no_other(tmp_path: Path) -> None:
+    async with scene_in(tmp_path) as scene:
+        await scene.declare("good", "orders")
+        await scene.declare("bad", "failing")
+        assert await scene.until_parked("bad") == "it fails as it is told to"
+        await scene.board.until(lambda: scene.board.report("good").rows > 2)
+        assert scene.board.restarts == 0
+        # Whoever starts it again has it tried again.
+        await scene.declared.start("bad")
+        assert await scene.until_parked("bad") == "it fails as it is told to"
+
+
+async def test_one_that_kills_the_driver_is_parked_and_harms_no_other(tmp_path: Path) -> None:
+    async with scene_in(tmp_path) as scene:
+        await scene.declare("good", "idle")
+        await scene.declare("deadly", "deadly")
+        assert "died 3 times in a row" in await scene.until_parked("deadly")
+        await scene.board.until(lambda: scene.board.report("good").state == "running")
+        assert scene.board.restarts == 3
+        assert not scene.declared.all()[1].parked
+
+
+async def test_a_node_that_is_not_the_owner_runs_nothing(tmp_path: Path) -> None:
+    async with scene_in(tmp_path) as scene:
+        scene.owner.be(mine=False)
+        await scene.declare("a", "orders")
+        assert scene.board.told("a") is None
+        scene.owner.be(mine=True)
+        await scene.board.until(lambda: scene.board.report("a").state == "running")
+        scene.owner.be(mine=False)
+        await scene.board.until(lambda: scene.child.pid is None)
+        assert scene.board.told("a") is None
+        assert scene.child.restarts == 0
+
+
+async def test_what_is_missing_is_told_until_it_is_there(tmp_path: Path) -> None:
+    async with scene_in(tmp_path) as scene:
+        scene.missing = "pipelines run on Spark; install it"
+        await scene.declare("a", "orders")
+        report = scene.board.report("a")
+        assert (report.state, report.last_error) == ("waiting", scene.missing)
+        assert scene.child.pid is None
+        scene.missing = ""
+        await scene.declared.start("a")
+        await scene.declare("b", "idle")
+        await scene.board.until(lambda: scene.board.report("a").state == "running")
+
+
+async def test_a_catalog_that_is_away_keeps_nobody_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millstream.pipelines.child.PARK_PAUSE_S", 0.01)
+    async with scene_in(tmp_path) as scene:
+        park, calls = scene.declared.park, 0
+
+        async def away(pipeline: Pipeline, reason: str) -> Pipeline:
+            nonlocal calls
+            calls += 1
+            if calls < 3:
+                raise CatalogUnavailable("no answer")
+            return await park(pipeline, reason)
+
+        monkeypatch.setattr(scene.declared, "park", away)
+        await scene.declare("bad", "failing")
+        await scene.until_parked("bad")
+        assert calls == 3
+
+
+def test_deaths_are_counted_only_in_a_row() -> None:
+    roll = Roll(1)
+    for _ in range(2):
+        roll.hear(Said(begun="a"))
+        roll.driver_ended(-9, is_death=True)
+    assert roll.is_suspect("a")
+    roll.hear(Said(begun="a"))
+    roll.hear(Said(ended="a", is_well=True))
+    assert not roll.is_suspect("a")
+    for deaths in range(3):
+        assert roll.blamed() == []
+        roll.hear(Said(begun="a"))
+        roll.hear(Said(begun="b"))
+        roll.hear(Said(ended="b", is_well=deaths == 0))
+        roll.driver_ended(-9, is_death=True)
+    assert roll.blamed() == ["a"]
+    assert roll.blamed() == []
+    assert not roll.is_suspect("b")
+
+
+def test_why_a_driver_ended_is_told_until_the_next_one_reports() -> None:
+    roll = Roll(1)
+    due = [landing("a")]
+    assert roll.reports(due, is_running=True, why_not="")[0].state == "starting"
+    roll.hear(Said(failed="no Java was found"))
+    roll.driver_ended(1, is_death=True)
+    report = roll.reports(due, is_running=False, why_not="")[0]
+    assert (report.state, report.last_error) == ("retrying", "no Java was found")
+    roll.driver_ended(-9, is_death=True)
+    assert roll.reports(due, is_running=False, why_not="")[0].last_error == "the driver ended with signal 9"
+    told = roll.reports(due, is_running=False, why_not="install it")[0]
+    assert (told.state, told.last_error) == ("waiting", "install it")
+    roll.hear(Said(reports=[PipelineReport(name="a", state="running", rows=5, counts={"files": 1})]))
+    roll.driver_ended(0, is_death=False)
+    roll.hear(Said(reports=[PipelineReport(name="a", state="running", rows=2, counts={"files": 1})]))
+    report = roll.reports(due, is_running=True, why_not="")[0]
+    assert (report.rows, report.restarts, report.counts) == (7, 0, {"files": 2})
+    roll.forget([])
+    assert roll.reports(due, is_running=True, why_not="")[0].rows == 2
+
+
+def test_a_node_says_where_its_driver_works() -> None:
+    options = driver_options(Config(data="/d", pipelines_spark="spark.a=1; spark.b=x=y"), "127.0.0.1:9092")
+    assert (options.lake, options.folder, options.master) == ("/d/lake", "/d/pipelines", "")
+    assert options.spark == {"spark.a": "1", "spark.b": "x=y"}
+    with pytest.raises(InvalidSetting, match=r"spark\.NAME=VALUE"):
+        Config.of({"pipelines-spark": "memory=2g"})
+    assert "pipelines-enabled" in why_it_runs_none(Config(pipelines_enabled=False))
+    assert why_it_runs_none(Config()) == ""
