@@ -381,3 +381,31 @@ def test_a_broker_that_is_killed_under_a_running_query_costs_a_retry(bench: Benc
     bench.server.restart(clean=False)
     query.awaitTermination()
     assert sorted(bench.values()) == sorted(b"%d" % number for number in range(2000))
+
+
+@pytest.mark.trial
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_what_retention_takes_from_a_running_stream(bench: Bench, is_strict: bool) -> None:
+    from pyspark.errors import StreamingQueryException
+
+    bench.create()
+    bench.produce(numbered(40))
+    admin = AdminClient({"bootstrap.servers": bench.server.kafka, "log_level": 0})
+    found: list[int] = []
+
+    def seen(frame: DataFrame, number: int) -> None:
+        found.extend(row.offset for row in frame.select("offset").collect())
+        if number == 0:
+            (deleted,) = admin.delete_records([TopicPartition(bench.topic, 0, 25)]).values()
+            deleted.result(WAIT_S)
+
+    options = {"maxOffsetsPerTrigger": "10", "failOnDataLoss": str(is_strict).lower()}
+    writer = bench.stream(bench.topic, **options).writeStream.foreachBatch(seen)
+    query = writer.option("checkpointLocation", str(bench.folder / "place")).trigger(availableNow=True).start()
+    if is_strict:
+        with pytest.raises(StreamingQueryException, match=f"{bench.topic}-0: offsets 10 to 19"):
+            query.awaitTermination()
+        assert found == list(range(10))
+    else:
+        query.awaitTermination()
+        assert found == [*range(10), *range(25, 40)]

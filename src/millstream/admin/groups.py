@@ -8,11 +8,12 @@ from typing import Any
 
 from millstream.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP
 from millstream.model.errors import GroupNotEmpty, InvalidRequest, ProtocolViolation, UnknownGroup, UnknownTopic
-from millstream.model.ids import PartitionIndex
+from millstream.model.ids import NodeId, PartitionIndex
 from millstream.model.topic import TopicPartition
 from millstream.wire.client import Client
 from millstream.wire.primitives import Reader
 from millstream.wire.refusal import refusal
+from millstream.wire.transactions import GROUP_COORDINATOR
 
 DEAD = "Dead"
 CLASSIC = "classic"
@@ -204,13 +205,17 @@ async def commit_offsets(client: Client, name: str, offsets: Mapping[TopicPartit
     asked = messages.OffsetCommitRequest(
         group_id=name, generation_id_or_member_epoch=_NO_GENERATION, member_id="", topics=topics
     )
-    answer = await client.send(await client.coordinator(name), asked)
-    for topic in answer.topics:
-        for one in topic.partitions:
-            if one.error_code == _UNKNOWN_MEMBER_ID:
-                raise GroupNotEmpty(busy_sentence(name))
-            if one.error_code:
-                raise refusal(one.error_code, None, about=f"reset {topic.name}-{one.partition_index}")
+
+    async def attempt(node: NodeId) -> None:
+        answer = await client.send(node, asked)
+        for topic in answer.topics:
+            for one in topic.partitions:
+                if one.error_code == _UNKNOWN_MEMBER_ID:
+                    raise GroupNotEmpty(busy_sentence(name))
+                if one.error_code:
+                    raise refusal(one.error_code, None, about=f"reset {topic.name}-{one.partition_index}")
+
+    await client.at_coordinator(name, attempt, kind=GROUP_COORDINATOR)
 
 
 async def refuse_members(client: Client, name: str, *, may_be_new: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from functools import lru_cache
 from typing import Final
 
@@ -19,12 +20,23 @@ STREAM_PATIENCE_S: Final = 10.0
 brokers may be started again meanwhile."""
 
 
+CREATE_S_MAX: Final = 5.0
+"""How long a topic may not be there yet that Apache Kafka makes: it says so before it is done."""
+
+_PAUSE_S: Final = 0.2
+
+
 def count_partitions(link: Link, topic: str) -> int:
     """How many partitions a topic has; it is made if the broker does so, and else `UnknownTopic` says what to do."""
-    found = link.call(link.client.metadata([topic], create=True))
-    if topic not in found.errors:
-        return len(found.topics[topic].partitions)
-    error = refusal(found.errors[topic], None, about=f"topic {topic!r}")
+    deadline = time.monotonic() + CREATE_S_MAX
+    while True:
+        found = link.call(link.client.metadata([topic], create=True))
+        if topic not in found.errors:
+            return len(found.topics[topic].partitions)
+        error = refusal(found.errors[topic], None, about=f"topic {topic!r}")
+        if not isinstance(error, UnknownTopic) or knows_batches(link) or time.monotonic() > deadline:
+            break
+        time.sleep(_PAUSE_S)
     if isinstance(error, UnknownTopic):
         hint = f"create it with: millstream topic create {topic}"
         raise UnknownTopic(f"topic {topic!r} does not exist and the broker does not create it; {hint}")

@@ -1,0 +1,79 @@
+"""`format("millstream")` on Apache Kafka, which does not know the batch commit: rows come at least once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from benchmarks.peers import kafka
+from benchmarks.peers.unavailable import PeerUnavailable
+
+from millstream.admin.groups import committed_offsets
+from millstream.spark.session import session
+from millstream.testing.server import Server
+from millstream.wire.client import Client
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]
+
+ROWS = 1000
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    try:
+        started = kafka.kafka(tmp_path_factory.mktemp("kafka") / "data", "os", partitions=2)
+    except PeerUnavailable as reason:
+        pytest.skip(str(reason))
+    with started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    warehouse = {"spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse"))}
+    started = session("on-kafka", master="local[2]", settings=warehouse)
+    started.sparkContext.setLogLevel("OFF")
+    yield started
+    started.stop()
+
+
+def values(spark: SparkSession, peer: Server, topic: str) -> list[int]:
+    reader = spark.read.format("millstream").option("kafka.bootstrap.servers", peer.kafka)
+    return sorted(int(row.value) for row in reader.option("subscribe", topic).load().select("value").collect())
+
+
+def written(frame: DataFrame, peer: Server, topic: str) -> None:
+    writer = frame.write.format("millstream").option("kafka.bootstrap.servers", peer.kafka)
+    writer.option("topic", topic).mode("append").save()
+
+
+async def test_rows_come_and_go(spark: SparkSession, peer: Server, topic: str, tmp_path: Path) -> None:
+    rows = spark.range(ROWS).selectExpr("cast(id as string) as key", "cast(id as string) as value")
+    # Kafka makes the topics, which takes it a moment.
+    written(rows, peer, f"{topic}-source")
+    assert values(spark, peer, f"{topic}-source") == list(range(ROWS))
+    stream = spark.readStream.format("millstream").option("kafka.bootstrap.servers", peer.kafka)
+    stream = stream.option("subscribe", f"{topic}-source").option("startingOffsets", "earliest")
+    copied = stream.option("groupId", topic).option("maxOffsetsPerTrigger", str(ROWS // 2)).load()
+    writer = copied.select("key", "value").writeStream.format("millstream").option("topic", topic)
+    writer = writer.option("kafka.bootstrap.servers", peer.kafka).option("checkpointLocation", str(tmp_path / "place"))
+    writer.trigger(availableNow=True).start().awaitTermination()
+    assert values(spark, peer, topic) == list(range(ROWS))
+    async with Client.connect(peer.kafka) as client:
+        assert sum((await committed_offsets(client, topic)).values()) == ROWS
+
+
+def test_rows_of_a_batch_that_fails_stay(spark: SparkSession, peer: Server, topic: str) -> None:
+    from pyspark.errors import PySparkException
+
+    rows = spark.range(0, ROWS, 1, 1).selectExpr("cast(id as string) as value")
+    written(rows, peer, topic)
+    bad = spark.range(0, 2, 1, 2).selectExpr("if(id = 1, raise_error('bad'), cast(id as string)) as value")
+    with pytest.raises(PySparkException):
+        written(bad, peer, topic)
+    assert set(values(spark, peer, topic)) == set(range(ROWS))
