@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -12,7 +12,13 @@ import pytest
 from millstream.client.held import Held
 from millstream.client.message import Message
 from millstream.client.settling import Awaited, Order, Settling
-from millstream.model.errors import BrokerUnreachable, InvalidRecordState, ProtocolViolation, RequestTimedOut
+from millstream.model.errors import (
+    BrokerUnreachable,
+    InvalidRecordState,
+    NotLeader,
+    ProtocolViolation,
+    RequestTimedOut,
+)
 from millstream.model.ids import NodeId
 from millstream.model.verb import Verb
 from millstream.wire.delivery_state import DELIVERY_STATE_KEY, DeliveryStateAnswer
@@ -217,3 +223,21 @@ async def test_many_that_cannot_be_asked_about_do_not_wait_one_after_the_other()
         with pytest.raises(InvalidRecordState, match="nobody there"):
             await answer
     assert node.asked == 1
+
+
+async def test_what_is_told_to_a_node_that_leads_no_more_is_told_to_the_next_leader() -> None:
+    class Moved(Failing):
+        asked: ClassVar[list[NodeId | None]] = []
+
+        async def private(self, node: NodeId | None, key: int, body: bytes, **options: object) -> memoryview:
+            self.asked.append(node)
+            return await super().private(node, key, body, **options)
+
+    node = Moved(NotLeader("another one leads"))
+    settling = settling_at(node)
+    order, answer = order_of([1, 2])
+    settling.tell(order)
+    async with asyncio.timeout(HANG_S):
+        await answer
+    assert node.asked == [NodeId(1), NodeId(2)]
+    assert [(one.first, one.last) for one in node.told] == [(1, 2)]
