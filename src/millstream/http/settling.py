@@ -9,10 +9,12 @@ from typing import Final, NamedTuple
 from uuid import UUID
 
 from millstream.http.lease_token import Lease
-from millstream.model.errors import MillstreamError, UnknownGroup
+from millstream.model.errors import InvalidRecordState, MillstreamError, UnknownGroup
 from millstream.model.ids import Offset
+from millstream.model.verb import Verb
 from millstream.records.record import Record
 from millstream.wire.client import Client
+from millstream.wire.delivery_state import ACCEPTED, delivery_state
 from millstream.wire.refusal import TRANSIENT
 from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
 
@@ -36,15 +38,39 @@ async def settle(client: Client, subscription: str, verdicts: Sequence[Verdict])
     deadline = loop.time() + SETTLE_S
     outcomes: list[MillstreamError | None] = [None] * len(verdicts)
     left = list(range(len(verdicts)))
+    repeated: set[int] = set()
     while True:
         await _settle_some(client, subscription, verdicts, left, outcomes)
         left = [at for at in left if isinstance(outcomes[at], TRANSIENT)]
+        repeated.update(left)
         if not left or loop.time() + PAUSE_S > deadline:
+            await _find_out(client, subscription, verdicts, repeated, outcomes)
             return outcomes
         await asyncio.sleep(PAUSE_S)
         with suppress(MillstreamError):
             # The client learns who leads now; if nobody tells, what was settled is settled all the same.
             await client.metadata({verdicts[at].lease.topic for at in left})
+
+
+async def _find_out(
+    client: Client,
+    subscription: str,
+    verdicts: Sequence[Verdict],
+    repeated: Iterable[int],
+    outcomes: list[MillstreamError | None],
+) -> None:
+    """Ask what became of what was accepted more than once: the first may have been heard, and its answer lost.
+
+    Then nobody holds the message any more, which is what the second is answered with.
+    """
+    with suppress(MillstreamError, TimeoutError):
+        async with asyncio.timeout(SETTLE_S):
+            for at in repeated:
+                lease, verb, *_ = verdicts[at]
+                if verb == Verb.ACCEPT and isinstance(outcomes[at], InvalidRecordState):
+                    told = await delivery_state(client, subscription, lease.topic, lease.partition, lease.offset)
+                    if told.state == ACCEPTED:
+                        outcomes[at] = None
 
 
 async def _settle_some(

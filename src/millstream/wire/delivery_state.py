@@ -12,6 +12,7 @@ from millstream.wire.client import Client
 from millstream.wire.refusal import refusal
 
 DELIVERY_STATE_KEY: Final = 32039
+ACCEPTED: Final = "accepted"
 WAIT_MS_MAX: Final = 20_000
 """How long one request waits at most; whoever waits for longer asks again."""
 

@@ -10,13 +10,14 @@ import pytest
 from millstream.http import settling
 from millstream.http.lease_token import Lease
 from millstream.http.settling import Verdict, settle
-from millstream.model.errors import BrokerUnreachable, MillstreamError, NotLeader
+from millstream.model.errors import BrokerUnreachable, InvalidRecordState, MillstreamError, NotLeader
 from millstream.model.ids import NodeId
 from millstream.model.verb import Verb
 from millstream.wire.client import Client
+from millstream.wire.delivery_state import DELIVERY_STATE_KEY, DeliveryStateAnswer, DeliveryStateRequest
 from millstream.wire.subscription_messages import SettleAnswer, SettleRequest
 
-OK, NOT_LEADER = 0, 6
+OK, NOT_LEADER, NOT_HELD = 0, 6, 121
 
 
 class Cluster:
@@ -26,6 +27,7 @@ class Cluster:
         self.codes = codes
         self.asked: list[list[int]] = []
         self.refreshed = 0
+        self.states: dict[int, str] = {}
 
     async def leader_of(self, _topic: str, _partition: int) -> NodeId:
         return NodeId(1)
@@ -34,7 +36,14 @@ class Cluster:
         self.refreshed += 1
         raise BrokerUnreachable("away")
 
-    async def private(self, _node: NodeId, _key: int, body: bytes, **_: Any) -> memoryview:
+    async def at_leader(self, _topic: str, _partition: int, attempt: Any) -> Any:
+        return await attempt(NodeId(1))
+
+    async def private(self, _node: NodeId, key: int, body: bytes, **_: Any) -> memoryview:
+        if key == DELIVERY_STATE_KEY:
+            asked = msgspec.msgpack.decode(body, type=DeliveryStateRequest)
+            state = self.states[asked.partition]
+            return memoryview(msgspec.msgpack.encode(DeliveryStateAnswer(0, None, state)))
         request = msgspec.msgpack.decode(body, type=SettleRequest)
         self.asked.append([part.partition for part in request.partitions])
         results = [[(self.codes[part.partition].pop(0), None)] for part in request.partitions]
@@ -58,3 +67,13 @@ async def test_what_could_not_be_settled_in_time_is_told_beside_the_rest(monkeyp
     first, second = await settled(Cluster({0: [OK], 1: [NOT_LEADER]}))
     assert first is None
     assert isinstance(second, NotLeader)
+
+
+async def test_what_was_accepted_by_a_leader_whose_answer_was_lost_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settling, "PAUSE_S", 0.0)
+    cluster = Cluster({0: [NOT_LEADER, NOT_HELD], 1: [NOT_LEADER, NOT_HELD], 2: [NOT_HELD]})
+    cluster.states = {0: "accepted", 1: "leased"}
+    first, second, third = await settled(cluster)
+    assert first is None
+    assert isinstance(second, InvalidRecordState)
+    assert isinstance(third, InvalidRecordState), "nobody asks about what was said once"
