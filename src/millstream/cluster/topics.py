@@ -18,7 +18,7 @@ from millstream.cluster.keys import PartitionKey
 from millstream.cluster.reassignment import Reassignment
 from millstream.cluster.told import Placement
 from millstream.config import Config
-from millstream.log.retention import DeliveryFloor
+from millstream.log.retention import DeliveryFloor, LandedFloor
 from millstream.log.store import LogStore
 from millstream.model.clock import Clock
 from millstream.model.errors import (
@@ -107,7 +107,11 @@ class Topics:
 
     def use_delivery_floor(self, floor: DeliveryFloor) -> None:
         """Have retention ask `floor` how far subscriptions have come, where a topic wants that."""
-        self._store.delivery_floor = floor
+        self._store.floors.delivery = floor
+
+    def use_landed_floor(self, floor: LandedFloor) -> None:
+        """Have retention ask `floor` how far pipelines have come that land a topic, where it wants that."""
+        self._store.floors.landed = floor
 
     def get(self, name: str) -> Topic | None:
         """The topic of this name, if there is one."""

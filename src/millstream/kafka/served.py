@@ -73,6 +73,7 @@ from millstream.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
 from millstream.kafka.apis.pipeline_alter import PipelineAlter
 from millstream.kafka.apis.pipeline_create import PipelineCreate
 from millstream.kafka.apis.pipeline_delete import PipelineDelete
+from millstream.kafka.apis.pipeline_landed import PipelineLanded
 from millstream.kafka.apis.pipeline_list import PipelineList
 from millstream.kafka.apis.prepare_transaction import PrepareTransaction
 from millstream.kafka.apis.produce import Produce
@@ -96,6 +97,7 @@ from millstream.kafka.apis.update_features import UpdateFeatures
 from millstream.kafka.apis.write_queues import WriteQueueStates
 from millstream.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.kafka.dispatch import RawApi
+from millstream.kafka.landed_board import LandedBoard
 from millstream.kafka.node_metrics import GroupMetrics, ProcessMetrics
 from millstream.kafka.pipeline_board import PipelineBoard
 from millstream.kafka.quota_meter import QuotaMeters
@@ -161,6 +163,7 @@ class Served:
         self._subscriptions.share_topics.members = self._groups.share_topics
         self.pipeline_board = PipelineBoard(parts.pipelines.all)
         """How the pipelines do that this node runs."""
+        self._landed = LandedBoard(parts.pipelines, parts.topics)
         self._produce = Produce(parts.topics, self._meters.produce, self._transactions.gate)
         self._publish_once = PublishOnce(parts.topics, self._meters.produce)
         self.apis: list[Api[Any, Any] | RawApi] = [
@@ -188,6 +191,7 @@ class Served:
         await self._groups.start()
         await self._transactions.start()
         await self._subscriptions.start()
+        self._landed.start()
         self._parts.topics.when_deleted(lambda _topic: self._groups.topic_deleted())
         self._parts.node.state = READY
 
@@ -285,6 +289,7 @@ class Served:
         yield PipelineDelete(pipelines)
         yield PipelineList(pipelines, self.pipeline_board)
         yield RuleChange(pipelines, subscriptions)
+        yield PipelineLanded(self._landed)
 
     def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         parts = self._parts

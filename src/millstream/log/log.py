@@ -27,7 +27,7 @@ from millstream.log.plain_append import append_plain
 from millstream.log.producers import Producers
 from millstream.log.reader import Reader
 from millstream.log.replica import append_replica, begin_restart
-from millstream.log.retention import DeliveryFloor, delete_before, delete_expired
+from millstream.log.retention import Floors, delete_before, delete_expired
 from millstream.log.scan import Bad
 from millstream.log.segment import Segment
 from millstream.log.stretch import BrokenSegment, Stretch
@@ -60,7 +60,7 @@ CHECKPOINT_BYTES = 64 * 1024 * 1024
 class Keeper(Protocol):
     """Whoever makes the log durable."""
 
-    delivery_floor: DeliveryFloor
+    floors: Floors
 
     def touched(self, log: Log) -> None:
         """The log has begun to hold what is not synced."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from millstream.log.segment import Segment
@@ -21,7 +22,22 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 DeliveryFloor = Callable[[TopicPartition], int | None]
-"""The first offset of a partition that a subscription is not done with; None when no subscription has it."""
+LandedFloor = Callable[[TopicPartition], int]
+
+
+def _all(_partition: TopicPartition) -> int:
+    """Nobody knows yet, so all may be needed."""
+    return 0
+
+
+@dataclass(slots=True)
+class Floors:
+    """Whom retention asks from where on a partition is needed, where a topic wants that."""
+
+    delivery: DeliveryFloor = _all
+    """The first offset that a subscription is not done with; None when no subscription has the partition."""
+    landed: LandedFloor = _all
+    """The first offset that is not in the tables of all pipelines that land the topic."""
 
 
 def delete_expired(log: Log, now_ms: int) -> int:
@@ -53,10 +69,13 @@ def delete_expired(log: Log, now_ms: int) -> int:
 
 def _needed_from(log: Log) -> int:
     """From which offset on age alone is no reason to delete."""
-    if not log.settings.retention_until_delivered:
-        return log.end_offset
-    undelivered = log.keeper.delivery_floor(log.partition)
-    return log.end_offset if undelivered is None else undelivered
+    needed: int = log.end_offset
+    if log.settings.retention_until_delivered:
+        undelivered = log.keeper.floors.delivery(log.partition)
+        needed = needed if undelivered is None else min(needed, undelivered)
+    if log.settings.retention_until_landed:
+        needed = min(needed, log.keeper.floors.landed(log.partition))
+    return needed
 
 
 def _beyond_cap(log: Log, segment: Segment, now_ms: int) -> bool:

@@ -29,7 +29,7 @@ from millstream.log.log import Log
 from millstream.log.recovery import Opening, open_contents
 from millstream.log.recovery_told import RecoveryTold
 from millstream.log.replay import Replay
-from millstream.log.retention import DeliveryFloor
+from millstream.log.retention import Floors
 from millstream.log.state import LogState, decode_state
 from millstream.log.truncation import Cut, told_when_done
 from millstream.model.clock import Clock
@@ -69,7 +69,7 @@ class LogStore:
         self.stop_failure: str | None = None
         """Why the last stop is not a clean one, once the store is closed."""
         self.clean_start = True
-        self.delivery_floor: DeliveryFloor = lambda _partition: 0  # Nobody knows yet, so all may be needed.
+        self.floors = Floors()
         self._folder = folder
         self._files = files
         self._clock = clock

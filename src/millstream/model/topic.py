@@ -60,11 +60,18 @@ class TopicSettings:
         "longer than `retention.until.max.ms`. `retention.bytes` holds all the same.",
         needs_restart=False,
     )
+    retention_until_landed: bool = setting(
+        "retention.until.landed",
+        False,
+        "Whether records that are older than `retention.ms` stay until every pipeline that lands the topic has them in "
+        "its table, but not longer than `retention.until.max.ms`. `retention.bytes` holds all the same.",
+        needs_restart=False,
+    )
     retention_until_max_ms: int = setting(
         "retention.until.max.ms",
         30 * 24 * 3600 * 1000,
-        "With `retention.until.delivered`: the longest time that a record waits for subscriptions, so that a forgotten "
-        "one cannot fill the disk.",
+        "With `retention.until.delivered` or `retention.until.landed`: the longest time that a record waits, so that a "
+        "forgotten subscription or pipeline cannot fill the disk.",
         minimum=1,
         needs_restart=False,
     )

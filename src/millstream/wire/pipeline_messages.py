@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Final
+from uuid import UUID
 
 import msgspec
 
@@ -13,6 +14,21 @@ ALTER_KEY: Final = 32051
 DELETE_KEY: Final = 32052
 LIST_KEY: Final = 32053
 RULES_KEY: Final = 32054
+LANDED_KEY: Final = 32055
+
+
+class LandedTopic(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one topic was landed: by partition, the next offset that is not in the table."""
+
+    topic_id: UUID
+    offsets: dict[int, int]
+
+
+class Landed(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a pipeline has landed its topics."""
+
+    pipeline: str
+    topics: list[LandedTopic]
 
 
 class ToldRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

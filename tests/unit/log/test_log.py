@@ -366,7 +366,7 @@ def test_old_records_wait_for_subscriptions_but_not_for_ever(store: LogStore, cl
     clock.advance_ms(10_000)
 
     assert store.delete_expired() == 0, "as long as nobody knows what is needed, everything is"
-    store.delivery_floor = lambda _partition: floor[0]
+    store.floors.delivery = lambda _partition: floor[0]
     store.delete_expired()
     assert log.start_offset == 1
     floor[0] = 3
@@ -377,9 +377,26 @@ def test_old_records_wait_for_subscriptions_but_not_for_ever(store: LogStore, cl
     assert log.start_offset == 4, "a forgotten subscription does not fill the disk"
 
 
+def test_old_records_wait_until_they_are_landed(store: LogStore, clock: ManualClock) -> None:
+    log = open_log(store, TopicSettings(retention_ms=1000, retention_until_landed=True, retention_until_max_ms=100_000))
+    for _ in range(3):
+        log.append(a_batch(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
+        log.roll()
+    store.sync_soon(log)
+    store.commit_once()
+    clock.advance_ms(10_000)
+    assert store.delete_expired() == 0, "as long as nobody has told what is landed, nothing is"
+    store.floors.landed = lambda _partition: 2
+    store.delete_expired()
+    assert log.start_offset == 2
+    clock.advance_ms(100_000)
+    store.delete_expired()
+    assert log.start_offset == 3, "a pipeline that stands still does not fill the disk"
+
+
 def test_without_subscriptions_only_the_age_counts(store: LogStore, clock: ManualClock) -> None:
     log = open_log(store, TopicSettings(retention_ms=1000, retention_until_delivered=True))
-    store.delivery_floor = lambda _partition: None
+    store.floors.delivery = lambda _partition: None
     log.append(a_batch(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
     store.sync_soon(log)
     store.commit_once()

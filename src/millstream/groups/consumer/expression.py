@@ -1,8 +1,6 @@
 """Regular expressions that members subscribe with, and the topics that they match.
 
-They are of RE2's kind, as in Kafka: no back references and no looking around, and so matched in time that grows with
-the length of a name and nothing else. How large one may get once it is compiled is bounded too. An expression has to
-match the whole name. Topics of the broker's own are never matched; whoever wants those names them.
+An expression has to match the whole name. Topics of the broker's own are never matched; whoever wants those names them.
 """
 
 from __future__ import annotations
@@ -11,10 +9,8 @@ from collections import OrderedDict
 from typing import Any, Final
 
 from millstream.groups.consumer.topic_view import TopicView
-from millstream.model.errors import InvalidExpression
+from millstream.model.expression import compile_expression
 
-LENGTH_MAX: Final = 2048
-COMPILED_BYTES_MAX: Final = 256 * 1024
 KEPT_MAX: Final = 256
 """Expressions whose matches are remembered; others are compiled and matched anew."""
 
@@ -80,22 +76,3 @@ class Expressions:
         new = [name for name in present if name not in self._seen]
         self._names += new
         self._seen.update(new)
-
-
-def compile_expression(expression: str) -> Any:
-    """A compiled expression of RE2; `InvalidExpression` when it is wrong or too large."""
-    # Most groups name their topics, so the library is loaded when it is first needed.
-    import re2
-
-    if len(expression) > LENGTH_MAX:
-        raise InvalidExpression(f"a regular expression has at most {LENGTH_MAX} characters, not {len(expression)}")
-    options = re2.Options()
-    options.max_mem = COMPILED_BYTES_MAX
-    options.log_errors = False
-    options.never_capture = True
-    try:
-        return re2.compile(expression, options=options)
-    except re2.error as error:
-        reason = error.args[0] if error.args else error
-        said = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
-        raise InvalidExpression(f"the regular expression {expression!r} cannot be used: {said}") from None

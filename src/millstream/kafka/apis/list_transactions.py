@@ -14,11 +14,11 @@ from kio.schema.list_transactions.v2.request import ListTransactionsRequest
 from kio.schema.list_transactions.v2.response import ListTransactionsResponse, TransactionState
 from kio.schema.types import ProducerId, TransactionalId
 
-from millstream.groups.consumer.expression import compile_expression
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.model.errors import MillstreamError
+from millstream.model.expression import compile_expression
 from millstream.transactions.coordinator import TransactionCoordinator
 from millstream.transactions.requests import TransactionFilter
 from millstream.transactions.transaction import TransactionState as State

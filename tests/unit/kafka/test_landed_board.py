@@ -1,0 +1,122 @@
+"""How far topics were landed, as retention asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from uuid import UUID, uuid4
+
+import msgspec
+import pytest
+
+from millstream.catalog.catalog import Catalog
+from millstream.cluster.declarations import CatalogDeclarations
+from millstream.cluster.pipelines import Pipelines
+from millstream.kafka.apis.pipeline_landed import PipelineLanded
+from millstream.kafka.landed_board import LandedBoard
+from millstream.model.errors import UnknownTopic
+from millstream.model.ids import PartitionIndex
+from millstream.model.pipeline import PipelineKind
+from millstream.model.topic import TopicPartition
+from millstream.testing.clock import ManualClock
+from millstream.wire.pipeline_messages import Landed, LandedTopic
+
+PLACE = TopicPartition("orders", PartitionIndex(0))
+
+
+class Topics:
+    """One topic with one partition, as this node carries it."""
+
+    def __init__(self) -> None:
+        self.topic_id = uuid4()
+        self.is_leader = True
+        self.is_here = True
+        self.floor: Any = None
+
+    def use_landed_floor(self, floor: Any) -> None:
+        self.floor = floor
+
+    def get(self, name: str) -> Any:
+        return SimpleNamespace(topic_id=self.topic_id) if name == "orders" else None
+
+    def by_id(self, topic_id: UUID) -> Any:
+        return self.get("orders") if topic_id == self.topic_id else None
+
+    def partition(self, name: str, index: int) -> Any:
+        if not self.is_here:
+            raise UnknownTopic(f"{name}-{index} is not here")
+        return SimpleNamespace(is_leader=self.is_leader, log_start=7)
+
+
+class Desk:
+    """The board, and the request that fills it."""
+
+    def __init__(self, pipelines: Pipelines) -> None:
+        self.pipelines = pipelines
+        self.topics = Topics()
+        self.board = LandedBoard(pipelines, cast("Any", self.topics))
+        self.board.start()
+
+    async def declare(self, name: str, **settings: str) -> None:
+        await self.pipelines.create(name, PipelineKind.LAND, settings)
+
+    async def tell(self, name: str, offset: int, topic_id: UUID | None = None) -> None:
+        told = LandedTopic(topic_id=topic_id or self.topics.topic_id, offsets={0: offset})
+        body = msgspec.json.encode(Landed(pipeline=name, topics=[told]))
+        assert await PipelineLanded(self.board).handle(msgspec.json.decode(body, type=Landed)) == {}
+
+    def floor(self) -> int:
+        found: int = self.topics.floor(PLACE)
+        return found
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    catalog = Catalog.open_folder(tmp_path)
+    catalog.prepare()
+    yield Desk(Pipelines(CatalogDeclarations(catalog), ManualClock()))
+    catalog.close()
+
+
+async def test_what_nobody_has_landed_stays(desk: Desk) -> None:
+    assert desk.floor() == 0
+    await desk.declare("one", topics="orders,bills")
+    assert desk.floor() == 0
+    await desk.tell("one", 30)
+    assert desk.floor() == 30
+    assert desk.topics.floor(TopicPartition("unknown", PartitionIndex(0))) == 0
+
+
+async def test_every_pipeline_that_lands_the_topic_counts(desk: Desk) -> None:
+    await desk.declare("one", topics="orders")
+    await desk.declare("all", pattern="ord.*")
+    await desk.declare("other", topics="bills")
+    await desk.tell("one", 30)
+    assert desk.floor() == 0
+    await desk.tell("all", 20)
+    assert desk.floor() == 20
+    await desk.pipelines.delete("all")
+    assert desk.floor() == 30
+
+
+async def test_a_topic_that_was_made_again_begins_anew(desk: Desk) -> None:
+    await desk.declare("one", topics="orders")
+    await desk.tell("one", 30)
+    desk.topics.topic_id = uuid4()
+    assert desk.floor() == 0
+    await desk.tell("one", 3)
+    assert desk.floor() == 3
+    await desk.tell("one", 90, topic_id=uuid4())
+    await desk.tell("nobody", 90)
+    assert desk.floor() == 3
+
+
+async def test_only_the_leader_decides(desk: Desk) -> None:
+    await desk.declare("one", topics="orders")
+    await desk.tell("one", 30)
+    desk.topics.is_leader = False
+    assert desk.floor() == 7
+    desk.topics.is_here = False
+    assert desk.floor() == 0
