@@ -10,10 +10,9 @@ import msgspec
 from millstream.model.metric import Distribution, Metric, Sample
 
 
-class PushReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How push to one subscription's endpoint goes, since its process was started or the settings were changed."""
+class PushState(msgspec.Struct, frozen=True, kw_only=True):
+    """How push to an endpoint goes, since its process was started or the settings were changed."""
 
-    subscription: str
     state: str
     """unused, up, failing or down."""
     concurrency: int
@@ -27,6 +26,12 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     last_status: int
     last_error: str
     last_error_ms: int
+
+
+class PushReport(PushState, frozen=True, kw_only=True):
+    """The same of one subscription, and how long its endpoint takes to answer."""
+
+    subscription: str
     bounds: list[float]
     cumulative: list[int]
     requests: int
@@ -34,8 +39,7 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def told(self) -> dict[str, Any]:
         """What `subscription describe` shows."""
-        left_out = ("subscription", "bounds", "cumulative")
-        return {name: value for name, value in msgspec.structs.asdict(self).items() if name not in left_out}
+        return {name: getattr(self, name) for name in PushState.__struct_fields__}
 
 
 class PushBoard:

@@ -13,6 +13,7 @@ from millstream.http.parts import Parts
 from millstream.http.problem import Refused, invalid
 from millstream.http.route import Asked, Nothing, Route, TopicName
 from millstream.http.routes.topics import Listing
+from millstream.kafka.push_board import PushState
 from millstream.model.setting import Setting, settings_of
 from millstream.model.subscription import NAME_LENGTH_MAX, PAUSED, START, TOPICS_MAX, SubscriptionSettings
 
@@ -116,22 +117,10 @@ class QueueState(msgspec.Struct, frozen=True):
     redelivered: int
 
 
-class PushState(msgspec.Struct, frozen=True):
+class NodePushState(PushState, frozen=True, kw_only=True):
     """How one node gets on with the endpoint that a subscription's messages are pushed to."""
 
     node: int
-    state: str
-    concurrency: int
-    in_flight: int
-    accepted: int
-    refused: int
-    failed: int
-    unreachable: int
-    accepted_per_s: float
-    failed_per_s: float
-    last_status: int
-    last_error: str
-    last_error_ms: int
 
 
 class SubscriptionDescription(msgspec.Struct, frozen=True):
@@ -144,7 +133,7 @@ class SubscriptionDescription(msgspec.Struct, frozen=True):
     overrides: dict[str, str]
     created_ms: int
     queues: list[QueueState]
-    push: list[PushState] = []
+    push: list[NodePushState] = []
 
 
 class Seek(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
