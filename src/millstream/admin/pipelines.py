@@ -11,9 +11,9 @@ from uuid import UUID
 import msgspec
 
 from millstream.admin.groups import delete_group
-from millstream.model.errors import GroupNotEmpty, MillstreamError, PipelineExists, UnknownGroup
+from millstream.model.errors import GroupNotEmpty, MillstreamError, NotFound, PipelineExists, UnknownGroup
 from millstream.model.ids import NodeId
-from millstream.model.pipeline import GROUP_PREFIX, PipelineKind, Rule
+from millstream.model.pipeline import GROUP_PREFIX, LAND_PREFIX, PipelineKind, Rule
 from millstream.wire.client import Client
 from millstream.wire.pipeline_messages import (
     ALTER_KEY,
@@ -28,9 +28,6 @@ from millstream.wire.pipeline_messages import (
     ToldRule,
 )
 from millstream.wire.refusal import refusal
-
-LAND_PREFIX: Final = "land-"
-"""What the pipeline of a topic that is made with `--land` is called, and then the topic's name."""
 
 _DUPLICATE_RESOURCE: Final = 92
 
@@ -98,7 +95,8 @@ class PipelineClient:
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Pipelines, each with its `state` and the report of the node that runs it.
 
-        Every node is asked. One that does not answer is left out, as long as there is another.
+        Every node is asked, and the newest that any of them knows is told. One that does not answer is left out, as
+        long as there is another.
         """
         body = PipelineNames(names=None if names is None else list(names))
         found: dict[str, dict[str, Any]] = {}
@@ -106,12 +104,14 @@ class PipelineClient:
         for node in sorted((await self._client.metadata(())).nodes):
             try:
                 answer = await self._ask(NodeId(node), LIST_KEY, body)
+            except NotFound:
+                # The catalog itself said so: others that still know it have not heard yet that it is gone.
+                raise
             except MillstreamError as error:
                 failed = error
                 continue
             for told in answer["pipelines"]:
-                known = found.setdefault(told["name"], told)
-                known["report"] = known["report"] or told["report"]
+                found[told["name"]] = _newer(found.get(told["name"]), told)
         if not found and failed is not None:
             raise failed
         return [{**found[name], "state": state_of(found[name])} for name in sorted(found)]
@@ -123,6 +123,22 @@ class PipelineClient:
         if answer["error"]:
             raise refusal(answer["error"], answer["message"])
         return answer
+
+
+def _newer(known: dict[str, Any] | None, told: dict[str, Any]) -> dict[str, Any]:
+    """What two nodes tell of a pipeline, put together; the report comes from the one that runs it."""
+    if known is None:
+        return told
+    newest = told if told["version"] > known["version"] else known
+    return {**newest, "report": known["report"] or told["report"]}
+
+
+async def land_topic(client: Client, topic: str, *, validate_only: bool = False) -> str:
+    """Declare that a topic is landed, unless that is declared already; the name of the pipeline."""
+    name = f"{LAND_PREFIX}{topic}"
+    with suppress(PipelineExists):
+        await PipelineClient(client).create(name, PipelineKind.LAND, {"topics": topic}, validate_only=validate_only)
+    return name
 
 
 def state_of(told: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ Calls block for a moment and are rare, so callers run them in a thread. Several 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import logging
 import re
@@ -375,12 +376,18 @@ class Catalog:
             raise PipelineExists(f"pipeline {pipeline.name!r} exists already") from error
 
     def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
-        """Store what `change` makes of a pipeline and its rules, worked out from what is declared now."""
+        """Store what `change` makes of a pipeline and its rules, worked out from what is declared now.
+
+        Its version grows with that.
+        """
         with self._change() as connection:
             before = hold_pipeline(connection, pipeline_id)
             if before is None:
                 raise UnknownPipeline(f"pipeline {pipeline_id} is not in the catalog")
-            after = change(before)
+            changed = change(before)
+            if changed == before:
+                return before
+            after = dataclasses.replace(changed, version=before.version + 1)
             update_pipeline(connection, before, after)
             return after
 

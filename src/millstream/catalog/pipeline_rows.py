@@ -92,7 +92,12 @@ def _rule_key(pipeline_id: UUID, name: str) -> Iterable[ColumnElement[bool]]:
 
 
 def _changing(pipeline: Pipeline) -> dict[str, Any]:
-    return {"overrides": dict(pipeline.overrides), "is_wanted": pipeline.is_wanted, "parked": pipeline.parked}
+    return {
+        "overrides": dict(pipeline.overrides),
+        "is_wanted": pipeline.is_wanted,
+        "parked": pipeline.parked,
+        "version": pipeline.version,
+    }
 
 
 def _pipeline(row: Any, rules: Iterable[Rule]) -> Pipeline:
@@ -104,6 +109,7 @@ def _pipeline(row: Any, rules: Iterable[Rule]) -> Pipeline:
         is_wanted=row.is_wanted,
         parked=row.parked,
         created_ms=row.created_ms,
+        version=row.version,
         rules=tuple(sorted(rules, key=lambda rule: rule.name)),
     )
 

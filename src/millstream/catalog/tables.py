@@ -84,6 +84,7 @@ pipelines = Table(
     Column("is_wanted", Boolean, nullable=False),
     Column("parked", Text, nullable=False),
     Column("created_ms", BigInteger, nullable=False),
+    Column("version", BigInteger, nullable=False),
 )
 
 routing_rules = Table(

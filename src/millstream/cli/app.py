@@ -19,6 +19,7 @@ from millstream.cli import (
     doctor,
     group,
     message,
+    pipeline,
     protocol_reference,
     publish,
     serve,
@@ -42,6 +43,7 @@ ORDER = (
     "group",
     "subscription",
     "dlq",
+    "pipeline",
     "transaction",
     "client",
     "cluster",
@@ -78,6 +80,7 @@ app.add_typer(message.app, name="message")
 app.add_typer(group.app, name="group")
 app.add_typer(subscription.app, name="subscription")
 app.add_typer(dlq.app, name="dlq")
+app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(transaction.app, name="transaction")
 app.add_typer(client.app, name="client")
 app.add_typer(cluster.app, name="cluster")

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from millstream.cli.output import print_bytes
 from millstream.config import ENVIRONMENT_PREFIX, FILE_NAME, Config
 from millstream.model.missing_setting import MISSING
-from millstream.model.setting import Setting
+from millstream.model.pipeline import SETTINGS, PipelineSettings
+from millstream.model.setting import Setting, settings_of
 from millstream.model.subscription import SubscriptionSettings
 from millstream.model.topic import TopicSettings
 
@@ -43,6 +44,14 @@ are for. A change takes effect at once.
 
 """
 
+_PIPELINES = """
+## Pipelines
+
+Give these with `millstream pipeline create KIND NAME --set SETTING=VALUE`, change them with `millstream pipeline
+update`. [pipelines.md](pipelines.md) says what they are for. A change takes effect with the next batch.
+
+"""
+
 _MISSING = """
 Settings of Kafka that Millstream does not have are refused, with the reason:
 
@@ -61,7 +70,18 @@ def reference() -> str:
     node = _table(declared for _, declared in Config.declared().values())
     subscriptions = _SUBSCRIPTIONS + _table(SubscriptionSettings.declared().values())
     missing = "".join(f"| `{name}` | {reason} |\n" for name, reason in sorted(MISSING.items()))
-    return _HEAD + node + _TOPICS + _table(TopicSettings.declared().values()) + _MISSING + missing + subscriptions
+    topics = _TOPICS + _table(TopicSettings.declared().values()) + _MISSING + missing
+    return _HEAD + node + topics + subscriptions + _PIPELINES + _pipelines()
+
+
+def _pipelines() -> str:
+    shared = [declared for _, declared in settings_of(PipelineSettings)]
+    names = {declared.name for declared in shared}
+    text = "Every pipeline has:\n\n" + _table(shared)
+    for kind, settings in SETTINGS.items():
+        own = [declared for _, declared in settings_of(settings) if declared.name not in names]
+        text += f"\nOne of the kind `{kind}` has besides:\n\n{_table(own)}"
+    return text
 
 
 def _table(settings: Iterable[Setting]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -53,3 +54,14 @@ def parse_assignments(given: list[str], *, flag: str) -> dict[str, str]:
             raise typer.BadParameter(f"{flag} takes NAME=VALUE, not {text!r}")
         values[name] = value
     return values
+
+
+def given_text(text: str, *, flag: str) -> str:
+    """The text of a flag, or what is in the file that it names as @FILE."""
+    if not text.startswith("@"):
+        return text
+    path = Path(text.removeprefix("@"))
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{flag}: {path} cannot be read: {error}") from None

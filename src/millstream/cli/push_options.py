@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from millstream.cli.options import parse_assignments
+from millstream.cli.options import given_text, parse_assignments
 from millstream.cli.output import one_line, print_line, print_table
 from millstream.model.push import HEADERS, SECRET, URL
 
@@ -43,7 +42,7 @@ def push_overrides(url: str | None, secret: str | None, headers: list[str] | Non
     if url is not None:
         found[URL] = url
     if secret is not None:
-        found[SECRET] = _from_file(secret) if secret.startswith("@") else secret
+        found[SECRET] = given_text(secret, flag="--push-secret")
     if headers:
         found[HEADERS] = json.dumps(parse_assignments(headers, flag="--push-header"))
     return found
@@ -62,11 +61,3 @@ def print_push(told: Mapping[str, Any]) -> None:
     for row in rows:
         if row["last_error"]:
             print_line(f"last failure of node {row['node']}: {one_line(row['last_error'])}")
-
-
-def _from_file(secret: str) -> str:
-    path = Path(secret.removeprefix("@"))
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"--push-secret: {path} cannot be read: {error}") from None

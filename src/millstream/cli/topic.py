@@ -21,6 +21,7 @@ from millstream.cli.options import (
 )
 from millstream.cli.output import counted, print_answer, print_json, print_line, print_note, print_table
 from millstream.model.errors import MillstreamError, TopicExists
+from millstream.model.pipeline import LAND_PREFIX
 from millstream.model.topic import CONTRACT, DESCRIPTION, OWNER
 
 if TYPE_CHECKING:
@@ -48,33 +49,40 @@ Contract = Annotated[
     typer.Option("--contract", metavar="LINK", help="Where its messages are defined.", show_default=False),
 ]
 
+Partitions = Annotated[
+    int | None,
+    typer.Option(
+        "--partitions",
+        metavar="NUMBER",
+        min=1,
+        help="How many partitions. Default: the node's default.",
+        show_default=False,
+    ),
+]
+Replication = Annotated[
+    int | None,
+    typer.Option(
+        "--replication",
+        metavar="NUMBER",
+        min=1,
+        help="How many copies. Default: the node's default.",
+        show_default=False,
+    ),
+]
+Land = Annotated[
+    bool, typer.Option("--land", help="Keep a lake table of its messages, by a pipeline that is called land-NAME.")
+]
+
 
 @app.command("create")
 def create(
     name: Name,
-    partitions: Annotated[
-        int | None,
-        typer.Option(
-            "--partitions",
-            metavar="NUMBER",
-            min=1,
-            help="How many partitions. Default: the node's default.",
-            show_default=False,
-        ),
-    ] = None,
-    replication: Annotated[
-        int | None,
-        typer.Option(
-            "--replication",
-            metavar="NUMBER",
-            min=1,
-            help="How many copies. Default: the node's default.",
-            show_default=False,
-        ),
-    ] = None,
+    partitions: Partitions = None,
+    replication: Replication = None,
     owner: Owner = None,
     description: Description = None,
     contract: Contract = None,
+    land: Land = False,
     settings: Settings = None,
     if_missing: Annotated[
         bool, typer.Option("--if-not-exists", help="Succeed, and change nothing, when the topic is there already.")
@@ -91,6 +99,7 @@ def create(
         from millstream.admin.topics import create_topic, find_topic
 
         created = True
+        await _land(client, name, wanted=land, validate_only=True)
         try:
             await create_topic(
                 client,
@@ -103,6 +112,7 @@ def create(
             if not if_missing:
                 raise
             created = False
+        await _land(client, name, wanted=land)
         topic = await find_topic(client, name)
         return created, topic, await _usual_copies(client) if created and replication is None else None
 
@@ -110,11 +120,11 @@ def create(
     number, copies = len(topic.partitions), replication_of(topic)
     if as_json:
         answer = {"topic": name, "id": str(topic.topic_id), "partitions": number, "replication": copies}
-        print_json({**answer, "created": created})
+        print_json({**answer, "created": created, **({"pipeline": f"{LAND_PREFIX}{name}"} if land else {})})
     else:
-        print_line(
-            f"{'Created topic' if created else 'There is already a topic'} {name} with {counted(number, 'partition')}."
-        )
+        said = "Created topic" if created else "There is already a topic"
+        landed = f", landed by pipeline {LAND_PREFIX}{name}" if land else ""
+        print_line(f"{said} {name} with {counted(number, 'partition')}{landed}.")
     if usual is not None and copies < usual:
         has = "copy instead" if copies == 1 else "copies instead"
         print_note(
@@ -235,6 +245,14 @@ def delete(
 
     ask(brokers, timeout, question)
     print_answer({"topic": name, "deleted": True}, f"Deleted topic {name}.", as_json=as_json)
+
+
+async def _land(client: Client, name: str, *, wanted: bool, validate_only: bool = False) -> None:
+    """Declare that a topic is landed, or only see whether it can be, before there is one."""
+    if wanted:
+        from millstream.admin.pipelines import land_topic
+
+        await land_topic(client, name, validate_only=validate_only)
 
 
 def _card(owner: str | None, description: str | None, contract: str | None) -> dict[str, str]:

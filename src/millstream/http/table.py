@@ -11,6 +11,7 @@ from millstream.http.routes import (
     groups,
     listening,
     messages,
+    pipelines,
     publishing,
     pulling,
     subscriptions,
@@ -27,6 +28,7 @@ ROUTES: Final[tuple[Route[Any, Any], ...]] = (
     *subscriptions.ROUTES,
     *groups.ROUTES,
     *dead_letters.ROUTES,
+    *pipelines.ROUTES,
     *transactions.ROUTES,
     *cluster.ROUTES,
 )

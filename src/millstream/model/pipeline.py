@@ -9,7 +9,6 @@ from typing import Any, Final, TypeVar
 from uuid import UUID
 
 from millstream.model.errors import InvalidPipeline, InvalidSetting
-from millstream.model.expression import compile_expression
 from millstream.model.nearest import suggestion
 from millstream.model.setting import setting, settings_of
 from millstream.model.topic import check_topic_name
@@ -20,6 +19,8 @@ TARGETS_MAX: Final = 1000
 CONDITION_LENGTH_MAX: Final = 8192
 TEXT_LENGTH_MAX: Final = 64 * 1024
 GROUP_PREFIX: Final = "pipeline-"
+LAND_PREFIX: Final = "land-"
+"""With the topic's name behind it, the pipeline of a topic that is made with `--land`."""
 
 EARLIEST: Final = "earliest"
 LATEST: Final = "latest"
@@ -64,6 +65,8 @@ class Pipeline:
     created_ms: int = 0
     rules: tuple[Rule, ...] = ()
     """The rules of a route, by name."""
+    version: int = 0
+    """How often it was changed since it was declared, so that of two that are told the newer one is known."""
 
     @property
     def group(self) -> str:
@@ -191,8 +194,6 @@ class LandSettings(PipelineSettings):
     def _check(self) -> None:
         if bool(self.topics) == bool(self.pattern):
             raise InvalidSetting("say what is landed: either `topics` or `pattern`")
-        if self.pattern:
-            compile_expression(self.pattern)
         for name in self.topic_names:
             check_topic_name(name)
         if self.schema and self.decode == "none":
@@ -202,12 +203,6 @@ class LandSettings(PipelineSettings):
     def topic_names(self) -> list[str]:
         """The topics that are named."""
         return [name.strip() for name in self.topics.split(",") if name.strip()]
-
-    def takes(self, topic: str) -> bool:
-        """Whether a topic of this name is landed."""
-        if not self.pattern:
-            return topic in self.topic_names
-        return compile_expression(self.pattern).fullmatch(topic) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,8 +138,10 @@ def test_a_pipeline_is_kept_with_its_rules(open_catalog: OpenCatalog) -> None:
         rules = (dataclasses.replace(large, condition=""), dataclasses.replace(small, name="tiny"))
         return dataclasses.replace(found, overrides={}, is_wanted=False, parked="it failed", rules=rules)
 
-    assert catalog.alter_pipeline(director.pipeline_id, change) == change(director)
-    assert catalog.pipelines() == [land, change(director)]
+    changed = dataclasses.replace(change(director), version=1)
+    assert catalog.alter_pipeline(director.pipeline_id, change) == changed
+    assert catalog.alter_pipeline(director.pipeline_id, lambda found: found) == changed
+    assert catalog.pipelines() == [land, changed]
     catalog.delete_pipeline(director)
     assert catalog.pipelines() == [land]
     # Nothing is left of the rules.

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from millstream.admin.pipelines import land_topic
 from millstream.admin.topic_document import CARD, describe_topic, replication_of
 from millstream.admin.topics import (
     alter_topic,
@@ -62,6 +63,7 @@ class NewTopic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     description: str | None = None
     contract: str | None = None
     settings: dict[str, str] = {}
+    land: Annotated[bool, Meta(description="Keep a lake table of it, by a pipeline called land-NAME.")] = False
 
 
 class TopicChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,6 +121,8 @@ async def create(parts: Parts, asked: Asked[Nothing, NewTopic]) -> TopicSummary:
     """Make a topic."""
     new = asked.body
     settings = {**new.settings, **_card(new)}
+    if new.land:
+        await land_topic(parts.client, new.name, validate_only=True)
     await create_topic(
         parts.client,
         new.name,
@@ -126,6 +130,8 @@ async def create(parts: Parts, asked: Asked[Nothing, NewTopic]) -> TopicSummary:
         replication=new.replication or BROKER_DECIDES,
         settings={key: text for key, text in settings.items() if text},
     )
+    if new.land:
+        await land_topic(parts.client, new.name)
     return _summary(await find_topic(parts.client, new.name))
 
 

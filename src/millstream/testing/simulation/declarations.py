@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar
 from uuid import UUID
@@ -147,7 +148,8 @@ class SimulatedDeclarations:
         """Change a pipeline as it is declared now."""
 
         def alter() -> Pipeline:
-            self._pipelines[pipeline_id] = change(self._pipelines[pipeline_id])
+            before = self._pipelines[pipeline_id]
+            self._pipelines[pipeline_id] = dataclasses.replace(change(before), version=before.version + 1)
             return self._pipelines[pipeline_id]
 
         return await self._ask(alter)

@@ -1,0 +1,173 @@
+"""`millstream pipeline`: create, list, describe, update, start, stop and delete pipelines, and their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from millstream.cli import pipeline_create, pipeline_rule
+from millstream.cli.connection import ask
+from millstream.cli.options import (
+    DEFAULT_BROKERS,
+    DEFAULT_TIMEOUT_S,
+    AsJson,
+    Brokers,
+    TimeoutSeconds,
+    Yes,
+    ask_person,
+    parse_assignments,
+)
+from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_table
+from millstream.cli.pipeline_options import Name, Settings
+
+if TYPE_CHECKING:
+    from millstream.admin.pipelines import PipelineClient
+    from millstream.wire.client import Client
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    help="Create, list, describe, update, start, stop and delete pipelines, which run on Spark.", no_args_is_help=True
+)
+app.add_typer(pipeline_create.app, name="create")
+app.add_typer(pipeline_rule.app, name="rule")
+
+
+@app.command("list")
+def list_(
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """List all pipelines and how they do."""
+    from millstream.admin.pipelines import summary_of
+
+    rows = [summary_of(told) for told in _ask(brokers, timeout, lambda pipelines: pipelines.describe())]
+    if as_json:
+        print_json({"pipelines": rows})
+    elif rows:
+        keys = ("pipeline", "kind", "state", "rows", "rows_per_s", "lag", "restarts", "error")
+        print_table([key.replace("_", "-") for key in keys], [[_shown(key, row[key]) for key in keys] for row in rows])
+    else:
+        print_line("No pipelines yet; make one with millstream pipeline create.")
+
+
+@app.command("describe")
+def describe(
+    name: Name,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Show what a pipeline is to do, and how it does."""
+    (told,) = _ask(brokers, timeout, lambda pipelines: pipelines.describe([name]))
+    if as_json:
+        print_json(told)
+        return
+    print_line(f"{one_line(name)}  ({told['kind']}, {told['state']})")
+    for word, text in _facts(told).items():
+        print_line(f"{word.ljust(10)}  {one_line(text)}")
+    print_line()
+    for setting, value in sorted(told["settings"].items()):
+        mark = "" if setting in told["overrides"] else "  (default)"
+        print_line(f"  {setting} = {one_line(value) or '-'}{mark}")
+    if told["kind"] == "route":
+        print_line()
+        print_line(f"{counted(len(told['rules']), 'rule')}; millstream pipeline rule list {one_line(name)} shows them.")
+
+
+@app.command("update")
+def update(
+    name: Name,
+    settings: Settings = None,
+    unset: Annotated[
+        list[str] | None,
+        typer.Option("--unset", metavar="NAME", help="Back to its default; may be repeated.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Change settings of a pipeline, which goes on with them where it is; one that is parked is tried again."""
+    changes: dict[str, str | None] = {**parse_assignments(settings or [], flag="--set"), **dict.fromkeys(unset or [])}
+    if not changes:
+        raise typer.BadParameter("there is nothing to change; give --set or --unset")
+    _ask(brokers, timeout, lambda pipelines: pipelines.alter(name, changes))
+    print_answer({"pipeline": name, "changes": changes}, f"Changed pipeline {one_line(name)}.", as_json=as_json)
+
+
+@app.command("start")
+def start(
+    name: Name,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Have a pipeline run; one that is parked is tried again."""
+    _ask(brokers, timeout, lambda pipelines: pipelines.start(name))
+    print_answer({"pipeline": name, "wanted": True}, f"Started pipeline {one_line(name)}.", as_json=as_json)
+
+
+@app.command("stop")
+def stop(
+    name: Name,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Have a pipeline run no more; when it is started again it goes on where it was."""
+    _ask(brokers, timeout, lambda pipelines: pipelines.stop(name))
+    print_answer({"pipeline": name, "wanted": False}, f"Stopped pipeline {one_line(name)}.", as_json=as_json)
+
+
+@app.command("delete")
+def delete(
+    name: Name,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Delete a pipeline; tables and topics that it wrote stay. A person at a terminal is asked first."""
+    ask_person(f"Delete pipeline {name} and forget how far it came?", unless=yes or as_json)
+    _ask(brokers, timeout, lambda pipelines: pipelines.delete(name))
+    print_answer({"pipeline": name, "deleted": True}, f"Deleted pipeline {one_line(name)}.", as_json=as_json)
+
+
+def _facts(told: dict[str, Any]) -> dict[str, str]:
+    facts = {"id": told["pipeline_id"], "group": told["group"]}
+    if told["parked"]:
+        facts["parked"] = told["parked"]
+    report = told["report"]
+    if report is not None:
+        facts["node"] = str(report["node"])
+        facts["rows"] = f"{report['rows']:,} in {report['batches']:,} batches, {report['rows_per_s']:,.0f} a second"
+        facts["lag"] = f"{report['lag']:,}"
+        facts["restarts"] = str(report["restarts"])
+        facts.update({what: f"{number:,}" for what, number in sorted(report["counts"].items())})
+        if report["last_error"]:
+            when = datetime.fromtimestamp(report["last_error_ms"] / 1000, UTC).isoformat(timespec="seconds")
+            facts["last error"] = f"{report['last_error']} ({when})"
+    return facts
+
+
+def _shown(key: str, value: Any) -> Any:
+    if key == "rows_per_s":
+        return round(value)
+    if key == "error":
+        # Reasons may be long; describe shows all of them.
+        return value.partition("\n")[0][:80] or None
+    return value
+
+
+def _ask(brokers: str, timeout: float, question: Callable[[PipelineClient], Awaitable[T]]) -> T:
+    async def asked(client: Client) -> T:
+        # Imported when there is something to ask, so that help is told at once.
+        from millstream.admin.pipelines import PipelineClient
+
+        return await question(PipelineClient(client))
+
+    return ask(brokers, timeout, asked)

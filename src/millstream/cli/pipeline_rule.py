@@ -1,0 +1,172 @@
+"""`millstream pipeline rule`: put, load, list and delete the rules of a pipeline that routes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_table
+from millstream.cli.pipeline_options import Name
+from millstream.model.pipeline import Rule
+
+if TYPE_CHECKING:
+    from millstream.wire.client import Client
+
+app = typer.Typer(help="Put, load, list and delete the rules of a pipeline that routes.", no_args_is_help=True)
+
+RuleName = Annotated[str, typer.Argument(help="The name of the rule.", show_default=False)]
+
+
+@app.command("put")
+def put(
+    name: Name,
+    rule: RuleName,
+    topic: Annotated[
+        str, typer.Option("--topic", metavar="TOPIC", help="Whose messages it is about.", show_default=False)
+    ],
+    to: Annotated[
+        list[str],
+        typer.Option("--to", metavar="TOPIC", help="Where they go; may be repeated.", show_default=False),
+    ],
+    where: Annotated[
+        str,
+        typer.Option(
+            "--where",
+            metavar="CONDITION",
+            help='Which of them, as in "payload.total > 1000". Default: all.',
+            show_default=False,
+        ),
+    ] = "",
+    subscription: Annotated[
+        str,
+        typer.Option("--subscription", metavar="NAME", help="Those that its filter takes.", show_default=False),
+    ] = "",
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Add a rule, or replace the one of this name; it holds from the next batch on."""
+    new = Rule(name=rule, topic=topic, targets=tuple(to), condition=where, subscription=subscription)
+    number = _change(name, [new], (), brokers, timeout)
+    said = f"Pipeline {one_line(name)} routes {topic} to {', '.join(to)} by rule {one_line(rule)}."
+    print_answer({"pipeline": name, "rule": rule, "rules": number}, said, as_json=as_json)
+
+
+@app.command("load")
+def load(
+    name: Name,
+    file: Annotated[
+        str, typer.Argument(help="A JSON list of rules, as rule list --json prints it; - is standard input.")
+    ],
+    replace: Annotated[bool, typer.Option("--replace", help="Delete the rules that the file does not have.")] = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Put many rules in one step: all of them, or none."""
+    rules = read_rules(file)
+    gone: list[str] = []
+    if replace:
+        named = {rule.name for rule in rules}
+        gone = [rule.name for rule in _rules_of(name, brokers, timeout) if rule.name not in named]
+    number = _change(name, rules, gone, brokers, timeout)
+    said = f"Pipeline {one_line(name)} has {counted(number, 'rule')}: {len(rules):,} put, {len(gone):,} deleted."
+    print_answer({"pipeline": name, "put": len(rules), "deleted": len(gone), "rules": number}, said, as_json=as_json)
+
+
+@app.command("list")
+def list_(
+    name: Name,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """List the rules of a pipeline."""
+    rules = _rules_of(name, brokers, timeout)
+    if as_json:
+        print_json([_as_document(rule) for rule in rules])
+    elif rules:
+        rows = [[rule.name, rule.topic, ", ".join(rule.targets), condition_text(rule)] for rule in rules]
+        print_table(("rule", "topic", "to", "where"), rows)
+    else:
+        print_line(f"No rules yet; add one with: millstream pipeline rule put {one_line(name)} RULE --topic … --to …")
+
+
+@app.command("delete")
+def delete(
+    name: Name,
+    rule: Annotated[list[str], typer.Argument(help="The names of the rules.", show_default=False)],
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Delete rules; what they have routed stays."""
+    number = _change(name, (), rule, brokers, timeout)
+    said = f"Deleted {counted(len(rule), 'rule')} of pipeline {one_line(name)}; {number:,} left."
+    print_answer({"pipeline": name, "deleted": len(rule), "rules": number}, said, as_json=as_json)
+
+
+def condition_text(rule: Rule) -> str:
+    """Which messages a rule takes, for a person."""
+    if rule.subscription:
+        return f"as subscription {rule.subscription}"
+    return rule.condition or "all"
+
+
+def read_rules(file: str) -> tuple[Rule, ...]:
+    """The rules of a file, or of standard input."""
+    import msgspec
+
+    from millstream.wire.pipeline_messages import ToldRule
+
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        told = msgspec.json.decode(data, type=list[ToldRule])
+    except OSError as error:
+        raise CommandFailed(f"{file} cannot be read: {error}", ExitCode.USAGE) from None
+    except msgspec.MsgspecError as error:
+        raise CommandFailed(
+            f"{file} is no JSON list of rules: {error}; a rule has name, topic, targets, and condition or subscription",
+            ExitCode.USAGE,
+        ) from None
+    return tuple(one.rule() for one in told)
+
+
+def _as_document(rule: Rule) -> dict[str, object]:
+    return {
+        "name": rule.name,
+        "topic": rule.topic,
+        "targets": list(rule.targets),
+        "condition": rule.condition,
+        "subscription": rule.subscription,
+    }
+
+
+def _rules_of(name: str, brokers: str, timeout: float) -> list[Rule]:
+    async def question(client: Client) -> list[Rule]:
+        import msgspec
+
+        from millstream.admin.pipelines import PipelineClient
+        from millstream.wire.pipeline_messages import ToldRule
+
+        (told,) = await PipelineClient(client).describe([name])
+        return [one.rule() for one in msgspec.convert(told["rules"], list[ToldRule])]
+
+    return ask(brokers, timeout, question)
+
+
+def _change(
+    name: str, rules: list[Rule] | tuple[Rule, ...], gone: list[str] | tuple[()], brokers: str, timeout: float
+) -> int:
+    async def question(client: Client) -> int:
+        from millstream.admin.pipelines import PipelineClient
+
+        return await PipelineClient(client).change_rules(name, rules, gone=gone)
+
+    return ask(brokers, timeout, question)

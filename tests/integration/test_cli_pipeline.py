@@ -1,0 +1,135 @@
+"""Pipelines by command and over HTTP, on a real server: declared, seen, changed, and kept through a restart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from millstream.testing.command import CommandLine
+from millstream.testing.server import Server
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def millstream(server: Server) -> CommandLine:
+    return CommandLine(server.kafka)
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://{server.http}/v1", timeout=WAIT_S) as client:
+        yield client
+
+
+def test_a_pipeline_is_declared_shown_and_deleted(millstream: CommandLine) -> None:
+    create = ("pipeline", "create", "land", "shown", "--topic", "orders", "--topic", "bills", "--stopped")
+    more = ("--every", "10", "--schema", "id long", "--dedupe", "3600", "--set", "compact=false", "--json")
+    assert millstream(*create, *more).document == {"pipeline": "shown", "kind": "land", "created": True}
+    again = millstream(*create)
+    assert (again.code, again.err) == (5, "millstream: pipeline 'shown' exists already\n")
+    assert millstream(*create, "--if-not-exists").out == "There is already a pipeline shown.\n"
+    told = millstream("pipeline", "describe", "shown", "--json").document
+    assert told["overrides"] == {
+        "topics": "orders,bills",
+        "every.ms": "10000",
+        "decode": "json",
+        "schema": "id long",
+        "dedupe.ms": "3600000",
+        "compact": "false",
+    }
+    assert (told["state"], told["group"], told["report"]) == ("stopped", "pipeline-shown", None)
+    shown = millstream("pipeline", "describe", "shown")
+    assert shown.lines[0] == "shown  (land, stopped)"
+    assert "  topics = orders,bills" in shown.lines
+    assert "  format = delta  (default)" in shown.lines
+    assert any(line.split()[:3] == ["shown", "land", "stopped"] for line in millstream("pipeline", "list").lines)
+    assert millstream("pipeline", "update", "shown", "--set", "every.ms=500", "--unset", "compact").code == 0
+    told = millstream("pipeline", "describe", "shown", "--json").document
+    assert (told["settings"]["every.ms"], told["settings"]["compact"]) == ("500", "true")
+    assert millstream("pipeline", "stop", "shown", "--json").document == {"pipeline": "shown", "wanted": False}
+    assert millstream("pipeline", "delete", "shown").out == "Deleted pipeline shown.\n"
+    assert millstream("pipeline", "describe", "shown").code == 3
+
+
+def test_what_is_wrong_is_said_before_anything_is_made(millstream: CommandLine, tmp_path: Path) -> None:
+    refused = millstream("pipeline", "create", "land", "wrong")
+    assert (refused.code, "either `topics` or `pattern`" in refused.err) == (2, True)
+    refused = millstream("pipeline", "create", "transform", "wrong", "--into", "x", "--sql", f"@{tmp_path}/none.sql")
+    assert (refused.code, "cannot be read" in refused.err) == (2, True)
+    assert millstream("pipeline", "create", "route", "wrong", "--rules", tmp_path / "none.json").code == 2
+    assert millstream("pipeline", "update", "wrong").code == 2
+    for command in (("start", "wrong"), ("stop", "wrong"), ("delete", "wrong"), ("update", "wrong", "--unset", "lake")):
+        refused = millstream("pipeline", *command)
+        assert (refused.code, "there is no pipeline 'wrong'" in refused.err) == (3, True)
+    # A topic that cannot be landed is not made.
+    name = "x" * 230
+    refused = millstream("topic", "create", name, "--land")
+    assert (refused.code, "1 to 200 characters" in refused.err) == (2, True)
+    assert millstream("topic", "describe", name).code == 3
+
+
+def test_rules_are_put_loaded_and_deleted(millstream: CommandLine, tmp_path: Path) -> None:
+    assert millstream("pipeline", "create", "route", "director", "--stopped").code == 0
+    put = ("pipeline", "rule", "put", "director", "large", "--topic", "orders", "--to", "a", "--to", "b")
+    assert "No rules yet" in millstream("pipeline", "rule", "list", "director").out
+    assert millstream(*put, "--where", "payload.total > 5", "--json").document["rules"] == 1
+    assert millstream("pipeline", "rule", "list", "director").lines == [
+        "RULE   TOPIC   TO    WHERE",
+        "large  orders  a, b  payload.total > 5",
+    ]
+    rules = tmp_path / "rules.json"
+    listed = [{"name": f"rule-{at}", "topic": "orders", "targets": [f"queue-{at}"]} for at in range(1000)]
+    rules.write_text(json.dumps(listed), encoding="utf-8")
+    loaded = millstream("pipeline", "rule", "load", "director", rules, "--replace", "--json").document
+    assert loaded == {"pipeline": "director", "put": 1000, "deleted": 1, "rules": 1000}
+    assert millstream("pipeline", "rule", "delete", "director", "rule-7", "rule-8", "--json").document["rules"] == 998
+    kept = millstream("pipeline", "rule", "list", "director", "--json").document
+    assert kept[0] == {**listed[0], "condition": "", "subscription": ""}
+    assert millstream("pipeline", "rule", "delete", "director", "rule-7").code == 3
+    rules.write_text('[{"name": "x", "where": "true"}]', encoding="utf-8")
+    refused = millstream("pipeline", "rule", "load", "director", rules)
+    assert (refused.code, "is no JSON list of rules" in refused.err) == (2, True)
+    assert "998 rules; millstream pipeline rule list" in millstream("pipeline", "describe", "director").out
+    assert millstream("pipeline", "delete", "director", "--yes").code == 0
+
+
+def test_a_topic_is_made_with_its_table(millstream: CommandLine, http: httpx.Client, topic: str) -> None:
+    made = millstream("topic", "create", topic, "--land", "--json").document
+    assert (made["created"], made["pipeline"]) == (True, f"land-{topic}")
+    told = http.get(f"/pipelines/land-{topic}").json()
+    assert (told["kind"], told["wanted"], told["overrides"]) == ("land", True, {"topics": topic})
+    assert http.post(f"/pipelines/land-{topic}/stop").json() == {"pipeline": f"land-{topic}", "wanted": False}
+    again = millstream("topic", "create", topic, "--land", "--if-not-exists")
+    assert again.out == f"There is already a topic {topic} with 1 partition, landed by pipeline land-{topic}.\n"
+    assert not http.get(f"/pipelines/land-{topic}").json()["wanted"]
+    assert http.post("/topics", json={"name": f"{topic}-2", "land": True}).status_code == 201
+    assert http.delete(f"/pipelines/land-{topic}-2").status_code == 204
+    assert http.delete(f"/pipelines/land-{topic}").status_code == 204
+
+
+def test_everything_is_there_over_http(server: Server, http: httpx.Client) -> None:
+    rule = {"name": "large", "topic": "orders", "targets": ["a"], "condition": "payload.total > 5", "subscription": ""}
+    new = {"name": "web", "kind": "route", "wanted": False, "rules": [rule]}
+    assert http.post("/pipelines", json=new).status_code == 201
+    assert http.post("/pipelines", json=new).status_code == 409
+    assert http.get("/pipelines/web").json()["rules"] == [rule]
+    changed = http.patch("/pipelines/web", json={"settings": {"batch.max.messages": "10", "decode": "none"}}).json()
+    assert changed["overrides"] == {"batch.max.messages": "10", "decode": "none"}
+    other = {**rule, "name": "other"}
+    rules = http.patch("/pipelines/web/rules", json={"put": [other], "delete": ["large"]}).json()
+    assert rules == http.get("/pipelines/web/rules").json() == {"rules": [other]}
+    listed = {one["pipeline"]: one for one in http.get("/pipelines").json()["pipelines"]}
+    assert (listed["web"]["state"], listed["web"]["lag"]) == ("stopped", None)
+    metrics = httpx.get(f"http://{server.http}/metrics", timeout=WAIT_S).text
+    assert 'millstream_pipeline_parked{pipeline="web"} 0.0' in metrics
+    for refused in (http.patch("/pipelines/web", json={"settings": {}}), http.patch("/pipelines/web/rules", json={})):
+        assert (refused.status_code, "nothing to change" in refused.json()["detail"]) == (422, True)
+    assert http.post("/pipelines", json={"name": "x", "kind": "land"}).status_code == 422
+    assert http.post("/pipelines/none/start").status_code == 404
+    assert http.delete("/pipelines/web").status_code == 204
+    assert http.get("/pipelines/web").status_code == 404

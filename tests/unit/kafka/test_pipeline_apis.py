@@ -1,0 +1,249 @@
+"""The private requests about pipelines, as a client sends them to several nodes, and what a node tells of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from millstream.admin.pipelines import PipelineClient, summary_of
+from millstream.catalog.catalog import Catalog
+from millstream.cluster.declarations import CatalogDeclarations
+from millstream.cluster.pipelines import Pipelines
+from millstream.cluster.subscriptions import Subscriptions
+from millstream.kafka.api import ClientInfo
+from millstream.kafka.apis.pipeline_alter import PipelineAlter
+from millstream.kafka.apis.pipeline_create import PipelineCreate
+from millstream.kafka.apis.pipeline_delete import PipelineDelete
+from millstream.kafka.apis.pipeline_list import PipelineList
+from millstream.kafka.apis.rule_change import RuleChange
+from millstream.kafka.pipeline_board import STATES, PipelineBoard, PipelineReport
+from millstream.kafka.private import PrivateApi
+from millstream.model.errors import (
+    BrokerUnreachable,
+    InvalidPipeline,
+    InvalidRequest,
+    InvalidSetting,
+    NotFound,
+    PipelineExists,
+    UnknownGroup,
+)
+from millstream.model.pipeline import PipelineKind, Rule
+from millstream.testing.clock import ManualClock
+from millstream.wire.client import Client
+from millstream.wire.codec import RequestHeader, response_body_at
+from millstream.wire.pipeline_messages import ALTER_KEY, PipelineChanges
+
+LARGE = Rule(name="large", topic="orders", targets=("large-orders", "audit"), condition="payload.total > 1000")
+ORDERS = {"topics": "orders"}
+
+
+class Node:
+    """One node's APIs, over the catalog that all nodes share."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        declarations = CatalogDeclarations(catalog)
+        self.pipelines = Pipelines(declarations, ManualClock())
+        self.subscriptions = Subscriptions(declarations, ManualClock())
+        self.board = PipelineBoard(self.pipelines.all)
+        apis: list[PrivateApi[Any]] = [
+            PipelineCreate(self.pipelines, self.subscriptions),
+            PipelineAlter(self.pipelines),
+            PipelineDelete(self.pipelines),
+            PipelineList(self.pipelines, self.board),
+            RuleChange(self.pipelines, self.subscriptions),
+        ]
+        self.apis = {api.key: api for api in apis}
+        self.is_away = False
+
+
+@dataclass
+class Nodes:
+    """What a client has to do with: requests go to the first node, unless they name another."""
+
+    nodes: dict[int, Node]
+
+    async def metadata(self, topics: object = None) -> Any:
+        return SimpleNamespace(nodes=dict.fromkeys(self.nodes))
+
+    async def coordinator(self, group: str) -> int:
+        return 1
+
+    async def send(self, node: int, request: Any) -> Any:
+        raise UnknownGroup("there are no groups here")
+
+    async def private(self, node: int | None, key: int, body: bytes) -> memoryview:
+        asked = self.nodes[min(self.nodes) if node is None else node]
+        if asked.is_away:
+            raise BrokerUnreachable("it is away")
+        header = RequestHeader(api_key=key, version=0, correlation_id=1, client_id="c", flexible=False, body_at=0)
+        told = await cast("Any", asked.apis[key].handle_frame(memoryview(body), header, cast("ClientInfo", None)))
+        frame = memoryview(b"".join(told))[4:]
+        return frame[response_body_at(key, 0, frame) :]
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    opened = Catalog.open_folder(tmp_path)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+async def nodes(catalog: Catalog) -> Nodes:
+    return Nodes({1: Node(catalog), 2: Node(catalog), 3: Node(catalog)})
+
+
+@pytest.fixture
+def client(nodes: Nodes) -> PipelineClient:
+    return PipelineClient(cast("Client", nodes))
+
+
+async def test_what_is_declared_at_one_node_is_told_by_all(client: PipelineClient, nodes: Nodes) -> None:
+    made = await client.create("land-orders", "land", ORDERS)
+    await client.create("checked-only", "route", {}, validate_only=True)
+    (told,) = await client.describe()
+    assert (told["pipeline_id"], told["kind"], told["state"], told["rules"]) == (str(made), "land", "waiting", [])
+    assert (told["overrides"], told["settings"]["every.ms"]) == (ORDERS, "60000")
+    # The others have not heard of it, and look it up when they are asked for it.
+    assert nodes.nodes[2].pipelines.all() == []
+    assert await client.describe(["land-orders"]) == [told]
+
+
+async def test_the_node_that_runs_a_pipeline_tells_how_it_does(client: PipelineClient, nodes: Nodes) -> None:
+    await client.create("land-orders", "land", ORDERS)
+    report = PipelineReport(name="land-orders", state="running", rows=70, rows_per_s=3.5, lag=2, node=3)
+    nodes.nodes[3].board.take([report, PipelineReport(name="gone", state="running")])
+    (told,) = await client.describe(["land-orders"])
+    assert told["report"] == {
+        "name": "land-orders",
+        "state": "running",
+        "rows": 70,
+        "rows_per_s": 3.5,
+        "lag": 2,
+        "batches": 0,
+        "restarts": 0,
+        "last_error": "",
+        "last_error_ms": 0,
+        "counts": {},
+        "node": 3,
+    }
+    assert summary_of(told) == {
+        "pipeline": "land-orders",
+        "kind": "land",
+        "state": "running",
+        "rows": 70,
+        "rows_per_s": 3.5,
+        "lag": 2,
+        "restarts": 0,
+        "error": "",
+    }
+    nodes.nodes[1].is_away = True
+    assert (await client.describe(["land-orders"]))[0]["report"]["node"] == 3
+    nodes.nodes[3].board.clear()
+    (told,) = await client.describe(["land-orders"])
+    assert (told["state"], told["report"], summary_of(told)["lag"]) == ("waiting", None, None)
+    for node in nodes.nodes.values():
+        node.is_away = True
+    with pytest.raises(BrokerUnreachable):
+        await client.describe(["land-orders"])
+
+
+async def test_the_newest_that_any_node_knows_is_told(client: PipelineClient, nodes: Nodes) -> None:
+    await client.create("land-orders", "land", ORDERS)
+    for node in nodes.nodes.values():
+        await node.pipelines.load()
+    await nodes.nodes[3].pipelines.stop("land-orders")
+    assert nodes.nodes[1].pipelines.all()[0].is_wanted
+    assert [told["state"] for told in await client.describe()] == ["stopped"]
+    # One of them has heard that it is gone.
+    await nodes.nodes[3].pipelines.delete("land-orders")
+    with pytest.raises(NotFound):
+        await client.describe(["land-orders"])
+
+
+async def test_a_pipeline_is_changed_stopped_parked_and_started(client: PipelineClient, nodes: Nodes) -> None:
+    await client.create("land-orders", "land", ORDERS, is_wanted=False)
+    states = [(await client.describe())[0]["state"]]
+    await client.start("land-orders")
+    nodes.nodes[1].board.take([PipelineReport(name="land-orders", state="retrying")])
+    states.append((await client.describe())[0]["state"])
+    park = PipelineChanges(name="land-orders", parked="no such bucket")
+    await nodes.nodes[1].apis[ALTER_KEY].handle(park)
+    (told,) = await client.describe()
+    states.append(told["state"])
+    assert (told["parked"], summary_of(told)["error"]) == ("no such bucket", "no such bucket")
+    await client.alter("land-orders", {"lake": "s3://other"})
+    states.append((await client.describe())[0]["state"])
+    await client.stop("land-orders")
+    states.append((await client.describe())[0]["state"])
+    assert states == ["stopped", "retrying", "parked", "retrying", "stopped"]
+    await client.delete("land-orders")
+    assert await client.describe() == []
+
+
+async def test_rules_are_changed_together_or_not_at_all(client: PipelineClient, nodes: Nodes) -> None:
+    await client.create("director", PipelineKind.ROUTE, {}, rules=[LARGE])
+    small = Rule(name="small", topic="orders", targets=("small-orders",), subscription="cheap")
+    with pytest.raises(NotFound, match="no subscription 'cheap'"):
+        await client.change_rules("director", [small], gone=["large"])
+    with pytest.raises(NotFound, match="no subscription 'cheap'"):
+        await client.create("other", "route", {}, rules=[small])
+    await nodes.nodes[1].subscriptions.create("cheap", ["orders"], {})
+    assert await client.change_rules("director", [small], validate_only=True) == 2
+    assert await client.change_rules("director", [small], gone=["large"]) == 1
+    (told,) = await client.describe(["director"])
+    assert told["rules"] == [
+        {
+            "name": "small",
+            "topic": "orders",
+            "targets": ["small-orders"],
+            "condition": "",
+            "subscription": "cheap",
+        }
+    ]
+
+
+async def test_what_cannot_be_is_refused_in_a_sentence(client: PipelineClient) -> None:
+    await client.create("land-orders", "land", ORDERS)
+    with pytest.raises(PipelineExists, match="exists already"):
+        await client.create("land-orders", "land", ORDERS)
+    with pytest.raises(InvalidRequest, match="known are: land, transform, route"):
+        await client.create("other", "wash", {})
+    with pytest.raises(InvalidSetting, match="unknown setting"):
+        await client.alter("land-orders", {"topic": "x"})
+    with pytest.raises(InvalidSetting, match="either `topics` or `pattern`"):
+        await client.alter("land-orders", {"topics": None}, validate_only=True)
+    with pytest.raises(InvalidRequest, match="rules are for"):
+        await client.change_rules("land-orders", [LARGE])
+    for asked in (client.start("x"), client.delete("x"), client.describe(["x"]), client.change_rules("x", [LARGE])):
+        with pytest.raises(NotFound, match="no pipeline 'x'"):
+            await asked
+    assert not issubclass(InvalidPipeline, InvalidSetting)
+
+
+async def test_the_page_lists_every_metric(catalog: Catalog) -> None:
+    node = Node(catalog)
+    assert list(node.board.metrics()) == []
+    await node.pipelines.create("land-orders", PipelineKind.LAND, ORDERS)
+    assert [metric.name for metric in node.board.metrics()] == ["millstream_pipeline_parked"]
+    counts = {"files": 3, "quarantined": 1}
+    node.board.take([PipelineReport(name="land-orders", state="running", rows=70, batches=2, counts=counts)])
+    found = {metric.name: list(metric.samples) for metric in node.board.metrics()}
+    page = (Path(__file__).parents[3] / "docs" / "pipelines.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`(millstream_pipeline_\w+)`", page)) == found.keys()
+    here = ("pipeline", "land-orders")
+    assert found["millstream_pipeline_rows_total"] == [(70, (here,))]
+    assert found["millstream_pipeline_counted_total"] == [
+        (3, (here, ("what", "files"))),
+        (1, (here, ("what", "quarantined"))),
+    ]
+    states = {dict(labels)["state"]: value for value, labels in found["millstream_pipeline_state"]}
+    assert states == {state: float(state == "running") for state in STATES}
+    await node.pipelines.park(await node.pipelines.find("land-orders"), "no such bucket")
+    assert next(iter(node.board.metrics())).samples == [(1.0, (here,))]
