@@ -5,6 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.run-$(shell cksum requirements/run.lock 2>/dev/null | cut -d' ' -f1)
+SPARK_STAMP := $(VENV)/.spark-$(shell cksum requirements/spark.lock 2>/dev/null | cut -d' ' -f1)
 DEV_STAMP := $(VENV)/.dev-$(shell cksum requirements/dev.lock 2>/dev/null | cut -d' ' -f1)
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -13,7 +14,7 @@ SOAK_ARGS ?=
 CHAOS_ARGS ?=
 SIMULATE_ARGS ?=
 
-.PHONY: help demo test check bench bench-cluster bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-push chaos-transactions conformance compare fuzz simulate docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-push chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -36,7 +37,13 @@ $(DEV_STAMP): requirements/dev.lock pyproject.toml | $(BIN)/python
 	@touch $@
 
 demo: $(RUN_STAMP) ## Run the main job end to end on a broker of its own, and tell what happened
-	@$(BIN)/python -m millstream.cli.main demo
+	@DEMO_SPARK_SETUP="$(MAKE) --no-print-directory spark" $(BIN)/python -m millstream.cli.main demo
+
+spark: $(SPARK_STAMP) ## Add Spark to the virtual environment, for pipelines and the data source
+
+$(SPARK_STAMP): requirements/spark.lock | $(RUN_STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/spark.lock
+	@touch $@
 
 serve: $(RUN_STAMP) ## Start a broker on the default ports with its data in ./millstream-data
 	@$(BIN)/millstream serve
@@ -120,6 +127,8 @@ lock: ## Renew the lock files from pyproject.toml (needs uv)
 		--extra cluster pyproject.toml requirements/build.in -o requirements/run.lock
 	@uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
 		--extra cluster --extra spark --extra dev pyproject.toml requirements/build.in -c requirements/run.lock -o requirements/dev.lock
+	@uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
+		--extra cluster --extra spark pyproject.toml requirements/build.in -c requirements/dev.lock -o requirements/spark.lock
 
 clean: ## Remove the virtual environment and every cache
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -62,7 +62,7 @@ def demo_folder(tmp_path: Path) -> Iterator[Path]:
     assert left == []
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_whole_story_holds_and_can_be_kept(demo_folder: Path) -> None:
     with RunningDemo(demo_folder, DEMO_KEEP="1") as demo:
         demo.read_until("keeps running")
@@ -72,6 +72,7 @@ def test_the_whole_story_holds_and_can_be_kept(demo_folder: Path) -> None:
         assert "orders" in admin.list_topics(timeout=30).topics
         demo.read_until("Ctrl-C")
         assert demo.end(signal.SIGINT) == 0, demo.text
+    assert "one for each message of the log" in demo.text
     assert "Everything held" in demo.text
 
 

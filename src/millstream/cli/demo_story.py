@@ -21,6 +21,7 @@ from millstream.cli.demo_account import Account
 from millstream.cli.demo_broker import DemoBroker
 from millstream.cli.demo_member import DemoMember
 from millstream.cli.demo_shop import SECRET, Billing, Progress, Shipping, Webhook
+from millstream.cli.demo_table import OrdersTable
 from millstream.client.connection import Connection, connect
 from millstream.client.payload import NewMessage
 from millstream.client.receipt import Receipt
@@ -33,6 +34,7 @@ TOPIC, DEAD = "orders", "orders-dead"
 GROUP = "analysis"
 FILTER = "payload.total > 4000"
 PARTITIONS, CUSTOMERS = 4, 25
+CITIES = ("Ghent", "Lyon", "Porto", "Turin")
 FIRST, THROUGH_CRASH, BEHIND_POISON = 500, 1000, 20
 KILL_AFTER = 300
 ATTEMPTS = 3
@@ -51,6 +53,7 @@ class Story:
         self._shipping = Shipping(self._progress)
         self._billing = Billing(broker.folder, self._progress)
         self._webhook = Webhook(self._progress)
+        self._table = OrdersTable(TOPIC, broker.data, account)
         self._ms: Connection
 
     async def run(self) -> None:
@@ -65,6 +68,7 @@ class Story:
             await self._stream()
             await self._crash()
             await self._poison()
+            await self._table.show(self._ms.client, len(await self._read_log()))
 
     # -- the steps ------------------------------------------------------------------------------------------
 
@@ -97,6 +101,7 @@ class Story:
         pushed = {PUSH_URL: self._webhook.url, PUSH_SECRET: SECRET, "share.auto.offset.reset": "earliest"}
         await SubscriptionClient(client).create("webhook", [TOPIC], pushed)
         self._account.tell(f"a webhook gets all orders, pushed to {self._webhook.url} and signed")
+        await self._table.declare(client)
 
     async def _fan_out(self) -> None:
         """Each message is stored once, and each subscription gets it."""
@@ -291,7 +296,7 @@ class Story:
 
 
 def _order(number: int, **other: object) -> dict[str, object]:
-    order = {"order_id": number, "total": number * 37 % 5000, "city": "Ghent", **other}
+    order = {"order_id": number, "total": number * 37 % 5000, "city": CITIES[number % len(CITIES)], **other}
     return {name: value for name, value in order.items() if value is not None}
 
 
