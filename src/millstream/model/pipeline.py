@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 from uuid import UUID
 
 from millstream.model.errors import InvalidPipeline, InvalidSetting
+from millstream.model.expression import compile_expression
 from millstream.model.nearest import suggestion
 from millstream.model.setting import setting, settings_of
 from millstream.model.topic import check_topic_name
@@ -194,6 +195,8 @@ class LandSettings(PipelineSettings):
     def _check(self) -> None:
         if bool(self.topics) == bool(self.pattern):
             raise InvalidSetting("say what is landed: either `topics` or `pattern`")
+        if self.pattern:
+            compile_expression(self.pattern)
         for name in self.topic_names:
             check_topic_name(name)
         if self.schema and self.decode == "none":
@@ -203,6 +206,12 @@ class LandSettings(PipelineSettings):
     def topic_names(self) -> list[str]:
         """The topics that are named."""
         return [name.strip() for name in self.topics.split(",") if name.strip()]
+
+    def takes(self, topic: str) -> bool:
+        """Whether a topic of this name is landed."""
+        if not self.pattern:
+            return topic in self.topic_names
+        return compile_expression(self.pattern).fullmatch(topic) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
