@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 from zlib import crc32
 
 from millstream.admin.topics import create_topic
-from millstream.model.errors import MillstreamError, UnknownTopic
+from millstream.model.errors import MillstreamError
 from millstream.model.subscription import (
     AT_LEAST_ONCE,
     ATTEMPTS,
@@ -35,14 +35,14 @@ from millstream.model.subscription import (
     START,
 )
 from millstream.model.verb import Verb
-from millstream.records.record import NewRecord, Record, decode_records, encode_batch
+from millstream.records.record import NewRecord, Record
 from millstream.testing.subscription_check import check
+from millstream.testing.subscription_events import now_ms
 from millstream.testing.subscription_history import (
     Delivery,
     History,
     Place,
     Promise,
-    Published,
     Settlement,
     Span,
     Spans,
@@ -50,6 +50,7 @@ from millstream.testing.subscription_history import (
 )
 from millstream.testing.trial_clients import TrialFailed
 from millstream.testing.trial_cluster import TrialCluster, TrialNode
+from millstream.testing.trial_topic import TrialPublisher, letters_of, messages_of, published
 from millstream.testing.webhook import Reply, Request, Webhook
 from millstream.wire.client import Client
 from millstream.wire.subscriptions import SubscriptionClient
@@ -117,12 +118,17 @@ class PushTrial:
         self._hook = Webhook(self._answer)
         self._arrivals: list[_Arrival] = []
         self._unsigned = 0
-        self._acknowledged: set[Place] = set()
-        self._publish_failures = 0
         self._struck: list[Span] = []
         self._faults: Counter[str] = Counter()
-        self._is_loading = True
         self._is_sober = False
+        self._publisher = TrialPublisher(
+            self._client,
+            TOPIC,
+            self._new,
+            partitions=plan.partitions,
+            per_s=plan.messages_per_s,
+            seed=f"{plan.seed}/publisher",
+        )
         self._promises = {
             "push-loose": _promise(plan, AT_LEAST_ONCE, ordered=False),
             "push-ordered": _promise(plan, EXACTLY_ONCE, ordered=True),
@@ -132,10 +138,10 @@ class PushTrial:
         """Load, strike, let all queues run empty, and judge."""
         async with self._hook:
             await self._declare()
-            publishing = asyncio.ensure_future(self._publish())
+            publishing = asyncio.ensure_future(self._publisher.run())
             try:
                 await self._strike_now_and_then()
-                self._is_loading = False
+                self._publisher.stop()
                 await publishing
                 self._is_sober = True
                 left = await self._drain()
@@ -169,29 +175,10 @@ class PushTrial:
                 }
                 await SubscriptionClient(client).create(name, [TOPIC], settings)
 
-    async def _publish(self) -> None:
-        random, number = Random(f"{self._plan.seed}/publisher"), 0
-        while self._is_loading:
-            try:
-                async with self._client() as client:
-                    while self._is_loading:
-                        count = random.choice((1, 2, 5, 20))
-                        await self._publish_some(client, random, number, count)
-                        number += count
-                        await asyncio.sleep(count / self._plan.messages_per_s)
-            except (MillstreamError, OSError, TimeoutError):
-                self._publish_failures += 1
-                await asyncio.sleep(_PROBE_S)
-
-    async def _publish_some(self, client: Client, random: Random, number: int, count: int) -> None:
-        plan, partition = self._plan, random.randrange(self._plan.partitions)
-        keys = [
-            POISON if random.random() < plan.poison_share else b"key-%d" % random.randrange(plan.keys)
-            for _ in range(count)
-        ]
-        records = [NewRecord(key, b'{"number": %d}' % (number + at), (), _now_ms()) for at, key in enumerate(keys)]
-        produced = await client.produce(TOPIC, partition, encode_batch(records))
-        self._acknowledged.update(Place(partition, produced.base_offset + at) for at in range(count))
+    def _new(self, random: Random, number: int) -> NewRecord:
+        is_poison = random.random() < self._plan.poison_share
+        key = POISON if is_poison else b"key-%d" % random.randrange(self._plan.keys)
+        return NewRecord(key, b'{"number": %d}' % number, (), now_ms())
 
     def _answer(self, request: Request) -> Reply:
         """What the endpoint says; it also writes down what it saw."""
@@ -203,7 +190,7 @@ class PushTrial:
                 request.path.rpartition("/")[2],
                 Place(int(headers["ce-partition"]), int(headers["ce-offset"])),
                 int(headers["ce-attempt"]),
-                _now_ms(),
+                now_ms(),
                 crc32(request.body),
                 reply.status == 204,
             )
@@ -232,10 +219,10 @@ class PushTrial:
             self._faults[kind] += 1
             node = self._random.choice(list(self._cluster.nodes.values()))
             self._tell(f"{number + 1:3} {kind} {'' if kind == 'kill-endpoint' else node.number}")
-            began_ms = _now_ms()
+            began_ms = now_ms()
             await self._strike(kind, node)
             await self._whole(kind)
-            self._struck.append(Span(began_ms, _now_ms() + self._plan.lease_ms))
+            self._struck.append(Span(began_ms, now_ms() + self._plan.lease_ms))
 
     async def _strike(self, kind: str, node: TrialNode) -> None:
         lasts_s = self._random.uniform(0.5, 4.0)
@@ -288,15 +275,17 @@ class PushTrial:
 
     async def _judge(self, left: list[str]) -> Outcome:
         async with self._client() as client:
-            records = await everything_in(client, TOPIC)
-            letters = {name: await _letters(client, name) for name in self._promises}
+            records = await messages_of(client, TOPIC)
+            letters = {
+                name: Counter(place for place, _ in await letters_of(client, f"dead-{name}")) for name in self._promises
+            }
             told = {one["name"]: one for one in await SubscriptionClient(client).describe(list(self._promises))}
         findings = list(left)
-        if missing := self._acknowledged - set(records):
+        if missing := self._publisher.acknowledged - set(records):
             findings.append(f"acknowledged, but not in the topic: {sorted(missing)[:5]}")
         if self._unsigned:
             findings.append(f"{self._unsigned} requests were not signed")
-        expected = {place: _published(record) for place, record in records.items()}
+        expected = {place: published(record) for place, record in records.items()}
         for name, promise in self._promises.items():
             history = self._history(name)
             truth = Truth(expected, letters[name], Spans(self._struck), Spans(), len(self._cluster.nodes) == 1)
@@ -330,7 +319,7 @@ class PushTrial:
         struck = ", ".join(f"{count} {kind}" for kind, count in sorted(self._faults.items()))
         taken = Counter((one.subscription, one.place) for one in self._arrivals if one.taken)
         return (
-            f"{len(records)} messages ({self._publish_failures} times the publisher failed), faults: {struck}; "
+            f"{len(records)} messages ({self._publisher.failed} times the publisher failed), faults: {struck}; "
             f"{len(self._arrivals)} requests, {sum(count > 1 for count in taken.values())} messages were taken more "
             f"than once, {sum(map(len, letters.values()))} dead letters"
         )
@@ -352,33 +341,6 @@ def push_processes(parent: int) -> list[int]:
     return found
 
 
-async def everything_in(client: Client, topic: str) -> dict[Place, Record]:
-    """Every message that a topic has."""
-    metadata = await client.metadata([topic])
-    if topic not in metadata.topics:
-        raise UnknownTopic(f"there is no topic {topic!r}")
-    partitions = metadata.topics[topic].partitions
-    ends = await client.list_offsets(topic, dict.fromkeys(partitions, -1))
-    found: dict[Place, Record] = {}
-    for partition in partitions:
-        offset = 0
-        while offset < ends[partition].offset:
-            answer = await client.fetch(topic, partition, offset)
-            for record in decode_records(answer.records):
-                found[Place(partition, record.offset)] = record
-                offset = max(offset, record.offset + 1)
-    return found
-
-
-async def _letters(client: Client, name: str) -> Counter[Place]:
-    try:
-        letters = await everything_in(client, f"dead-{name}")
-    except UnknownTopic:
-        return Counter()
-    stories = [{key: (value or b"").decode() for key, value in one.headers} for one in letters.values()]
-    return Counter(Place(int(story["dlq-partition"]), int(story["dlq-offset"])) for story in stories)
-
-
 def _miscounted(told: Mapping[str, Any], records: Mapping[Place, Record], letters: Mapping[Place, int]) -> list[str]:
     """Each message was accepted once, or is a dead letter; the queues count what has become of them."""
     counts = {kind: sum(queue[kind] for queue in told["queues"]) for kind in ("accepted", "dead_lettered", "dropped")}
@@ -388,11 +350,3 @@ def _miscounted(told: Mapping[str, Any], records: Mapping[Place, Record], letter
 
 def _promise(plan: Plan, delivery: str, *, ordered: bool) -> Promise:
     return Promise(delivery=delivery, ordered=ordered, attempts=plan.attempts, lease_ms=plan.lease_ms)
-
-
-def _published(record: Record) -> Published:
-    return Published(record.key or b"", 0, crc32(record.value or b""), record.timestamp_ms)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

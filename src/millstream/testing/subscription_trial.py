@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
-from zlib import crc32
 
 from millstream.admin.topics import create_topic
-from millstream.model.errors import MillstreamError, UnknownTopic
+from millstream.model.errors import MillstreamError
 from millstream.model.subscription import (
     AT_LEAST_ONCE,
     AT_MOST_ONCE,
@@ -36,7 +35,7 @@ from millstream.model.subscription import (
     ORDERED,
     START,
 )
-from millstream.records.record import Headers, NewRecord, Record, decode_records, encode_batch
+from millstream.records.record import Headers, NewRecord, Record
 from millstream.testing.cluster_faults import KINDS, Scene
 from millstream.testing.server import Server
 from millstream.testing.subscription_check import Finding, check
@@ -45,7 +44,6 @@ from millstream.testing.subscription_history import (
     History,
     Place,
     Promise,
-    Published,
     Span,
     Spans,
     Truth,
@@ -53,9 +51,10 @@ from millstream.testing.subscription_history import (
     histories,
 )
 from millstream.testing.subscription_watch import Watch
-from millstream.testing.subscription_worker import BATCH_MAX, POISON, Task
+from millstream.testing.subscription_worker import POISON, Task
 from millstream.testing.trial_clients import TrialFailed
 from millstream.testing.trial_cluster import TrialCluster
+from millstream.testing.trial_topic import TrialPublisher, letters_of, messages_of, published
 from millstream.testing.trial_worker import TrialWorker
 from millstream.testing.worker_faults import WORKER_KINDS, Step
 from millstream.wire.client import Client
@@ -144,12 +143,6 @@ class Outcome(NamedTuple):
         return not self.findings
 
 
-@dataclass(slots=True)
-class _Sent:
-    acknowledged: set[Place] = field(default_factory=set)
-    failed: int = 0
-
-
 class SubscriptionTrial:
     """One run on nodes that are there already."""
 
@@ -159,13 +152,20 @@ class SubscriptionTrial:
         self._plan = plan
         self._tell = tell
         self._random = Random(plan.seed)
-        self._sent = _Sent()
+        self._publisher = TrialPublisher(
+            self._client,
+            TOPIC,
+            self._new,
+            partitions=plan.partitions,
+            per_s=plan.messages_per_s,
+            seed=f"{plan.seed}/publisher",
+            compressions=(0, 0, 4),
+        )
         self._struck: list[Span] = []
         self._stepped: list[Span] = []
         self._faults: Counter[str] = Counter()
         self._broken: list[Finding] = []
         self._is_sober = False
-        self._is_loading = True
         self._promises = {
             f"{promise}-{sort}": self._promise(promise, sort) for promise in plan.promises for sort in plan.sorts
         }
@@ -180,13 +180,13 @@ class SubscriptionTrial:
         """Load, strike, let all queues run empty, and judge."""
         await self._whole("the start")
         await self._declare()
-        publishing = asyncio.ensure_future(self._publish())
+        publishing = asyncio.ensure_future(self._publisher.run())
         watching = asyncio.ensure_future(self._watch.run())
         try:
             for worker in self._workers:
                 worker.start()
             await self._strike_now_and_then()
-            self._is_loading = False
+            self._publisher.stop()
             await publishing
             self._is_sober = True
             for worker in self._workers:
@@ -245,34 +245,14 @@ class SubscriptionTrial:
                     settings[FILTER] = MATCHING
                 await SubscriptionClient(client).create(name, [TOPIC], settings)
 
-    async def _publish(self) -> None:
-        random = Random(f"{self._plan.seed}/publisher")
-        number = 0
-        while self._is_loading:
-            try:
-                async with self._client() as client:
-                    while self._is_loading:
-                        count = random.choice((1, 2, 5, BATCH_MAX))
-                        await self._publish_some(client, random, number, count)
-                        number += count
-                        await asyncio.sleep(count / self._plan.messages_per_s)
-            except (MillstreamError, OSError, TimeoutError):
-                self._sent.failed += 1
-                await asyncio.sleep(_PROBE_S)
-
-    async def _publish_some(self, client: Client, random: Random, number: int, count: int) -> None:
-        partition = random.randrange(self._plan.partitions)
-        records = []
-        for at in range(count):
-            key = POISON if random.random() < self._plan.poison_share else b"key-%d" % random.randrange(self._plan.keys)
-            headers: Headers = ()
-            if random.random() < self._plan.delayed_share:
-                headers = (("deliver-at", str(now_ms() + random.randint(0, 3000)).encode()),)
-            value = json.dumps({"number": number + at, "even": (number + at) % 2 == 0}).encode()
-            records.append(NewRecord(key, value, headers, now_ms()))
-        compression = random.choice((0, 0, 4))
-        produced = await client.produce(TOPIC, partition, encode_batch(records, compression=compression))
-        self._sent.acknowledged.update(Place(partition, produced.base_offset + at) for at in range(count))
+    def _new(self, random: Random, number: int) -> NewRecord:
+        plan = self._plan
+        key = POISON if random.random() < plan.poison_share else b"key-%d" % random.randrange(plan.keys)
+        headers: Headers = ()
+        if random.random() < plan.delayed_share:
+            headers = (("deliver-at", str(now_ms() + random.randint(0, 3000)).encode()),)
+        value = json.dumps({"number": number, "even": number % 2 == 0}).encode()
+        return NewRecord(key, value, headers, now_ms())
 
     # -- faults ------------------------------------------------------------------------------------------------
 
@@ -360,10 +340,10 @@ class SubscriptionTrial:
 
     async def _judge(self, left: list[Finding]) -> Outcome:
         async with self._client() as client:
-            records = await _read(client, TOPIC)
+            records = await messages_of(client, TOPIC)
             letters = {name: await self._letters(client, name, records) for name in self._promises}
         findings = left + [found for node in self._cluster.nodes.values() for found in _bugs(node)]
-        missing = self._sent.acknowledged - set(records)
+        missing = self._publisher.acknowledged - set(records)
         if missing:
             findings.append(f"acknowledged, but not in the topic: {sorted(missing)[:5]}")
         disturbed, stepped = Spans([*self._struck, *self._watch.moves]), Spans(self._stepped)
@@ -372,7 +352,7 @@ class SubscriptionTrial:
         for name, promise in self._promises.items():
             only_even = name.endswith("filtered")
             expected = {
-                place: _published(record)
+                place: published(record)
                 for place, record in records.items()
                 if not only_even or json.loads(record.value or b"")["even"]
             }
@@ -391,21 +371,15 @@ class SubscriptionTrial:
         lives = sum(len(worker.lives) for worker in self._workers)
         struck = ", ".join(f"{count} {kind}" for kind, count in sorted(self._faults.items()))
         return (
-            f"{len(records)} messages ({self._sent.failed} times a publisher failed), {len(self._struck)} faults of "
-            f"nodes ({struck}), {len(self._watch.moves)} changes of leaders, {len(self._watch.silences)} silences, "
+            f"{len(records)} messages ({self._publisher.failed} times a publisher failed), {len(self._struck)} faults "
+            f"of nodes ({struck}), {len(self._watch.moves)} changes of leaders, {len(self._watch.silences)} silences, "
             f"{lives} processes of workers; {account(list(told.values()), list(truths.values()))}; {never} handed out "
             "at most once did not arrive"
         )
 
     async def _letters(self, client: Client, name: str, records: Mapping[Place, Record]) -> Counter[Place]:
-        try:
-            letters = await _read(client, f"dead-{name}")
-        except UnknownTopic:
-            return Counter()
         found: Counter[Place] = Counter()
-        for letter in letters.values():
-            story = {key: (value or b"").decode() for key, value in letter.headers}
-            place = Place(int(story["dlq-partition"]), int(story["dlq-offset"]))
+        for place, letter in await letters_of(client, f"dead-{name}"):
             found[place] += 1
             if place in records and (letter.key, letter.value) != (records[place].key, records[place].value):
                 self._broken.append(f"{name}: the dead letter of {place} is another message")
@@ -417,29 +391,6 @@ def _bugs(node: Server) -> list[Finding]:
     lines = node.log.read_text(errors="replace").splitlines()
     places = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
     return [f"{node.log.name}: {lines[max(0, at - 2)]}" for at in places[:3]]
-
-
-async def _read(client: Client, topic: str) -> dict[Place, Record]:
-    """Everything that a topic has."""
-    metadata = await client.metadata([topic])
-    if topic not in metadata.topics:
-        raise UnknownTopic(f"there is no topic {topic!r}")
-    found: dict[Place, Record] = {}
-    partitions = metadata.topics[topic].partitions
-    ends = await client.list_offsets(topic, dict.fromkeys(partitions, -1))
-    for partition in partitions:
-        offset = 0
-        while offset < ends[partition].offset:
-            answer = await client.fetch(topic, partition, offset)
-            for record in decode_records(answer.records):
-                found[Place(partition, record.offset)] = record
-                offset = max(offset, record.offset + 1)
-    return found
-
-
-def _published(record: Record) -> Published:
-    due = next((value for name, value in record.headers if name == "deliver-at"), None)
-    return Published(record.key or b"", int(due or b"0"), crc32(record.value or b""), record.timestamp_ms)
 
 
 async def _cancel(tasks: Iterable[asyncio.Future[None]]) -> None:
