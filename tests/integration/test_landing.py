@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import deltalake
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
@@ -106,7 +107,8 @@ class Shore:
         return sorted(table.to_pylist(), key=lambda row: (row["partition"], row["offset"]))
 
     def landed(self, topic: str, ending: str = "") -> list[Row]:
-        return [(row["partition"], row["offset"], row["key"], row["value"]) for row in self.rows(topic, ending)]
+        rows = self.rows(topic, ending)
+        return sorted((row["partition"], row["offset"], row["key"], row["value"]) for row in rows)
 
 
 def run(job: LandJob) -> list[Step]:
@@ -163,3 +165,165 @@ def test_a_topic_that_gets_partitions_goes_on(shore: Shore, topic: str) -> None:
     run(job)
     job.close()
     assert shore.landed(topic) == sorted(published)
+
+
+def test_payloads_become_columns_that_grow(shore: Shore, topic: str) -> None:
+    shore.create(topic, partitions=2)
+    job = shore.job(topics=topic, decode="json")
+    shore.publish(topic, [{"id": number, "total": 1} for number in range(20)])
+    run(job)
+    shore.publish(topic, [{"id": 20, "total": 2.5, "buyer": {"name": "Ann"}, "tags": ["a"], "key": "mine"}])
+    shore.publish(topic, [{"id": 21, "buyer": {"name": "Bob", "age": 30}}, {"new": True}, None])
+    shore.publish(topic, [{"id": "x"}, b"no json", {"id": 22, "buyer": {"name": 5, "age": 1.0}}])
+    run(job)
+    shore.publish(topic, [{"id": 23, "total": 4}])
+    run(job)
+    job.close()
+    rows = {row["value"]: row for row in shore.rows(topic)}
+    assert len(rows) == 25
+    assert [rows[b'{"id": 7, "total": 1}'][name] for name in ("id", "total", "new")] == [7, 1, None]
+    assert rows[b'{"id": 21, "buyer": {"name": "Bob", "age": 30}}']["buyer"] == {"name": "Bob", "age": 30}
+    assert rows[b'{"id": 22, "buyer": {"name": 5, "age": 1.0}}']["buyer"] == {"name": "5", "age": 1}
+    assert rows[b'{"new": true}']["new"] is True
+    assert rows[None]["id"] is None
+    quarantined = {row["value"]: row["reason"] for row in shore.rows(topic, "__quarantine")}
+    assert quarantined == {
+        b'{"id": 20, "total": 2.5, "buyer": {"name": "Ann"}, "tags": ["a"], "key": "mine"}': "total: 2.5 is no long",
+        b'{"id": "x"}': 'id: "x" is no long',
+        b"no json": "the payload is not JSON: Expecting value: line 1 column 1 (char 0)",
+    }
+
+
+def test_payloads_become_the_columns_that_are_given(shore: Shore, topic: str) -> None:
+    shore.create(topic)
+    published = shore.publish(
+        topic,
+        [{"id": 1, "at": "2026-01-02T03:04:05Z", "more": 1}, {"id": 2, "at": "soon"}, {"offset": 9}, {"id": 3.5}],
+    )
+    schema = "id int, at timestamp, offset long, buyer struct<name string>"
+    shore.land(topics=topic, decode="json", schema=schema)
+    rows = shore.rows(topic)
+    assert [(row["offset"], row["id"], row["payload_offset"]) for row in rows] == [(0, 1, None), (2, None, 9)]
+    assert rows[0]["at"].isoformat() == "2026-01-02T03:04:05+00:00"
+    assert "more" not in rows[0]
+    assert [row["reason"] for row in shore.rows(topic, "__quarantine")] == [
+        'at: "soon" is no timestamp',
+        "id: 3.5 is no long",
+    ]
+    assert sorted(shore.landed(topic) + shore.landed(topic, "__quarantine")) == published
+
+
+def test_every_topic_of_a_pattern_is_landed(shore: Shore, topic: str) -> None:
+    job = shore.job(pattern=f"{topic}-.*")
+    assert run(job)[0].rows == 0
+    published = {}
+    for number in range(12):
+        name = shore.create(f"{topic}-{number}")
+        published[name] = shore.publish(name, numbered(5 * number))
+    shore.create(f"other-{topic}")
+    step = run(job)[-1]
+    job.close()
+    assert step.rows == sum(map(len, published.values()))
+    assert {name: shore.landed(name) for name in published} == published
+    assert {path.name for path in shore.lake.iterdir()} == set(published)
+
+
+def test_both_lives_of_a_topic_are_landed(shore: Shore, topic: str) -> None:
+    job = shore.job(topics=topic)
+    shore.create(topic)
+    first = shore.publish(topic, numbered(30))
+    run(job)
+    shore.delete(topic)
+    assert run(job)[-1].rows == 0
+    shore.create(topic)
+    second = shore.publish(topic, numbered(20, 100))
+    run(job)
+    job.close()
+    assert shore.landed(topic) == sorted(first + second)
+
+
+def test_a_topic_that_is_made_again_while_it_is_read_is_not_taken_for_the_old_one(
+    shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shore.create(topic)
+    shore.publish(topic, numbered(30))
+    job = shore.job(topics=topic)
+    plan = job._share
+
+    def change_then_share(batches: Any) -> None:
+        plan(batches)
+        shore.delete(topic)
+        shore.create(topic)
+        shore.publish(topic, numbered(50, 100))
+
+    monkeypatch.setattr(job, "_share", change_then_share)
+    assert job.step().rows == 0
+    monkeypatch.undo()
+    run(job)
+    job.close()
+    assert [value for _, _, _, value in shore.landed(topic)] == numbered(50, 100)
+
+
+def test_of_two_runs_at_once_one_is_refused(shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shore.create(topic, partitions=2)
+    published = shore.publish(topic, numbered(100))
+    late, early = shore.job(topics=topic), shore.job(topics=topic)
+    read = late._run
+
+    def read_and_be_overtaken(batches: Any) -> None:
+        read(batches)
+        published.extend(shore.publish(topic, numbered(10, 100)))
+        run(early)
+
+    monkeypatch.setattr(late, "_run", read_and_be_overtaken)
+    assert late.step().rows == 0
+    monkeypatch.undo()
+    assert shore.landed(topic) == sorted(published)
+    published += shore.publish(topic, numbered(10, 200))
+    assert run(late)[-1].rows == 10
+    for job in (late, early):
+        job.close()
+    assert shore.landed(topic) == sorted(published)
+
+
+def test_landing_can_begin_with_the_latest(shore: Shore, topic: str) -> None:
+    shore.create(topic)
+    shore.publish(topic, numbered(10))
+    assert shore.land(topics=topic, **{"from": "latest"})[-1].rows == 0
+    published = shore.publish(topic, numbered(10, 10))
+    shore.land(topics=topic, **{"from": "latest"})
+    assert shore.landed(topic) == published
+
+
+def test_what_retention_took_before_it_was_landed_is_counted(shore: Shore, topic: str) -> None:
+    shore.create(topic)
+    job = shore.job(topics=topic)
+    published = shore.publish(topic, numbered(10))
+    run(job)
+    published += shore.publish(topic, numbered(20, 10))
+    shore.admin.delete_records([TopicPartition(topic, 0, 25)])[TopicPartition(topic, 0)].result(WAIT_S)
+    step = run(job)[-1]
+    job.close()
+    assert step.counts["lost"] == 15
+    assert shore.landed(topic) == published[:10] + published[25:]
+
+
+def test_only_what_is_committed_is_landed(shore: Shore, topic: str) -> None:
+    shore.create(topic)
+    producer = Producer({"bootstrap.servers": shore.server.kafka, "transactional.id": topic, "log_level": 0})
+    producer.init_transactions(WAIT_S)
+    for number, ends in enumerate((producer.commit_transaction, producer.abort_transaction) * 3):
+        producer.begin_transaction()
+        producer.produce(topic, b"%d" % number)
+        ends(WAIT_S)
+    producer.begin_transaction()
+    producer.produce(topic, b"open")
+    producer.flush(WAIT_S)
+    shore.land(topics=topic)
+    assert [value for _, _, _, value in shore.landed(topic)] == [b"0", b"2", b"4"]
+    producer.commit_transaction(WAIT_S)
+    # The commit is decided when this is told, and shows in the partition a moment later.
+    deadline = time.monotonic() + WAIT_S
+    while not sum(step.rows for step in shore.land(topics=topic)):
+        assert time.monotonic() < deadline
+    assert [value for _, _, _, value in shore.landed(topic)] == [b"0", b"2", b"4", b"open"]

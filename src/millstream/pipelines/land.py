@@ -24,9 +24,9 @@ from millstream.model.errors import InvalidSetting, MillstreamError, StalePlan, 
 from millstream.model.pipeline import LATEST, LandSettings, Pipeline
 from millstream.pipelines.group_offsets import commit_plainly
 from millstream.pipelines.job import JobContext, Step
+from millstream.pipelines.landed import tell_landed
 from millstream.pipelines.landing import manifest
 from millstream.pipelines.landing.given_fields import given_fields
-from millstream.pipelines.landing.inference import grown
 from millstream.pipelines.landing.layout import payload_fields
 from millstream.pipelines.landing.manifest import Report
 from millstream.pipelines.landing.plan import Stretch, spans, tasks
@@ -132,8 +132,7 @@ class LandJob:
         known = payload_fields(schema)
         if self._given is None:
             return known
-        both = grown(known, self._given)
-        return pa.schema([field for field in both if field.name in self._given.names])
+        return pa.schema([known.field(one.name) if one.name in known.names else one for one in self._given])
 
     def _share(self, batches: Sequence[TopicBatch]) -> None:
         """Take no more than a batch may have; every partition gets its share."""
@@ -195,8 +194,10 @@ class LandJob:
         offsets = {batch.topic: {number: span.end for number, span in batch.spans.items()} for batch in batches}
         if not offsets:
             return
+        by_id = {batch.source.topic_id: offsets[batch.topic] for batch in batches}
         link = self._sources.link
         try:
+            link.call(tell_landed(link.client, self._pipeline.name, by_id))
             link.call(commit_plainly(link.client, self._pipeline.group, offsets, self._context.member()))
         except MillstreamError as error:
             _logger.warning("progress was not committed to group %s: %s", self._pipeline.group, error)

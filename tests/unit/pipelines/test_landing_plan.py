@@ -30,7 +30,7 @@ def test_every_offset_is_in_one_task(parts: list[tuple[int, int]], size: float, 
     assert all(len(piece) > 0 for piece in flat)
     total = sum(map(len, flat)) * size
     for task in shared:
-        assert sum(map(len, task)) * size <= FILE_BYTES * 1.01 + size
+        assert sum(map(len, task)) * size <= FILE_BYTES * 1.01 + size * len(shared)
     if total >= 2 * TASK_BYTES_MIN * parallelism and size < 1000:
         assert len(shared) >= parallelism
 

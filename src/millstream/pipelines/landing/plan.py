@@ -74,21 +74,21 @@ def tasks(wanted: Sequence[Stretch], message_bytes: Mapping[str, float], *, para
     total = sum(sizes)
     if not total:
         return []
-    task_bytes = min(FILE_BYTES, max(TASK_BYTES_MIN, total / parallelism))
-    share = total / ceil(total / task_bytes)
+    count = ceil(total / min(FILE_BYTES, max(TASK_BYTES_MIN, total / parallelism)))
     shared: list[list[Stretch]] = [[]]
-    room = share
+    room = total / count
     for one, size in zip(wanted, sizes, strict=True):
         rest = one
-        while len(rest):
-            count = len(rest) if size <= room * 1.0001 else int(len(rest) * room / size)
-            if count:
-                shared[-1].append(Stretch(rest.topic, rest.partition, rest.start, rest.start + count))
-                taken = size * count / len(rest)
-                rest = Stretch(rest.topic, rest.partition, rest.start + count, rest.end)
-                size -= taken
-                room -= taken
-            if len(rest):
-                shared.append([])
-                room = share
+        # The last task takes whatever is left.
+        while size > room and len(shared) < count:
+            taken = int(len(rest) * room / size)
+            if taken:
+                shared[-1].append(Stretch(rest.topic, rest.partition, rest.start, rest.start + taken))
+                size -= size * taken / len(rest)
+                rest = Stretch(rest.topic, rest.partition, rest.start + taken, rest.end)
+            shared.append([])
+            room = total / count
+        if len(rest):
+            shared[-1].append(rest)
+            room -= size
     return [task for task in shared if task]
