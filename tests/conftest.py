@@ -16,8 +16,9 @@ from millstream.testing.server import Server
 
 StartServer = Callable[..., Server]
 
-# A group waits for more members before its first assignment; tests have all of theirs at once.
-QUICK = {"group-initial-delay-ms": 100}
+# A group waits for more members before its first assignment; tests have all of theirs at once. Those that want a Spark
+# driver say so: it takes long to start, and whoever declares a pipeline to see it listed needs none.
+QUICK = {"group-initial-delay-ms": 100, "pipelines-enabled": "false"}
 
 
 @pytest.fixture(scope="module")

@@ -390,6 +390,23 @@ async def test_the_sdk_settles_what_it_holds_wherever_the_partition_is_led_then(
     assert handled == Counter([*(f"m-{number}" for number in range(9)), "last"])
 
 
+def test_a_pipeline_that_is_declared_at_one_node_is_known_to_all(cluster: ServerGroup, topic: str) -> None:
+    first, second, third = (CommandLine(node.kafka) for node in cluster)
+    create = ("pipeline", "create", "route", topic, "--stopped")
+    assert first(*create).code == 0
+    assert second(*create).code == 5
+    assert third("pipeline", "rule", "put", topic, "large", "--topic", topic, "--to", f"{topic}-2").code == 0
+    # Whoever is asked tells the newest, also before the others have heard of it.
+    assert [rule["name"] for rule in second("pipeline", "rule", "list", topic, "--json").document] == ["large"]
+    assert second("pipeline", "update", topic, "--set", "decode=none").code == 0
+    told = first("pipeline", "describe", topic, "--json").document
+    assert (told["state"], told["overrides"], told["version"]) == ("stopped", {"decode": "none"}, 2)
+    assert third("pipeline", "delete", topic).code == 0
+    assert first("pipeline", "describe", topic).code == 3
+    # The next test may look at what nodes tell of themselves.
+    until(lambda: "millstream_pipeline" not in get(cluster, "/metrics"))
+
+
 def test_health_tells_how_the_cluster_is(cluster: ServerGroup, topic: str) -> None:
     create(cluster, topic)
     until(lambda: get(cluster, "/readyz").startswith('{"status":"ready"'))

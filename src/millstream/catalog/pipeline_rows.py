@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
 
 from millstream.catalog.tables import pipelines, routing_rules
 from millstream.model.pipeline import Pipeline, PipelineKind, Rule
+
+_NAMES_AT_ONCE: Final = 1000
+"""Databases have a limit."""
 
 
 def read_pipelines(connection: Connection, *conditions: ColumnElement[bool]) -> list[Pipeline]:
@@ -59,8 +62,7 @@ def update_pipeline(connection: Connection, before: Pipeline, after: Pipeline) -
     here = pipelines.c.pipeline_id == str(before.pipeline_id)
     connection.execute(update(pipelines).where(here).values(_changing(after)))
     old, new = set(before.rules), set(after.rules)
-    for rule in old - new:
-        connection.execute(delete(routing_rules).where(*_rule_key(before.pipeline_id, rule.name)))
+    _delete_rules(connection, before.pipeline_id, [rule.name for rule in before.rules if rule not in new])
     _insert_rules(connection, before.pipeline_id, [rule for rule in after.rules if rule not in old])
 
 
@@ -87,8 +89,11 @@ def _insert_rules(connection: Connection, pipeline_id: UUID, rules: Sequence[Rul
     connection.execute(insert(routing_rules), rows)
 
 
-def _rule_key(pipeline_id: UUID, name: str) -> Iterable[ColumnElement[bool]]:
-    return routing_rules.c.pipeline_id == str(pipeline_id), routing_rules.c.name == name
+def _delete_rules(connection: Connection, pipeline_id: UUID, names: Sequence[str]) -> None:
+    here = routing_rules.c.pipeline_id == str(pipeline_id)
+    for at in range(0, len(names), _NAMES_AT_ONCE):
+        gone = routing_rules.c.name.in_(names[at : at + _NAMES_AT_ONCE])
+        connection.execute(delete(routing_rules).where(here, gone))
 
 
 def _changing(pipeline: Pipeline) -> dict[str, Any]:

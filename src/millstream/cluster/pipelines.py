@@ -75,7 +75,8 @@ class Pipelines:
         check_pipeline(name, kind, overrides)
         check_rules(kind, listed)
         async with self._changing:
-            if name in self._by_name:
+            # Asked of the catalog, since another node may have declared it just now.
+            if await self._declarations.pipeline_named(name) is not None:
                 raise PipelineExists(f"pipeline {name!r} exists already")
             if len(self._by_name) >= PIPELINES_MAX:
                 raise InvalidPipeline(f"there are {PIPELINES_MAX} pipelines already; delete some first")

@@ -142,6 +142,10 @@ def test_a_pipeline_is_kept_with_its_rules(open_catalog: OpenCatalog) -> None:
     assert catalog.alter_pipeline(director.pipeline_id, change) == changed
     assert catalog.alter_pipeline(director.pipeline_id, lambda found: found) == changed
     assert catalog.pipelines() == [land, changed]
+    many = tuple(dataclasses.replace(large, name=f"rule-{at:04}") for at in range(2500))
+    catalog.alter_pipeline(director.pipeline_id, lambda found: dataclasses.replace(found, rules=many))
+    catalog.alter_pipeline(director.pipeline_id, lambda found: dataclasses.replace(found, rules=many[:3]))
+    assert catalog.pipelines() == [land, dataclasses.replace(changed, rules=many[:3], version=3)]
     catalog.delete_pipeline(director)
     assert catalog.pipelines() == [land]
     # Nothing is left of the rules.

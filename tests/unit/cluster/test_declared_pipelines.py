@@ -65,8 +65,9 @@ async def test_another_node_has_declared_it_just_now(catalog: Catalog) -> None:
     made = await there.create("land-orders", LAND, ORDERS)
     assert here.get("land-orders") is None
     assert await here.find("land-orders") == made
-    with pytest.raises(PipelineExists):
-        await here.create("land-orders", LAND, ORDERS)
+    for validate_only in (True, False):
+        with pytest.raises(PipelineExists):
+            await here.create("land-orders", LAND, ORDERS, validate_only=validate_only)
     assert not (await here.stop("land-orders")).is_wanted
     # And again under its name: what this node remembers is of no use.
     await there.delete("land-orders")
