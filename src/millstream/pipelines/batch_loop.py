@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import TYPE_CHECKING, Final
 from uuid import UUID, uuid4
 
@@ -32,12 +33,15 @@ from millstream.spark.survey import Survey
 from millstream.wire.transactions import OfGroup, TransactionalProducer, Transactions
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
 _logger = logging.getLogger(__name__)
 
 WAIT_S: Final = 0.5
 """How long a step waits for messages when there are none; whoever is to stop waits for that."""
+
+TASK_ROWS_MIN: Final = 5000
+"""A task is worth so many records, unless a partition has fewer."""
 
 PART_SCHEMA: Final = "part binary"
 CLIENT_ID: Final = "millstream-pipeline"
@@ -53,6 +57,10 @@ class Plan:
     end: Offsets
     rows: int
     lag: int
+
+    def numbers(self, spark: SparkSession) -> DataFrame:
+        """The numbers of the ranges, shared out among so many tasks as are worth it."""
+        return numbers_of(spark, self.ranges)
 
     def of(self, topic: str) -> list[Range]:
         """What is read of one topic."""
@@ -125,8 +133,11 @@ class BatchLoop:
         known = self._known.offsets if self._known is not None else {}
         return any(number not in known.get(topic, {}) for topic, numbers in plan.end.items() for number in numbers)
 
-    def commit(self, plan: Plan, frame: DataFrame | None) -> bool:
-        """Run the job whose rows are the parts of a batch, and commit these and the offsets; False if others did so."""
+    def commit(self, plan: Plan, frame: DataFrame | None) -> int | None:
+        """Run the job whose rows are the parts of a batch, and commit these and the offsets.
+
+        The answer is how many rows were written; None if somebody else has committed the batch.
+        """
         known = self._known
         # What is known counts for nothing until this has gone well.
         self._known = None
@@ -143,7 +154,9 @@ class BatchLoop:
         if done and known is not None:
             merged = {topic: {**known.offsets.get(topic, {}), **numbers} for topic, numbers in plan.end.items()}
             self._known = _Known(plan.batch.number + 1, {**known.offsets, **merged})
-        return done
+        elif not done and not self._was_done(plan):
+            return None
+        return sum(part.rows for part in parts)
 
     def wait(self, plan: Plan) -> Step:
         """Wait a moment for messages, when there are none."""
@@ -154,6 +167,16 @@ class BatchLoop:
 
     def _ask(self) -> _Known:
         return self.link.call(self._look(self.link))
+
+    def _was_done(self, plan: Plan) -> bool:
+        """Whether a batch that was committed before is this one: the answer to its commit may have been lost."""
+        self._known = known = self._ask()
+        ends = {topic: known.offsets.get(topic, {}) for topic in plan.end}
+        return known.number == plan.batch.number + 1 and all(
+            ends[topic].get(number) == offset
+            for topic, numbers in plan.end.items()
+            for number, offset in numbers.items()
+        )
 
     async def _look(self, link: Link) -> _Known:
         transactions = Transactions(link.client)
@@ -180,6 +203,13 @@ class BatchLoop:
         with suppress(MillstreamError):
             # What cannot be taken back now is taken back by the next plan.
             abort_batch(self.options, plan.batch)
+
+
+def numbers_of(spark: SparkSession, ranges: Sequence[Range]) -> DataFrame:
+    """The numbers of ranges as rows; few records are one task, since a task costs more than they do."""
+    rows = sum(map(len, ranges))
+    wished = min(ceil(rows / TASK_ROWS_MIN), spark.sparkContext.defaultParallelism * 2)
+    return spark.range(0, len(ranges), 1, max(1, min(len(ranges), wished)))
 
 
 def as_row(part: Part) -> Iterator[pa.RecordBatch]:

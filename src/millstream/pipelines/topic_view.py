@@ -15,6 +15,7 @@ from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import StructField, StructType
 
 from millstream.model.errors import InvalidSetting
+from millstream.pipelines.batch_loop import CLIENT_ID, numbers_of
 from millstream.pipelines.statement import Statement
 from millstream.spark.options import BROKERS, read_options
 from millstream.spark.payload import parse_payloads
@@ -68,9 +69,8 @@ class TopicView:
         return TopicView(self.topic, used or tuple(one for one in self.columns if one.name == "offset"))
 
     def frame(self, spark: SparkSession, brokers: str, ranges: Sequence[Range]) -> DataFrame:
-        """The rows of some ranges, a task for each."""
-        numbers = spark.range(0, len(ranges), 1, max(1, len(ranges)))
-        return numbers.mapInArrow(fetching(tuple(ranges), brokers, self), self.schema)
+        """The rows of some ranges."""
+        return numbers_of(spark, ranges).mapInArrow(fetching(tuple(ranges), brokers, self), self.schema)
 
 
 def view_of(topic: str, payload: StructType) -> TopicView:
@@ -91,7 +91,7 @@ def fetching(ranges: tuple[Range, ...], brokers: str, view: TopicView) -> Callab
     shape, schema = view.shape, _arrow_schema(view)
 
     def fetch(batches: Iterable[pa.RecordBatch]) -> Rows:
-        options = read_options({BROKERS: brokers, "subscribe": view.topic, "kafka.client.id": "millstream-pipeline"})
+        options = read_options({BROKERS: brokers, "subscribe": view.topic, "kafka.client.id": CLIENT_ID})
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 for rows in read_range(ranges[number], options, shape):

@@ -15,7 +15,7 @@ from millstream.pipelines.job import Job, JobContext, Step
 from millstream.pipelines.output_rows import as_messages, written
 from millstream.pipelines.prepared import Prepared, prepare
 from millstream.pipelines.stream_loop import StreamLoop
-from millstream.pipelines.target_topic import make_topic
+from millstream.pipelines.target_topic import make_topics
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -57,7 +57,7 @@ class TransformJob:
             return None
         first = prepared.statement.topics[0]
         partitions = len(self._loop.survey([first]).partitions()[first])
-        make_topic(self._loop.link, self._settings.into, partitions)
+        make_topics(self._loop.link, [self._settings.into], partitions)
         if prepared.needs_state:
             return StreamLoop(self._pipeline, self._context, self._settings, prepared)
         return _Batches(self._settings, self._loop, prepared)
@@ -78,8 +78,10 @@ class _Batches:
         plan = self._loop.plan(self._prepared.statement.topics)
         if not plan.ranges and not self._loop.is_new(plan):
             return self._loop.wait(plan)
-        done = self._loop.commit(plan, self._parts(plan) if plan.ranges else None)
-        return Step(rows=plan.rows if done else 0, lag=plan.lag)
+        sent = self._loop.commit(plan, self._parts(plan) if plan.ranges else None)
+        if sent is None:
+            return Step(lag=plan.lag + plan.rows)
+        return Step(rows=plan.rows, lag=plan.lag, counts={"written": sent})
 
     def close(self) -> None:
         """There is nothing that a batch leaves behind."""

@@ -1,0 +1,115 @@
+"""All rules of a topic in one pass give what each of them gives by itself."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.model.errors import FilterError
+from millstream.pipelines.routing.rule_set import RuleSet, Way, rule_set
+from millstream.records.record import Record
+from millstream.subscriptions.filter.batch import RecordBatch
+from millstream.subscriptions.filter.filter import compile_filter
+from millstream.subscriptions.filter.uses import Uses
+
+VALUES: list[Any] = ["eu", "us", "5", "true", "", 5, 5.0, 7, True, None, [1], {"a": 1}, -0.0, 0, 2**70]
+CONDITIONS = [
+    "payload.region = 'eu'",
+    "'us' = payload.region",
+    "payload.region = '5'",
+    "payload.region = 5",
+    "payload.region = 5.0",
+    "payload.region = 0",
+    "payload.region IN ('eu', 'us', '5')",
+    "payload.region IN (5, 7)",
+    "payload.region IN ('eu', NULL)",
+    "payload.region = 'eu' AND payload.total > 3",
+    "payload.total > 3 AND payload.region = 5 AND headers['h'] = 'x'",
+    "headers['h'] = 'x'",
+    "headers['h'] = 5",
+    "key = 'k1'",
+    "key IN ('k1', 'k2') AND payload.region IS NOT NULL",
+    "payload.region = 'eu' OR payload.total = 5",
+    "NOT payload.region = 'eu'",
+    "topic = 'orders'",
+    "payload.region = TRUE",
+    "offset = 2",
+]
+
+values = st.sampled_from(VALUES)
+rows = st.lists(
+    st.tuples(values, values, st.sampled_from(["x", "5", None]), st.sampled_from([b"k1", b"k2", None])), max_size=12
+)
+ways = st.lists(
+    st.builds(
+        Way,
+        st.sampled_from(["", *CONDITIONS]),
+        st.lists(st.sampled_from("abc"), min_size=1, max_size=2, unique=True).map(tuple),
+    ),
+    max_size=10,
+)
+
+
+def batch_of(made: list[tuple[Any, Any, str | None, bytes | None]]) -> RecordBatch:
+    records = [
+        Record(
+            offset=offset,
+            timestamp_ms=offset,
+            key=key,
+            value=json.dumps({"region": region, "total": total}).encode(),
+            headers=() if header is None else (("h", header.encode()),),
+        )
+        for offset, (region, total, header, key) in enumerate(made)
+    ]
+    return RecordBatch(records, topic="orders", partition=0, uses=Uses())
+
+
+def plainly(ways: list[Way], batch: RecordBatch) -> dict[str, list[int]]:
+    """Every rule asked about every message."""
+    found: dict[str, set[int]] = {}
+    for way in ways:
+        matches = compile_filter(way.condition).matches(batch).tolist() if way.condition else [True] * len(batch)
+        for target in way.targets:
+            found.setdefault(target, set()).update(row for row, matched in enumerate(matches) if matched)
+    return {target: sorted(rows) for target, rows in found.items() if rows}
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows, ways)
+def test_grouped_rules_match_what_each_of_them_matches(
+    made: list[tuple[Any, Any, str | None, bytes | None]], ways: list[Way]
+) -> None:
+    batch = batch_of(made)
+    found = {target: rows.tolist() for target, rows in RuleSet(ways).matches(batch).items() if rows.size}
+    assert found == plainly(ways, batch)
+
+
+def test_a_thousand_rules_that_name_values_ask_about_few_messages() -> None:
+    rules = RuleSet([Way(f"payload.region = 'r{number}' AND payload.total > 1", ("t",)) for number in range(1000)])
+    batch = batch_of([(f"r{number}", 5, None, None) for number in range(20)])
+    asked: list[int] = []
+    for condition in rules._conditions:
+        program = condition.filter._program
+        run = program.run
+
+        def counting(*columns: Any, run: Any = run) -> Any:
+            asked.append(len(columns[0]))
+            return run(*columns)
+
+        program.run = counting
+    assert rules.matches(batch)["t"].tolist() == list(range(20))
+    assert asked == [1] * 20
+
+
+def test_rules_are_compiled_once_in_a_process() -> None:
+    ways = (Way("payload.a = 1", ("t",)),)
+    assert rule_set(ways) is rule_set((Way("payload.a = 1", ("t",)),))
+
+
+def test_a_broken_condition_points_at_the_place() -> None:
+    with pytest.raises(FilterError, match="column 1"):
+        RuleSet([Way("kye = 'a'", ("t",))])
