@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows
 
-from millstream.model.errors import LostData
+from millstream.model.errors import FilterError, LostData
 from millstream.spark.options import read_options
 from millstream.spark.shape import default_schema, shape_of
+from millstream.spark.source import MillstreamSource
 from millstream.spark.stream_reader import TopicStreamReader
 from millstream.testing.command import CommandLine
 from millstream.testing.server import Server
@@ -150,3 +152,24 @@ def test_progress_is_seen_as_the_lag_of_a_group(
     topics.produce(topic, 7)
     (progress,) = millstream("group", "describe", group, "--json").document["offsets"]
     assert (progress["topic"], progress["committed"], progress["lag"]) == (topic, end[topic]["0"], 17 - end[topic]["0"])
+
+
+def test_a_task_says_what_is_wrong_and_nothing_of_what_lies_below(
+    topics: Topics, topic: str, reader: MakeReader
+) -> None:
+    topics.make(topic, 20)
+    stream = reader()
+    (planned,) = stream.partitions(at(topic, 0), at(topic, 20))
+    topics.cut(topic, 10)
+    with pytest.raises(LostData) as told:
+        list(stream.read(planned))
+    frames = [Path(frame.path).name for frame in told.traceback if "millstream" in str(frame.path)]
+    assert frames[-1] == "plainly.py"
+    assert "rows.py" not in frames
+
+
+def test_a_filter_that_no_task_could_use_is_said_on_the_driver(topic: str) -> None:
+    source = MillstreamSource({"subscribe": topic, "filter": "payload.total >"})
+    for make in (source.reader, source.streamReader):
+        with pytest.raises(FilterError, match=r"payload\.total >"):
+            make(source.schema())

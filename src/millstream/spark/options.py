@@ -94,6 +94,8 @@ _SPARKS_OWN: Final = frozenset(
 """What Spark itself reads and hands on to the source."""
 
 _LEFT_TO_JVM: Final = re.compile(r"kafka\.[a-z][a-z0-9.]*\Z")
+_NEAR_BROKERS: Final = "kafka.bootstrap.s"
+"""Whoever errs in the name of the brokers would read from another cluster."""
 
 _DURATION: Final = re.compile(r"\s*(\d+)\s*(ms|s|m|h|d)?\s*\Z")
 _UNIT_MS: Final = {None: 1, "ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -237,7 +239,7 @@ class _Given:
                 warnings.warn(f"option {ignored[lower][0]} means nothing here: {ignored[lower][1]}", stacklevel=4)
             elif lower in _SPARKS_OWN:
                 continue
-            elif _LEFT_TO_JVM.match(lower):
+            elif _LEFT_TO_JVM.match(lower) and not lower.startswith(_NEAR_BROKERS):
                 warnings.warn(f"option {name} is a setting of Kafka's Java client and is not used here", stacklevel=4)
             else:
                 names = sorted({*known, *_WITHOUT_MEANING} - {"path"})

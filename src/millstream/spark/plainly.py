@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -19,6 +19,19 @@ def plainly(method: Callable[P, R]) -> Callable[P, R]:
     def called(*arguments: P.args, **named: P.kwargs) -> R:
         try:
             return method(*arguments, **named)
+        except MillstreamError as error:
+            raise error.with_traceback(None) from None
+
+    return called
+
+
+def each_plainly(method: Callable[P, Iterator[R]]) -> Callable[P, Iterator[R]]:
+    """The same for a method that yields."""
+
+    @wraps(method)
+    def called(*arguments: P.args, **named: P.kwargs) -> Iterator[R]:
+        try:
+            yield from method(*arguments, **named)
         except MillstreamError as error:
             raise error.with_traceback(None) from None
 

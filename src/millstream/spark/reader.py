@@ -12,7 +12,7 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from millstream.model.errors import LostData
 from millstream.spark.options import ReadOptions
-from millstream.spark.plainly import plainly
+from millstream.spark.plainly import each_plainly, plainly
 from millstream.spark.position import EARLIEST, ByTime, Named, Offsets
 from millstream.spark.push_down import Bounds, PushDown
 from millstream.spark.ranges import Range, ranges_between, split
@@ -62,11 +62,13 @@ class TopicReader(DataSourceReader):
             yield narrowed
 
 
+@each_plainly
 def read_task(partition: InputPartition, options: ReadOptions, shape: Shape) -> Iterator[pa.RecordBatch]:
     """The rows of one task; where there is nothing to read, Spark asks for one task all the same, without a range."""
-    if not isinstance(partition, Range):
-        return iter(())
-    return iter([range_row(partition)]) if options.ranges else read_range(partition, options, shape)
+    if isinstance(partition, Range) and options.ranges:
+        yield range_row(partition)
+    elif isinstance(partition, Range):
+        yield from read_range(partition, options, shape)
 
 
 def range_row(one: Range) -> pa.RecordBatch:

@@ -47,6 +47,7 @@ class MillstreamSource(DataSource):
         from millstream.spark.shape import shape_of
 
         options = read_options(self.options)
+        _check_filter(options.filter)
         return TopicReader(options, shape_of(schema, options))
 
     @plainly
@@ -57,6 +58,7 @@ class MillstreamSource(DataSource):
         from millstream.spark.stream_reader import TopicStreamReader
 
         options = read_options(self.options)
+        _check_filter(options.filter)
         return TopicStreamReader(options, shape_of(schema, options))
 
     @plainly
@@ -92,3 +94,11 @@ class MillstreamSource(DataSource):
 def register(spark: SparkSession) -> None:
     """Make the format known to a session, where Spark does not find it by itself."""
     spark.dataSource.register(MillstreamSource)
+
+
+def _check_filter(text: str) -> None:
+    """Raise for a filter that no task could use."""
+    if text:
+        from millstream.subscriptions.filter.filter import compile_filter
+
+        compile_filter(text)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Final
 
 from millstream.model.errors import UnknownTopic
+from millstream.model.topic import check_topic_name
 from millstream.spark.link import Link, link_to
 from millstream.spark.options import WriteOptions
 from millstream.wire.refusal import refusal
@@ -28,6 +29,7 @@ _PAUSE_S: Final = 0.2
 
 def count_partitions(link: Link, topic: str) -> int:
     """How many partitions a topic has; it is made if the broker does so, and else `UnknownTopic` says what to do."""
+    check_topic_name(topic)
     deadline = time.monotonic() + CREATE_S_MAX
     while True:
         found = link.call(link.client.metadata([topic], create=True))

@@ -37,6 +37,7 @@ from pyspark.sql.types import (
 from millstream.model.errors import InvalidSetting
 from millstream.model.nearest import suggestion
 from millstream.spark.options import WriteOptions
+from millstream.spark.plainly import plainly
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -81,6 +82,7 @@ class TopicWriter(DataSourceArrowWriter):
         self._number = 0 if options.version is None else options.version
         self._run = uuid4().hex[:12]
 
+    @plainly
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Write the rows of one task."""
         from millstream.spark.attempt import write_part
@@ -88,12 +90,14 @@ class TopicWriter(DataSourceArrowWriter):
 
         return write_part(self._options, Batch(self._query, self._number, self._run), iterator)
 
+    @plainly
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Make all parts visible, and commit the offsets that they come from."""
         from millstream.spark.parts import Batch, commit_parts
 
         commit_parts(self._options, messages, Batch(self._query, self._number, self._run))
 
+    @plainly
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """Leave nothing behind, not even what tasks do that Spark has not stopped yet."""
         from millstream.spark.parts import Batch, abort_batch
@@ -110,6 +114,7 @@ class TopicStreamWriter(DataSourceStreamArrowWriter):
         self._options = options
         self._stream = stream_name(options.checkpoint)
 
+    @plainly
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Write the rows of one task of one batch."""
         from millstream.spark.attempt import write_part
@@ -125,12 +130,14 @@ class TopicStreamWriter(DataSourceStreamArrowWriter):
         run = (context.getLocalProperty("spark.jobGroup.id") or "").replace("-", "")
         return write_part(self._options, Batch(query, int(number), run, self._stream), iterator)
 
+    @plainly
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         """Make the batch visible."""
         from millstream.spark.parts import commit_parts
 
         commit_parts(self._options, messages)
 
+    @plainly
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         """End every attempt at the batch, and those that this run still begins."""
         from millstream.spark.parts import abort_stream
