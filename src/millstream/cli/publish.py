@@ -6,8 +6,8 @@ import os
 import stat
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -19,19 +19,19 @@ from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
 from millstream.cli.output import as_json_text, counted, print_line, print_note
 from millstream.cli.progress import Progress
-from millstream.model.errors import MillstreamError
+from millstream.model.errors import CoordinatorUnavailable, MillstreamError, NotLeader, PublishFailed, RequestTimedOut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from millstream.cli.input_lines import LineGroup
-    from millstream.cli.publisher import Placed, Publisher
+    from millstream.client.publisher import Publisher
+    from millstream.client.receipt import Receipt
     from millstream.records.record import NewRecord
     from millstream.wire.client import Client
 
-CODECS = ("none", "gzip", "snappy", "lz4", "zstd")
-"""In the order of Kafka's numbers for them."""
-
+_PASSING = (CoordinatorUnavailable, NotLeader, RequestTimedOut)
+"""What the nodes of a cluster can say more of."""
 
 Value = Annotated[
     str | None, typer.Argument(help="The message; without it, each line of the input is one.", show_default=False)
@@ -80,6 +80,7 @@ class _Order:
     headers: tuple[tuple[str, bytes], ...]
     partition: int | None
     compression: str
+    timeout_s: float
     print_ids: bool
     as_json: bool
 
@@ -119,6 +120,7 @@ def publish(
         headers=_headers(header or []),
         partition=partition,
         compression=compression,
+        timeout_s=timeout,
         print_ids=(value is not None or not sys.stdout.isatty()) if ids is None else ids,
         as_json=as_json,
     )
@@ -137,23 +139,41 @@ def _headers(given: list[str]) -> tuple[tuple[str, bytes], ...]:
 
 
 async def _publish(client: Client, order: _Order) -> int:
-    from millstream.cli.publisher import Publisher
+    from millstream.client.publisher import Publisher
 
-    publisher = Publisher(client, order.topic, partition=order.partition, compression=CODECS.index(order.compression))
     with _opened(order) as descriptor:
-        await publisher.start()
-        if order.value is not None:
-            return await _publish_group(publisher, order, [os.fsencode(order.value)])
-        return await _publish_lines(publisher, order, descriptor)
+        publisher = Publisher(client, compression=order.compression, timeout_s=order.timeout_s)
+
+        async def publish_group(lines: list[bytes]) -> int:
+            try:
+                return await _publish_group(publisher, order, lines)
+            except _PASSING as error:
+                raise await _explained(client, order, error) from error
+
+        try:
+            if order.value is not None:
+                return await publish_group([os.fsencode(order.value)])
+            return await _publish_lines(publish_group, order, descriptor)
+        finally:
+            await publisher.close()
 
 
-async def _publish_lines(publisher: Publisher, order: _Order, descriptor: int) -> int:
+async def _explained(client: Client, order: _Order, error: MillstreamError) -> MillstreamError:
+    """What the cluster says of why it cannot be published to now, if it can be asked."""
+    from millstream.admin.explanation import explain
+
+    with suppress(MillstreamError):
+        return await explain(client, f"cannot publish to {order.topic!r} now, {error}")
+    return error
+
+
+async def _publish_lines(publish_group: Callable[[list[bytes]], Awaitable[int]], order: _Order, descriptor: int) -> int:
     size = os.fstat(descriptor).st_size if order.file is not None else None
     done = 0
     with Progress(f"publishing to {order.topic}", total_bytes=size, wanted=not order.print_ids) as progress:
         async for group in _groups(descriptor):
             try:
-                done += await _publish_group(publisher, order, group.lines)
+                done += await publish_group(group.lines)
             except (MillstreamError, CommandFailed) as error:
                 known = f"the first {counted(done, 'message')} of the input" if done else "nothing of the input"
                 raise CommandFailed(f"{error} ({known} is stored for certain)", exit_code_of(error)) from error
@@ -171,11 +191,13 @@ def _groups(descriptor: int) -> AsyncIterator[LineGroup]:
 
 async def _publish_group(publisher: Publisher, order: _Order, lines: list[bytes]) -> int:
     records = _records(order, lines)
-    placed = await publisher.publish(records)
+    try:
+        receipts = await publisher.publish_many(order.topic, records, partition=order.partition)
+    except PublishFailed as failed:
+        raise next((one for one in failed.outcomes if isinstance(one, MillstreamError)), failed) from failed
     if order.as_json or order.print_ids:
         # In one write: an input of a million lines has a million ids.
-        texts = [_told(publisher, order, record, where) for record, where in zip(records, placed, strict=True)]
-        print_line("\n".join(texts))
+        print_line("\n".join(_told(order, receipt) for receipt in receipts))
     return len(records)
 
 
@@ -197,13 +219,11 @@ def _records(order: _Order, lines: list[bytes]) -> list[NewRecord]:
     return records
 
 
-def _told(publisher: Publisher, order: _Order, record: NewRecord, where: Placed) -> str:
-    from millstream.model.message_id import message_id
-
-    name = message_id(publisher.topic_id, where.partition, where.offset, record.headers)
+def _told(order: _Order, receipt: Receipt) -> str:
     if not order.as_json:
-        return name
-    return as_json_text({"id": name, "topic": order.topic, "partition": where.partition, "offset": where.offset})
+        return receipt.id
+    place = {"topic": order.topic, "partition": receipt.partition, "offset": receipt.offset}
+    return as_json_text({"id": receipt.id, **place})
 
 
 @contextmanager

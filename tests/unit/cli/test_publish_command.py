@@ -1,0 +1,68 @@
+"""What `millstream publish` says when the cluster cannot take messages now."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from millstream.admin import explanation
+from millstream.cli import publish
+from millstream.client import publisher as publishing
+from millstream.model.errors import BrokerUnreachable, PublishFailed, RequestTimedOut, StorageFailure
+from millstream.wire.client import Client
+
+
+class Publisher:
+    """In place of the SDK's: nothing can be stored."""
+
+    error: Exception = RequestTimedOut("no answer in time")
+
+    def __init__(self, client: Client, **_: Any) -> None:
+        pass
+
+    async def publish_many(self, topic: str, records: Any, *, partition: int | None) -> Any:
+        raise self.error
+
+    async def close(self) -> None:
+        pass
+
+
+async def said(monkeypatch: pytest.MonkeyPatch, error: Exception, status: Any) -> Exception:
+    async def node_status(_client: Client) -> Any:
+        if status is None:
+            raise BrokerUnreachable("away")
+        return status
+
+    monkeypatch.setattr(publishing, "Publisher", Publisher)
+    monkeypatch.setattr(Publisher, "error", error)
+    monkeypatch.setattr(explanation, "node_status", node_status)
+    order = publish._Order(
+        topic="orders",
+        value="x",
+        file=None,
+        key=None,
+        key_separator=None,
+        headers=(),
+        partition=None,
+        compression="none",
+        timeout_s=1.0,
+        print_ids=False,
+        as_json=False,
+    )
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        await publish._publish(cast("Client", None), order)
+    return raised.value
+
+
+async def test_the_cluster_is_asked_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = RequestTimedOut("no answer in time")
+    told = await said(monkeypatch, late, {"reasons": ["the catalog is away since noon"]})
+    assert isinstance(told, RequestTimedOut)
+    assert str(told).startswith("cannot publish to 'orders' now, no answer in time: the catalog is away since noon;")
+    assert await said(monkeypatch, late, None) is late
+
+
+async def test_of_messages_that_failed_together_the_first_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = StorageFailure("the disk is full")
+    assert await said(monkeypatch, PublishFailed(["a receipt", full, full]), {}) is full
