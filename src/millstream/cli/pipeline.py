@@ -1,4 +1,4 @@
-"""`millstream pipeline`: create, list, describe, update, start, stop and delete pipelines, and their rules."""
+"""`millstream pipeline`: create, list, describe, update, start, stop, run and delete pipelines, and their rules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from millstream.cli import pipeline_create, pipeline_rule
+from millstream.cli import pipeline_create, pipeline_rule, pipeline_run
 from millstream.cli.connection import ask
 from millstream.cli.options import (
     DEFAULT_BROKERS,
@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 app = typer.Typer(
-    help="Create, list, describe, update, start, stop and delete pipelines, which run on Spark.", no_args_is_help=True
+    help="Create, list, describe, update, start, stop, run and delete pipelines, which run on Spark.",
+    no_args_is_help=True,
 )
 app.add_typer(pipeline_create.app, name="create")
 app.add_typer(pipeline_rule.app, name="rule")
+app.command("run")(pipeline_run.run)
 
 
 @app.command("list")

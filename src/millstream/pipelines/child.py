@@ -26,11 +26,14 @@ from millstream.model.errors import MillstreamError, UnknownPipeline
 from millstream.model.pipeline import Pipeline
 from millstream.pipelines.driver_messages import Options, Said, Told, Wanted
 from millstream.pipelines.installed import what_is_missing
+from millstream.pipelines.places import places_in
 from millstream.pipelines.roll import DEATHS_MAX, Roll
 
 _logger = logging.getLogger(__name__)
 
 MODULE = "millstream.pipelines.driver"
+LOG_NAME: Final = "spark.log"
+"""What Spark writes, in the data folder: it is much, and not in the form of the node's own log."""
 STOP_S: Final = 12.0
 """How long it may take to stop: a little longer than the driver gives its steps and Java."""
 BACKOFF_S_MIN: Final = 1.0
@@ -41,11 +44,13 @@ LINE_BYTES_MAX: Final = 64 * 1024 * 1024
 def driver_options(config: Config, kafka: str) -> Options:
     """What a node with these settings, which is reached there, says to its driver."""
     data = os.path.abspath(config.data)
+    places = places_in(data, lake=config.pipelines_lake, folder=config.pipelines_folder)
     return Options(
         kafka=kafka,
         node=config.node_id,
-        lake=config.pipelines_lake or os.path.join(data, "lake"),
-        folder=config.pipelines_folder or os.path.join(data, "pipelines"),
+        lake=places.lake,
+        folder=places.folder,
+        log=os.path.join(data, LOG_NAME),
         master=config.pipelines_master,
         memory=config.pipelines_memory,
         spark=config.spark_settings(),

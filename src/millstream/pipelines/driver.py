@@ -198,7 +198,13 @@ def run(options: Options, heard: IO[bytes], voice: Voice) -> None:
     from millstream.pipelines.spark_session import close_session, open_session
 
     try:
-        spark = open_session(options.master, memory=options.memory, settings=options.spark)
+        spark = open_session(
+            options.master,
+            memory=options.memory,
+            settings=options.spark,
+            log=options.log,
+            ends_with_java=True,
+        )
         link = Link(options.kafka, f"pipelines-node-{options.node}", ANSWER_S)
     except Exception as error:
         voice.say(Said(failed=reason_of(error)))
@@ -219,7 +225,7 @@ def main() -> None:
     options = msgspec.json.decode(sys.argv[1], type=Options)
     set_up_logging(options.log_level, options.log_format, stream=sys.stderr)
     import_lean_kio()
-    # Java and whatever it starts write to the standard output too: what is said to the broker goes past it.
+    # Whatever else writes to the standard output writes to the log: what is said to the broker goes past it.
     voice = Voice(os.fdopen(os.dup(sys.stdout.fileno()), "wb"))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     code = 0

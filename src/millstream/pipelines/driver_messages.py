@@ -18,6 +18,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     master: str
     memory: str
     spark: dict[str, str]
+    log: str
+    """The file that takes what Spark writes."""
     log_level: str
     log_format: str
 

@@ -1,13 +1,17 @@
-"""The Spark session of a driver: shared fairly by all pipelines, and the end of the process when its Java dies."""
+"""The Spark session of pipelines: shared fairly by all of them, and silent beside its own log."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from millstream.model.errors import MillstreamError
+from millstream.pipelines.reason import reason_of
 from millstream.spark.session import session
 
 if TYPE_CHECKING:
@@ -17,33 +21,78 @@ DIED: Final = 70
 """The exit code of a driver whose Java has died."""
 
 _CLOSE_S: Final = 4.0
-_closing = threading.Event()
-
+_LOG_TAIL: Final = 1000
 _SETTINGS: Final = {
     "spark.scheduler.mode": "FAIR",
     "spark.log.level": "ERROR",
     # Half dead it would fail one pipeline after the other; whoever started the driver starts another one.
     "spark.driver.extraJavaOptions": "-XX:+ExitOnOutOfMemoryError",
 }
+_closing = threading.Event()
 
 
-def open_session(master: str, *, memory: str, settings: Mapping[str, str]) -> SparkSession:
-    """Start Spark; without a master it runs in this process, on all cores of the machine but one."""
+def open_session(
+    master: str, *, memory: str, settings: Mapping[str, str], log: str, ends_with_java: bool = False
+) -> SparkSession:
+    """Start Spark; without a master it runs in this process, on all cores of the machine but one.
+
+    What Java writes goes to the file `log`; that of the run before is kept beside it. A process that lives for the
+    session ends with its Java.
+    """
     chosen = {**_SETTINGS, "spark.driver.memory": memory, **settings}
-    spark = session("millstream-pipelines", master=master or None, settings=chosen)
-    threading.Thread(target=_end_with, args=(_java_of(spark),), name="watch Java", daemon=True).start()
+    try:
+        with _written_to(log):
+            spark = session("millstream-pipelines", master=master or None, settings=chosen)
+    except MillstreamError:
+        raise
+    except Exception as error:
+        raise SparkFailed(f"Spark did not start: {reason_of(error)}; {log} ends with: {_tail(log)}") from error
+    if ends_with_java:
+        threading.Thread(target=_end_with, args=(_java_of(spark),), name="watch Java", daemon=True).start()
     return spark
+
+
+class SparkFailed(MillstreamError):
+    """Spark could not be started."""
 
 
 def close_session(spark: SparkSession) -> None:
     """End Spark; Java stops by itself when its standard input ends, and has not long to do so."""
     _closing.set()
     java = _java_of(spark)
+    # From here on Spark's own threads would complain that Java is gone.
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     java.stdin.close()
     try:
         java.wait(_CLOSE_S)
     except subprocess.TimeoutExpired:
         java.kill()
+
+
+@contextmanager
+def _written_to(log: str) -> Iterator[None]:
+    """Have what processes that are started meanwhile write go to a file."""
+    os.makedirs(os.path.dirname(log), exist_ok=True)
+    with suppress(FileNotFoundError):
+        os.replace(log, f"{log}.1")
+    kept = {stream.fileno(): os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)}
+    opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        for number in kept:
+            os.dup2(opened, number)
+        yield
+    finally:
+        for number, before in kept.items():
+            os.dup2(before, number)
+            os.close(before)
+        os.close(opened)
+
+
+def _tail(log: str) -> str:
+    with suppress(OSError), open(log, encoding="utf-8", errors="replace") as file:
+        return file.read()[-_LOG_TAIL:].strip()
+    return ""
 
 
 def _java_of(spark: SparkSession) -> Any:

@@ -27,6 +27,7 @@ OPTIONS = Options(
     master="",
     memory="1g",
     spark={},
+    log="/spark.log",
     log_level="info",
     log_format="text",
 )

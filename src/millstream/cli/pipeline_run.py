@@ -1,0 +1,285 @@
+"""`millstream pipeline run`: run a pipeline by hand, here: one that is declared, or one that is not."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Any, Final
+from uuid import NAMESPACE_OID, UUID, uuid5
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.exit_code import CommandFailed
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.output import counted, one_line, print_answer
+from millstream.cli.pipeline_options import (
+    Decode,
+    DedupeSeconds,
+    Format,
+    Into,
+    Lake,
+    Pattern,
+    Rules,
+    Schema,
+    Settings,
+    Sql,
+    Start,
+    land_settings,
+    shared_settings,
+    transform_settings,
+)
+from millstream.cli.pipeline_rule import read_rules
+from millstream.model.errors import GroupNotEmpty, InvalidPipeline, MillstreamError
+from millstream.model.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule, check_pipeline, check_rules
+
+if TYPE_CHECKING:
+    from millstream.pipelines.by_hand import RunByHand
+    from millstream.pipelines.claim import Claim
+    from millstream.pipelines.places import Places
+    from millstream.pipelines.tally import Tally
+    from millstream.wire.client import Client
+
+What = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME|KIND",
+        help="A declared pipeline; or land, transform or route, for one that only runs now.",
+        show_default=False,
+    ),
+]
+TopicNames = Annotated[
+    list[str] | None, typer.Argument(metavar="[TOPIC]...", help="For land: the topics.", show_default=False)
+]
+Once = Annotated[bool, typer.Option("--once", help="Take what is there, and end. Default: go on until Ctrl-C.")]
+RunName = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
+        metavar="NAME",
+        help="Under which a pipeline that is not declared goes on next time. Default: by its topics.",
+        show_default=False,
+    ),
+]
+Master = Annotated[
+    str, typer.Option("--master", metavar="URL", help="The Spark master; empty: this machine, but one core.")
+]
+Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="The memory of Spark's Java process.")]
+Folder = Annotated[
+    str | None,
+    typer.Option("--folder", metavar="FOLDER", help="Where checkpoints are. Default: as the node.", show_default=False),
+]
+
+_NAME_MAX: Final = 190
+
+
+def run(
+    what: What,
+    topics: TopicNames = None,
+    once: Once = False,
+    name: RunName = None,
+    pattern: Pattern = None,
+    lake: Lake = None,
+    format_: Format = None,
+    decode: Decode = None,
+    schema: Schema = None,
+    dedupe: DedupeSeconds = None,
+    sql: Sql = None,
+    into: Into = None,
+    rules: Rules = None,
+    start: Start = None,
+    settings: Settings = None,
+    master: Master = "",
+    memory: Memory = "1g",
+    folder: Folder = None,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Run a pipeline by hand, here, with progress and a summary. While somebody else runs it, it is not run again."""
+    given = shared_settings(start, settings)
+    kind = PipelineKind(what) if what in set(PipelineKind) else None
+    if kind is PipelineKind.LAND:
+        given = {**land_settings(topics, pattern, lake, format_, None, decode, schema, dedupe), **given}
+    elif kind is PipelineKind.TRANSFORM:
+        given = {**transform_settings(sql, into, decode), **given}
+    elif kind is PipelineKind.ROUTE:
+        given = {**({} if decode is None else {"decode": decode}), **given}
+    listed = () if rules is None else read_rules(rules)
+    pipeline = None if kind is None else _undeclared(kind, given, listed, name)
+    _refuse_without_spark()
+    found, places = ask(brokers, timeout, lambda client: _look_up(client, what if pipeline is None else None))
+    pipeline = pipeline or found
+    if pipeline is None:
+        raise InvalidPipeline(f"there is no pipeline {what!r}")
+    by_hand = _ByHand(pipeline, places, brokers, lake=lake, folder=folder)
+    by_hand.run(master, memory, once=once, as_json=as_json)
+
+
+def _undeclared(kind: PipelineKind, settings: dict[str, str], rules: Sequence[Rule], name: str | None) -> Pipeline:
+    """A pipeline that nobody declared; one of the same name goes on where it ended."""
+    if name is None:
+        about = settings.get("into") if kind is PipelineKind.TRANSFORM else settings.get("topics", "").replace(",", "-")
+        about = about or "-".join(sorted({rule.topic for rule in rules})) or "all"
+        name = f"{LAND_PREFIX if kind is PipelineKind.LAND else f'{kind}-'}{about}"[:_NAME_MAX]
+    check_pipeline(name, kind, settings)
+    check_rules(kind, rules)
+    if kind is PipelineKind.ROUTE and not rules:
+        raise InvalidPipeline("give --rules: without any, nothing is routed")
+    pipeline_id = uuid5(NAMESPACE_OID, f"millstream pipeline {name}")
+    return Pipeline(pipeline_id=pipeline_id, name=name, kind=kind, overrides=settings, rules=tuple(rules))
+
+
+def _refuse_without_spark() -> None:
+    from millstream.pipelines.installed import what_is_missing
+
+    missing = what_is_missing()
+    if missing:
+        raise CommandFailed(missing)
+
+
+async def _look_up(client: Client, name: str | None) -> tuple[Pipeline | None, Places]:
+    """A declared pipeline, if it is asked for, and where the nodes have their tables and checkpoints."""
+    from millstream.admin.pipelines import PipelineClient
+    from millstream.pipelines.places import places_of
+    from millstream.wire.pipeline_messages import ToldRule
+
+    places = await places_of(client)
+    if name is None:
+        return None, places
+    (told,) = await PipelineClient(client).describe([name])
+    found = Pipeline(
+        pipeline_id=UUID(told["pipeline_id"]),
+        name=told["name"],
+        kind=PipelineKind(told["kind"]),
+        overrides=told["overrides"],
+        rules=tuple(ToldRule(**rule).rule() for rule in told["rules"]),
+    )
+    return found, places
+
+
+class _ByHand:
+    """One run, from the claim to the summary."""
+
+    def __init__(
+        self, pipeline: Pipeline, places: Places, brokers: str, *, lake: str | None, folder: str | None
+    ) -> None:
+        self._pipeline = pipeline
+        self._brokers = brokers
+        self._lake = self._place("--lake", lake, places.lake, places)
+        self._folder = self._place("--folder", folder, places.folder, places)
+        self._stopping = threading.Event()
+        self._shown: Any = None
+        self._task: Any = None
+        self._began = time.monotonic()
+
+    def _place(self, flag: str, given: str | None, of_node: str, places: Places) -> str:
+        if given is not None:
+            return given
+        lands = self._pipeline.kind is PipelineKind.LAND
+        is_needed = not lands if flag == "--folder" else lands and not self._pipeline.overrides.get("lake")
+        if is_needed and of_node.startswith(places.data) and not os.path.isdir(places.data):
+            raise CommandFailed(f"the node has it in {of_node}, which is not on this machine; give {flag}")
+        return of_node
+
+    def run(self, master: str, memory: str, *, once: bool, as_json: bool) -> None:
+        """Claim it, start Spark, and do steps; tell what was done, also when it was interrupted."""
+        from millstream.pipelines.claim import SESSION_S, Claim
+        from millstream.spark.link import Link
+
+        link = Link(self._brokers, f"pipeline-run-{os.getpid()}", max(DEFAULT_TIMEOUT_S, SESSION_S))
+        claim = Claim(link, self._pipeline.group, when_lost=self._stopping.set)
+        try:
+            self._take(claim)
+            with self._progress(), tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
+                running = self._start(claim, master, memory, log=os.path.join(scratch, "spark.log"))
+                self._drive(running, once=once, as_json=as_json)
+        finally:
+            with suppress(MillstreamError):
+                claim.leave()
+
+    def _take(self, claim: Claim) -> None:
+        try:
+            claim.take()
+        except GroupNotEmpty as occupied:
+            raise GroupNotEmpty(f"pipeline {self._pipeline.name!r} is not run: {occupied}") from None
+
+    def _start(self, claim: Claim, master: str, memory: str, *, log: str) -> RunByHand:
+        from millstream.pipelines.by_hand import RunByHand
+        from millstream.pipelines.job import JobContext
+        from millstream.pipelines.spark_session import open_session
+
+        self._show("starting Spark")
+        spark = open_session(master, memory=memory, settings={}, log=log)
+        self._show("running")
+        context = JobContext(
+            spark=spark, brokers=self._brokers, lake=self._lake, folder=self._folder, stopping=self._stopping
+        )
+        return RunByHand(self._pipeline, context, claim, when_stepped=self._stepped)
+
+    def _drive(self, running: RunByHand, *, once: bool, as_json: bool) -> None:
+        from millstream.pipelines.reason import reason_of
+
+        try:
+            running.run(once=once)
+        except MillstreamError:
+            raise
+        except Exception as error:
+            raise CommandFailed(reason_of(error)) from error
+        finally:
+            self._hide()
+            self._summarize(running.tally, as_json=as_json)
+
+    def _summarize(self, tally: Tally, *, as_json: bool) -> None:
+        pipeline = self._pipeline
+        seconds = round(time.monotonic() - self._began, 1)
+        document = {
+            "pipeline": pipeline.name,
+            "kind": pipeline.kind,
+            "rows": tally.rows,
+            "batches": tally.batches,
+            "lag": tally.lag,
+            "seconds": seconds,
+            "counts": tally.counts,
+        }
+        counts = "".join(f", {what} {number:,}" for what, number in sorted(tally.counts.items()) if number)
+        batches = f"{tally.batches:,} batch" + ("" if tally.batches == 1 else "es")
+        text = f"{one_line(pipeline.name)}: {counted(tally.rows, 'message')} in {batches} and {seconds:g} s{counts}"
+        print_answer(document, f"{text}; {tally.lag:,} left." if tally.lag else f"{text}.", as_json=as_json)
+
+    # -- what is shown meanwhile ----------------------------------------------------------------------------
+
+    @contextmanager
+    def _progress(self) -> Iterator[None]:
+        from rich import progress
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        self._shown = progress.Progress(
+            progress.SpinnerColumn(),
+            progress.TextColumn("{task.description}"),
+            progress.TextColumn("{task.fields[note]}"),
+            progress.TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._shown.add_task(one_line(self._pipeline.name), note="")
+        self._shown.start()
+        try:
+            yield
+        finally:
+            self._hide()
+
+    def _stepped(self, tally: Tally) -> None:
+        self._show(f"{tally.rows:,} messages, {tally.rows_per_s:,.0f}/s, {tally.lag:,} left")
+
+    def _show(self, note: str) -> None:
+        self._shown.update(self._task, note=note)
+
+    def _hide(self) -> None:
+        self._shown.stop()

@@ -1,0 +1,48 @@
+"""Where the pipelines of a node keep their tables and checkpoints, for whoever runs one by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, Final, NamedTuple
+
+from millstream.wire.client import Client
+
+LAKE: Final = "lake"
+FOLDER: Final = "pipelines"
+
+_NODE_STATUS_KEY: Final = 32000
+_NODE_RESOURCE: Final = 4
+_LAKE_SETTING: Final = "pipelines-lake"
+_FOLDER_SETTING: Final = "pipelines-folder"
+
+
+class Places(NamedTuple):
+    """Folders or URLs, as the node has them."""
+
+    lake: str
+    folder: str
+    data: str
+    """The data folder of the node, which may be on another machine."""
+
+
+def places_in(data: str, *, lake: str = "", folder: str = "") -> Places:
+    """Where things are for a node with this data folder and these settings."""
+    return Places(lake or os.path.join(data, LAKE), folder or os.path.join(data, FOLDER), data)
+
+
+async def places_of(client: Client) -> Places:
+    """Where the nodes have them; settings of this kind are the same on all of them."""
+    from kio.schema.describe_configs.v4 import request
+
+    messages: Any = request
+    node = min((await client.metadata(())).nodes)
+    resource = messages.DescribeConfigsResource(
+        resource_type=_NODE_RESOURCE,
+        resource_name=str(node),
+        configuration_keys=(_LAKE_SETTING, _FOLDER_SETTING),
+    )
+    (result,) = (await client.send(node, messages.DescribeConfigsRequest(resources=(resource,)))).results
+    told = {one.name: one.value or "" for one in result.configs}
+    status = json.loads(bytes(await client.private(node, _NODE_STATUS_KEY, b"")))
+    return places_in(status["data"], lake=told.get(_LAKE_SETTING, ""), folder=told.get(_FOLDER_SETTING, ""))

@@ -1,0 +1,93 @@
+"""A pipeline that is run by hand: when it ends, and what it is called."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, cast
+
+import pytest
+
+from millstream.cli.pipeline_run import _undeclared
+from millstream.model.errors import GroupNotEmpty, InvalidPipeline, InvalidSetting
+from millstream.model.pipeline import PipelineKind, Rule
+from millstream.pipelines.by_hand import RunByHand
+from millstream.pipelines.job import JobContext, Step
+from millstream.pipelines.places import places_in
+from millstream.testing.pipeline_script import FreeClaim, Script, landing
+
+
+def by_hand(script: Script, claim: FreeClaim, stopping: threading.Event | None = None) -> RunByHand:
+    claim.take()
+    context = JobContext(
+        spark=cast("Any", None), brokers="", lake="", folder="", stopping=stopping or threading.Event()
+    )
+    return RunByHand(landing(), context, claim, jobs={PipelineKind.LAND: script})
+
+
+@pytest.mark.parametrize(
+    ("lines", "rows"),
+    [
+        ([Step(rows=5, lag=3), Step(rows=3, wait_s=60.0)], 8),
+        ([Step()], 0),
+        # Somebody else was faster once.
+        ([Step(lag=4), Step(rows=4)], 4),
+        # More comes all the time: what was there at the beginning is enough.
+        ([Step(rows=5, lag=5), Step(rows=6, lag=5)], 11),
+    ],
+)
+def test_once_ends_when_everything_that_was_there_is_taken(lines: list[Step], rows: int) -> None:
+    script = Script(*lines)
+    running = by_hand(script, FreeClaim())
+    running.run(once=True)
+    assert (running.tally.rows, script.closed) == (rows, 1)
+    assert not script.at_end.is_set()
+    assert script.contexts[0].member().member_id == "me"
+
+
+def test_it_goes_on_until_it_is_stopped_or_somebody_else_takes_over() -> None:
+    stopping = threading.Event()
+    script = Script(Step(rows=1), Step(rows=1))
+    claim = FreeClaim()
+    running = by_hand(script, claim, stopping)
+    running_thread = threading.Thread(target=running.run, kwargs={"once": False})
+    running_thread.start()
+    assert script.at_end.wait(60)
+    stopping.set()
+    running_thread.join(60)
+    assert running.tally.rows == 2
+
+    lost = by_hand(Script(), claim, stopping)
+    claim.lose()
+    with pytest.raises(GroupNotEmpty, match="somebody else"):
+        lost.run(once=False)
+
+
+def test_what_fails_is_told_with_what_was_done_before() -> None:
+    script = Script(Step(rows=1, lag=1), ValueError("no"))
+    running = by_hand(script, FreeClaim())
+    with pytest.raises(ValueError, match="no"):
+        running.run(once=True)
+    assert (running.tally.rows, script.closed) == (1, 1)
+
+
+def test_one_that_is_not_declared_has_a_name_under_which_it_goes_on() -> None:
+    rule = Rule(name="r", topic="orders", targets=("queue",))
+    names = [
+        _undeclared(PipelineKind.LAND, {"topics": "orders,bills"}, (), None),
+        _undeclared(PipelineKind.LAND, {"pattern": "o.*"}, (), None),
+        _undeclared(PipelineKind.TRANSFORM, {"sql": "SELECT 1", "into": "large"}, (), None),
+        _undeclared(PipelineKind.ROUTE, {}, (rule,), None),
+        _undeclared(PipelineKind.LAND, {"topics": "orders"}, (), "mine"),
+    ]
+    assert [one.name for one in names] == ["land-orders-bills", "land-all", "transform-large", "route-orders", "mine"]
+    again = _undeclared(PipelineKind.LAND, {"topics": "orders"}, (), "mine")
+    assert again.pipeline_id == names[-1].pipeline_id
+    with pytest.raises(InvalidSetting, match="say what is landed"):
+        _undeclared(PipelineKind.LAND, {}, (), None)
+    with pytest.raises(InvalidPipeline, match="--rules"):
+        _undeclared(PipelineKind.ROUTE, {}, (), None)
+
+
+def test_places_are_in_the_data_folder_unless_the_node_says_otherwise() -> None:
+    assert places_in("/data")[:2] == ("/data/lake", "/data/pipelines")
+    assert places_in("/data", lake="s3://bucket/lake", folder="/shared")[:2] == ("s3://bucket/lake", "/shared")
