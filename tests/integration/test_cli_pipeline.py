@@ -73,6 +73,30 @@ def test_what_is_wrong_is_said_before_anything_is_made(millstream: CommandLine, 
     assert millstream("topic", "describe", name).code == 3
 
 
+def test_a_statement_has_its_tables_and_columns_by_name(millstream: CommandLine, tmp_path: Path) -> None:
+    statement = tmp_path / "large.sql"
+    statement.write_text("SELECT * FROM orders\nJOIN customers USING (id)\n", encoding="utf-8")
+    create = ("pipeline", "create", "transform", "joined", "--sql", f"@{statement}", "--into", "large", "--stopped")
+    more = (
+        "--schema",
+        "orders=id long, total double",
+        "--table",
+        "customers=/lake/c",
+        "--watermark",
+        "orders=at 1 hour",
+    )
+    assert millstream(*create, *more, "--from", "latest").code == 0
+    assert millstream("pipeline", "describe", "joined", "--json").document["overrides"] == {
+        "sql": "SELECT * FROM orders\nJOIN customers USING (id)",
+        "into": "large",
+        "schemas": '{"orders": "id long, total double"}',
+        "tables": '{"customers": "/lake/c"}',
+        "watermarks": '{"orders": "at 1 hour"}',
+        "from": "latest",
+    }
+    assert millstream("pipeline", "delete", "joined").code == 0
+
+
 def test_rules_are_put_loaded_and_deleted(millstream: CommandLine, tmp_path: Path) -> None:
     assert millstream("pipeline", "create", "route", "director", "--stopped").code == 0
     put = ("pipeline", "rule", "put", "director", "large", "--topic", "orders", "--to", "a", "--to", "b")

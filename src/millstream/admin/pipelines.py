@@ -59,10 +59,21 @@ class PipelineClient:
         )
         answer = await self._ask(None, CREATE_KEY, body)
         if not validate_only:
-            with suppress(UnknownGroup):
-                await delete_group(self._client, f"{GROUP_PREFIX}{name}")
+            await self._forget_progress(name)
             answer = await self._ask(None, CREATE_KEY, msgspec.structs.replace(body, validate_only=False))
         return UUID(answer["pipeline_id"])
+
+    async def _forget_progress(self, name: str) -> None:
+        """Delete what an older pipeline of this name has committed."""
+        try:
+            await delete_group(self._client, f"{GROUP_PREFIX}{name}")
+        except UnknownGroup:
+            return
+        except GroupNotEmpty:
+            raise GroupNotEmpty(
+                f"a pipeline {name!r} is still being run, by hand or since it was deleted just now; "
+                f"`millstream group describe {GROUP_PREFIX}{name}` shows where, and when it has ended"
+            ) from None
 
     async def alter(self, name: str, settings: Mapping[str, str | None], *, validate_only: bool = False) -> None:
         """Change settings; None takes one back to its default."""
@@ -130,7 +141,9 @@ def _newer(known: dict[str, Any] | None, told: dict[str, Any]) -> dict[str, Any]
     if known is None:
         return told
     newest = told if told["version"] > known["version"] else known
-    return {**newest, "report": known["report"] or told["report"]}
+    reports = [report for report in (known["report"], told["report"]) if report is not None]
+    # A node that has it waiting tells why it does not run it; another one may.
+    return {**newest, "report": min(reports, key=lambda report: report["state"] == "waiting", default=None)}
 
 
 async def land_topic(client: Client, topic: str, *, validate_only: bool = False) -> str:

@@ -24,7 +24,10 @@ from millstream.cli.pipeline_options import (
     Settings,
     Sql,
     Start,
+    Tables,
     Topics,
+    TopicSchemas,
+    Watermarks,
     land_settings,
     shared_settings,
     transform_settings,
@@ -77,6 +80,9 @@ def transform(
     name: Name,
     sql: Sql = None,
     into: Into = None,
+    schema: TopicSchemas = None,
+    table: Tables = None,
+    watermark: Watermarks = None,
     decode: Decode = None,
     start: Start = None,
     settings: Settings = None,
@@ -87,7 +93,8 @@ def transform(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Write the rows of an SQL statement over topics to a topic, exactly once."""
-    given = {**transform_settings(sql, into, decode), **shared_settings(start, settings)}
+    given = transform_settings(sql, into, decode, schemas=schema, tables=table, watermarks=watermark)
+    given.update(shared_settings(start, settings))
     created = _declare(name, PipelineKind.TRANSFORM, given, (), stopped, if_missing, brokers, timeout)
     _tell(name, PipelineKind.TRANSFORM, created, stopped, as_json=as_json)
 

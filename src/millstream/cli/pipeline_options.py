@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -80,6 +81,34 @@ Sql = Annotated[
 Into = Annotated[
     str | None, typer.Option("--into", metavar="TOPIC", help="The topic that takes the rows.", show_default=False)
 ]
+TopicSchemas = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--schema",
+        metavar="TOPIC=COLUMNS",
+        help='Columns of a topic\'s payloads, as in "orders=id long, total double"; may be repeated. '
+        "Default: as a sample has them.",
+        show_default=False,
+    ),
+]
+Tables = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--table",
+        metavar="NAME=FOLDER|URL",
+        help="A lake table that the statement joins with under this name; may be repeated.",
+        show_default=False,
+    ),
+]
+Watermarks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--watermark",
+        metavar="TOPIC=COLUMN DELAY",
+        help='How late rows of a topic may come for windows, as in "orders=placed_at 10 minutes"; may be repeated.',
+        show_default=False,
+    ),
+]
 Start = Annotated[
     str | None,
     typer.Option(
@@ -127,15 +156,35 @@ def land_settings(
     )
 
 
-def transform_settings(sql: str | None, into: str | None, decode: str | None) -> dict[str, str]:
+def transform_settings(
+    sql: str | None,
+    into: str | None,
+    decode: str | None,
+    *,
+    schemas: list[str] | None = None,
+    tables: list[str] | None = None,
+    watermarks: list[str] | None = None,
+) -> dict[str, str]:
     """The settings of a pipeline that transforms, as far as they were given."""
-    text = None if sql is None else given_text(sql, flag="--sql")
-    return _given({"sql": text, "into": into, "decode": decode})
+    return _given(
+        {
+            "sql": None if sql is None else given_text(sql, flag="--sql"),
+            "into": into,
+            "decode": decode,
+            "schemas": _by_name(schemas, flag="--schema"),
+            "tables": _by_name(tables, flag="--table"),
+            "watermarks": _by_name(watermarks, flag="--watermark"),
+        }
+    )
 
 
 def shared_settings(start: str | None, settings: list[str] | None) -> dict[str, str]:
     """What every kind of pipeline has; settings that are given by name win."""
     return {**_given({"from": start}), **parse_assignments(settings or [], flag="--set")}
+
+
+def _by_name(given: list[str] | None, *, flag: str) -> str | None:
+    return json.dumps(parse_assignments(given, flag=flag), ensure_ascii=False) if given else None
 
 
 def _milliseconds(seconds: float | None) -> str | None:

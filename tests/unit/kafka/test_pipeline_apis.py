@@ -143,9 +143,14 @@ async def test_the_node_that_runs_a_pipeline_tells_how_it_does(client: PipelineC
         "restarts": 0,
         "error": "",
     }
+    waiting = PipelineReport(name="land-orders", state="waiting", last_error="pipelines-enabled is off", node=2)
+    nodes.nodes[2].board.take([waiting])
+    assert (await client.describe(["land-orders"]))[0]["report"] == told["report"]
     nodes.nodes[1].is_away = True
     assert (await client.describe(["land-orders"]))[0]["report"]["node"] == 3
     nodes.nodes[3].board.clear()
+    assert (await client.describe(["land-orders"]))[0]["report"]["last_error"] == "pipelines-enabled is off"
+    nodes.nodes[2].board.clear()
     (told,) = await client.describe(["land-orders"])
     assert (told["state"], told["report"], summary_of(told)["lag"]) == ("waiting", None, None)
     for node in nodes.nodes.values():
