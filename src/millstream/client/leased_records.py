@@ -79,6 +79,7 @@ def _read_run(
     Most numbers take one or two bytes: these are read here, since a call costs more than all the rest.
     """
     base_ms, append_ms = header.base_timestamp_ms, _append_ms(header)
+    size, add = len(section), messages.append
     for offset in offsets:
         byte = section[at]
         if byte < 0x80:
@@ -92,7 +93,9 @@ def _read_run(
             end = at + length
         byte = section[at + 1]
         at += 2
-        if byte < 0x80:
+        if byte == 0:
+            delta_ms = 0
+        elif byte < 0x80:
             delta_ms = (byte >> 1) ^ -(byte & 1)
         else:
             delta_ms, at = _number(section, at - 1)
@@ -123,10 +126,10 @@ def _read_run(
                 stop = at + length
             value = section[at:stop]
             at = stop
-        if at >= end or end > len(section):
+        if at >= end or end > size:
             raise CorruptBatch(f"the record at offset {offset} is longer than it says")
         timestamp_ms = base_ms + delta_ms if append_ms is None else append_ms
-        messages.append(Message(held, offset, timestamp_ms, key, value, section[at:end], attempt))
+        add(Message(held, offset, timestamp_ms, key, value, section[at:end], attempt))
         at = end
     return at
 

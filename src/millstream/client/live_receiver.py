@@ -110,6 +110,9 @@ class LiveReceiver:
     def leave_alone(self, message: Message) -> None:
         """There is nothing to renew."""
 
+    def leave_alone_all(self, messages: Sequence[Message]) -> None:
+        """There is nothing to renew."""
+
     def put_back(self) -> None:
         """There is nobody to give it to."""
 

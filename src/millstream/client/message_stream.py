@@ -56,8 +56,7 @@ class MessageStream:
             messages = source.take_many(count)
             if messages:
                 yield messages
-                for message in messages:
-                    source.leave_alone(message)
+                source.leave_alone_all(messages)
                 continue
             if source.error is not None:
                 raise source.error
@@ -71,7 +70,7 @@ class MessageStream:
         Raises the first error that came when all of them were told; `InvalidRecordState` for messages that are not
         held any more.
         """
-        if not isinstance(messages, Sequence) or not all(isinstance(one, Message) for one in messages):
+        if not isinstance(messages, Sequence) or set(map(type, messages)) - {Message}:
             raise InvalidRequest(f"messages must be a list of messages that this has given, not {messages!r:.100}")
         source = await self._started()
         told = await asyncio.gather(*source.accept_many(messages), return_exceptions=True)

@@ -1,8 +1,7 @@
 """Receives the messages of a subscription from all nodes of a cluster, as many as there is credit for.
 
-Each node is asked by a long poll of its own, on a connection of its own, so nothing waits behind it. All polls together
-never ask for more than the credit that is left. How much is held ahead follows the handlers: quick ones get many
-messages at a time, slow ones few, so that other workers have something to do as well.
+All nodes together are never asked for more than the credit that is left. How much is held ahead follows the handlers:
+quick ones get many messages at a time, slow ones few, so that other workers have something to do as well.
 """
 
 from __future__ import annotations
@@ -10,39 +9,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final
-
-import msgspec
 
 from millstream.client.held import Held
 from millstream.client.leased_records import read_leased
 from millstream.client.message import Message
-from millstream.client.settling import REPEATED, Awaited, Order, Settling
-from millstream.model.errors import InvalidRecordState, MillstreamError, ProtocolViolation
+from millstream.client.polls import Polls
+from millstream.client.settling import Awaited, Order, Settling
+from millstream.model.errors import InvalidRecordState, MillstreamError
 from millstream.model.ids import NodeId
 from millstream.model.subscription import AT_MOST_ONCE
 from millstream.model.verb import Verb
-from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
-from millstream.wire.codec import response_body_at
-from millstream.wire.refusal import refusal
-from millstream.wire.subscription_messages import RECEIVE_KEY, LeasedRange, PartitionMessages, Receive, ReceiveAnswer
+from millstream.wire.client import Client
+from millstream.wire.subscription_messages import LeasedRange, PartitionMessages
 
 _logger = logging.getLogger(__name__)
 _is_settled = attrgetter("is_settled")
 
-WAIT_MS: Final = 30_000
-_ANSWER_S_MAX: Final = 30.0
-_BYTES_MAX: Final = 1024 * 1024
 _QUICK_S: Final = 0.25
 _SLOW_S: Final = 2.0
-_NODES_S: Final = 5.0
-"""How often the nodes of the cluster are asked for at most."""
-
-_LAST_ANSWER_S: Final = 0.1
-"""How long the end waits for an answer that may be on its way with messages."""
 
 
 class Receiver:
@@ -73,13 +60,12 @@ class Receiver:
         """How long leases last; every answer tells what is declared then."""
         self._is_settled_at_once = delivery == AT_MOST_ONCE
         self._loop = asyncio.get_running_loop()
+        self._time = self._loop.time
         self.settling = Settling(client, subscription, worker, lost=self._lost)
         self._buffer: deque[Message] = deque()
         self._held = 0
-        self._asked = 0
-        self._polls: dict[NodeId, asyncio.Task[None]] = {}
-        self._hungry: deque[asyncio.Future[int]] = deque()
-        """Polls that wait for credit; each is told how many messages it may ask for, the first first."""
+        self._polls = Polls(client, subscription, worker, share=self._share, take_in=self._take_in, failed=self._failed)
+        self._hungry, self._feed = self._polls.hungry, self._polls.feed
         self._idle: deque[asyncio.Future[None]] = deque()
         """Workers that wait for a message."""
         self._left_alone: dict[Message, asyncio.TimerHandle] = {}
@@ -98,13 +84,12 @@ class Receiver:
         """Messages that somebody works on although their lease was lost."""
         self._stopping = False
         self._puts_back = False
-        self._asked_nodes = 0.0
         self.error: MillstreamError | None = None
         """Why nothing comes any more."""
 
     async def start(self) -> None:
         """Begin to receive from every node."""
-        await self._follow_nodes()
+        await self._polls.follow_nodes()
 
     def leave_alone(self, message: Message) -> None:
         """Do not renew the lease of a message any more; whoever took it went on to the next one."""
@@ -113,6 +98,12 @@ class Receiver:
         if not message.is_settled and message not in self._left_alone:
             self._left_alone[message] = self._loop.call_at(message._held.valid_until, self.done, message)
 
+    def leave_alone_all(self, messages: Sequence[Message]) -> None:
+        """The same of several, of which most are settled."""
+        if self._lost_in_hand or not all(map(_is_settled, messages)):
+            for message in messages:
+                self.leave_alone(message)
+
     # -- messages -------------------------------------------------------------------------------------------
 
     def take(self) -> Message | None:
@@ -120,10 +111,9 @@ class Receiver:
         buffer = self._buffer
         while buffer:
             message = buffer.popleft()
-            waiting = len(buffer)
-            if self._hungry and (waiting == 0 or waiting == self._low):
+            if self._hungry and (len(buffer) == self._low or not buffer):
                 self._feed()
-            if message.is_settled or self._loop.time() >= message._held.valid_until:
+            if message.is_settled or self._time() >= message._held.valid_until:
                 # Its lease is over, so somebody else may have it by now.
                 self.done(message)
                 continue
@@ -225,10 +215,15 @@ class Receiver:
         """
         refused = [message for message in messages if message.is_settled and message._held.is_leased]
         by_held: dict[Held, list[int]] = {}
+        held: Held | None = None
         for message in messages:
             if not message.is_settled:
                 message.is_settled = True
-                by_held.setdefault(message._held, []).append(message.offset)
+                if message._held is not held:
+                    # Those that came together mostly stand together.
+                    held = message._held
+                    add = by_held.setdefault(held, []).append
+                add(message.offset)
                 if self._left_alone and (due := self._left_alone.pop(message, None)) is not None:
                     due.cancel()
         answers: list[asyncio.Future[None]] = []
@@ -297,24 +292,18 @@ class Receiver:
 
     def put_back(self) -> None:
         """Ask for no more, and return what waits here, unless it is done already: then it is still to be taken."""
-        self._stopping = self._puts_back = True
+        self._stopping = self._puts_back = self._polls.is_stopping = True
         if not self._is_settled_at_once:
             self._return_all()
 
     async def stop(self) -> None:
         """Ask for no more; what is here may still be taken."""
         self._stopping = True
-        polls = [*self._polls.values(), *self._sures]
-        for waiting in self._hungry:
-            if not waiting.done():
-                waiting.set_result(0)
-        try:
-            if polls:
-                await asyncio.wait(polls, timeout=_LAST_ANSWER_S)
-        finally:
-            for poll in polls:
-                poll.cancel()
-        await asyncio.gather(*polls, return_exceptions=True)
+        await self._polls.stop()
+        sures = list(self._sures)
+        for sure in sures:
+            sure.cancel()
+        await asyncio.gather(*sures, return_exceptions=True)
         self._wake(len(self._idle))
 
     async def give_back(self) -> None:
@@ -349,100 +338,24 @@ class Receiver:
         self._lost_in_hand.clear()
         await self.settling.close()
 
-    # -- asking ---------------------------------------------------------------------------------------------
+    # -- receiving ------------------------------------------------------------------------------------------
 
-    async def _follow_nodes(self) -> Collection[NodeId]:
-        """Have one poll for each node that the cluster has now."""
-        self._asked_nodes = self._loop.time()
-        nodes = (await self._client.metadata(())).nodes
-        for node in nodes:
-            if node not in self._polls and not self._stopping:
-                task = self._polls[node] = self._loop.create_task(self._poll(node))
-                task.add_done_callback(partial(self._ended, node))
-        return nodes
+    def _failed(self, error: MillstreamError) -> None:
+        _logger.error("subscription %r delivers nothing any more: %s", self.subscription, error)
+        self.error = error
+        self._wake(len(self._idle))
 
-    def _ended(self, node: NodeId, task: asyncio.Task[None]) -> None:
-        self._polls.pop(node, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            told = error if isinstance(error, MillstreamError) else ProtocolViolation(f"receiving failed: {error!r}")
-            _logger.error("subscription %r delivers nothing any more: %s", self.subscription, told)
-            self.error = told
-            self._wake(len(self._idle))
-
-    async def _poll(self, node: NodeId) -> None:
-        pause_s = 0.0
-        while not self._stopping and self.error is None:
-            wanted = await self._reserve()
-            if not wanted:
-                continue
-            partitions: list[PartitionMessages] = []
-            asked = self._loop.time()
-            try:
-                partitions = await self._ask(node, wanted)
-                pause_s = 0.0
-            except REPEATED as error:
-                _logger.debug("node %s gives nothing of %r for now: %s", node, self.subscription, error)
-                pause_s = min(max(BACKOFF_S_MIN, pause_s * 2), BACKOFF_S_MAX)
-            finally:
-                self._asked -= wanted
-            self._take_in(node, partitions, asked)
-            # What this node did not give may be asked of another one.
-            self._feed()
-            if not await self._is_there(node):
-                return
-            if pause_s:
-                await asyncio.sleep(pause_s)
-
-    async def _is_there(self, node: NodeId) -> bool:
-        """Whether the cluster still has a node; others that it has got are asked from now on."""
-        if self._loop.time() - self._asked_nodes < _NODES_S:
-            return True
-        try:
-            return node in await self._follow_nodes()
-        except REPEATED:
-            return True
-
-    async def _reserve(self) -> int:
-        """How many messages to ask for; waits until there is room, behind the polls that wait already."""
-        waiting: asyncio.Future[int] = self._loop.create_future()
-        self._hungry.append(waiting)
-        self._feed()
-        return await waiting
-
-    def _feed(self) -> None:
-        """Let polls ask for what there is room for."""
-        while self._hungry and not self._stopping and (share := self._share()):
-            waiting = self._hungry.popleft()
-            if not waiting.done():
-                self._asked += share
-                waiting.set_result(share)
-
-    def _share(self) -> int:
-        """How many messages one more node may be asked for; 0 as well while it is too few to be worth a request."""
+    def _share(self, asked: int, nodes: int) -> int:
+        """How many messages one more node may be asked for, while others are; 0 if too few to be worth a request."""
         waiting = len(self._buffer)
-        room = self._ahead - waiting - self._asked
-        credit = self._credit - self._held - self._asked
+        room = self._ahead - waiting - asked
+        credit = self._credit - self._held - asked
         free = min(room, credit)
         if free > 0 and (waiting == 0 or free * 4 >= self._ahead):
-            return max(1, free // max(1, len(self._polls)))
+            return max(1, free // max(1, nodes))
         # Somebody waits for a message, and nobody knows which node will have one: each is asked for one at least, so
         # as many may come too many as there are nodes.
         return 1 if self._idle and not waiting and self._held < self._credit else 0
-
-    async def _ask(self, node: NodeId, wanted: int) -> list[PartitionMessages]:
-        request = Receive(self.subscription, self.worker, wanted, _BYTES_MAX, WAIT_MS)
-        pool = await self._client.pool_of(node)
-        async with pool.borrowed() as channel:
-            frame = await channel.exchange(
-                RECEIVE_KEY, 0, [msgspec.msgpack.encode(request)], timeout_s=WAIT_MS / 1000 + _ANSWER_S_MAX
-            )
-        try:
-            answer = msgspec.msgpack.decode(frame[response_body_at(RECEIVE_KEY, 0, frame) :], type=ReceiveAnswer)
-        except msgspec.MsgspecError as error:
-            raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
-        if answer.error:
-            raise refusal(answer.error, answer.message, about=f"subscription {self.subscription!r}")
-        return answer.partitions
 
     def _take_in(self, node: NodeId, partitions: list[PartitionMessages], asked: float) -> None:
         before = len(self._buffer)

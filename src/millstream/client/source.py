@@ -55,6 +55,9 @@ class Source(Protocol):
     def leave_alone(self, message: Message) -> None:
         """Do not renew the lease of a message any more."""
 
+    def leave_alone_all(self, messages: Sequence[Message]) -> None:
+        """The same of several, of which most are settled."""
+
     def put_back(self) -> None:
         """Return what waits here and is delivered again, now and as it comes; the rest is still to be taken."""
 

@@ -139,9 +139,10 @@ class Subscriber:
     # -- handling -------------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        source, handler, is_async = self._source, self._handler, self._is_async
-        take, accept, is_on, working_on = source.take, source.accept, tracing.is_on, tracing.working_on
+        source, handler, working_on = self._source, self._handler, tracing.working_on
+        take, accept = source.take, source.accept
         handled = 0
+        is_plain = self._is_async and not tracing.is_on()
         while True:
             message = take()
             if message is None:
@@ -149,9 +150,10 @@ class Subscriber:
                     return
                 await source.arrival()
                 handled = 0
+                is_plain = self._is_async and not tracing.is_on()
                 continue
             try:
-                if is_async and not is_on():
+                if is_plain:
                     working_on(message)
                     await handler(message)
                 else:
@@ -169,6 +171,7 @@ class Subscriber:
             handled += 1
             if handled == _TURN:
                 handled = 0
+                is_plain = self._is_async and not tracing.is_on()
                 await asyncio.sleep(0)
 
     async def _call(self, message: Message) -> None:

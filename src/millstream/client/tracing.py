@@ -14,11 +14,11 @@ publish costs one look into a dictionary, and the trace of a handled message is 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from millstream.records.record import Headers
 
@@ -205,9 +205,8 @@ def publish_span(
         yield PublishSpan(span)
 
 
-def working_on(message: Handled) -> None:
-    """What `handling` does when nobody wants spans, for a task that handles one message after the other."""
-    _origin.set(message)
+working_on: Final[Callable[[Handled], object]] = _origin.set
+"""What `handling` does when nobody wants spans, for a task that handles one message after the other."""
 
 
 class handling:  # noqa: N801

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from millstream.client import receiver as module
+from millstream.client import polls as module
 from millstream.client.held import Held
 from millstream.client.lately_accepted import LatelyAccepted
 from millstream.client.message_stream import MessageStream
@@ -110,7 +110,7 @@ def leased(
 async def receiving(cluster: Cluster, **given: Any) -> AsyncIterator[Receiver]:
     client: Any = cluster
     receiver = Receiver(client, "billing", "worker", **{"credit": 1000, "lease_s": 30.0, **given})
-    receiver._ask = cluster.ask  # type: ignore[method-assign]
+    receiver._polls._ask = cluster.ask  # type: ignore[method-assign]
     await receiver.start()
     try:
         yield receiver
@@ -352,7 +352,7 @@ async def test_whoever_leaves_may_settle_what_he_has() -> None:
 
 async def arrived(receiver: Receiver) -> None:
     """Wait until an answer was taken in, though nothing of it may be for anybody."""
-    await until(lambda: not receiver._polls or len(receiver._hungry) + receiver._asked)
+    await until(lambda: len(receiver._hungry) + receiver._polls.asked)
     for _ in range(20):
         await asyncio.sleep(0)
 

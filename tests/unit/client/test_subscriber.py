@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,9 @@ class Given:
         raise NotImplementedError
 
     def leave_alone(self, message: Message) -> None:
+        raise NotImplementedError
+
+    def leave_alone_all(self, messages: Sequence[Message]) -> None:
         raise NotImplementedError
 
     async def flush(self) -> None:
