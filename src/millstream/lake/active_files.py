@@ -26,8 +26,9 @@ class ActiveFile:
 
     @property
     def topic_id(self) -> str:
-        """The topic whose rows it has: names of files begin with it."""
-        return self.path.rpartition("/")[2].partition("_")[0]
+        """The topic whose rows it has: names of files begin with it. Empty when another program wrote the file."""
+        topic_id, found, _rest = self.path.rpartition("/")[2].partition("_")
+        return topic_id if found else ""
 
     @property
     def hour_start(self) -> datetime:

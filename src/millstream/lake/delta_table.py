@@ -19,6 +19,7 @@ import pyarrow as pa
 from millstream.lake.columns import QUARANTINE
 from millstream.lake.compaction import SMALL_BYTES, Compacted, compact
 from millstream.lake.delta_log import DeltaLog, added
+from millstream.lake.recent import landed_since
 from millstream.lake.scan import Rows, scan
 from millstream.lake.storage import Storage
 from millstream.lake.table import GRACE, QUARANTINE_ENDING, TopicPartition
@@ -101,6 +102,10 @@ class DeltaTable:
     ) -> Iterator[pa.RecordBatch]:
         """Rows of one partition from an offset to before another, in their order."""
         return scan(self.log, self.storage, Rows(topic_id, partition, start, end), columns)
+
+    def landed_since(self, moment: datetime, columns: Sequence[str]) -> Iterator[tuple[datetime, pa.RecordBatch]]:
+        """Rows that were landed in the hour of a moment or later, each with that hour."""
+        return landed_since(self.log, self.storage, moment, columns)
 
     def recover(self) -> deltalake.DeltaTable | None:
         """The table as it is now, once all that it says of the quarantine is there too."""

@@ -15,6 +15,7 @@ import pyarrow as pa
 from millstream.lake.compaction import SMALL_BYTES, Compacted
 from millstream.lake.delta_log import DeltaLog
 from millstream.lake.delta_table import DeltaTable
+from millstream.lake.recent import landed_since
 from millstream.lake.scan import Rows, scan
 from millstream.lake.storage import Storage
 from millstream.lake.table import GRACE, QUARANTINE_ENDING, TopicPartition
@@ -77,6 +78,12 @@ class ParquetTable:
         self._staged.recover()
         self._publish()
         return scan(self._staged.log, self.storage, Rows(topic_id, partition, start, end), columns)
+
+    def landed_since(self, moment: datetime, columns: Sequence[str]) -> Iterator[tuple[datetime, pa.RecordBatch]]:
+        """Rows that were landed in the hour of a moment or later, each with that hour."""
+        self._staged.recover()
+        self._publish()
+        return landed_since(self._staged.log, self.storage, moment, columns)
 
     def _publish(self) -> None:
         """Move what is committed to where it is read."""

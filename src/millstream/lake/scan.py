@@ -25,7 +25,7 @@ class Rows(NamedTuple):
 
     def may_be_in(self, file: ActiveFile) -> bool:
         """Whether a file can have any of them."""
-        if file.topic_id != self.topic_id:
+        if file.topic_id not in (self.topic_id, ""):
             return False
         if file.partitions is not None and not file.partitions[0] <= self.partition <= file.partitions[1]:
             return False

@@ -15,6 +15,7 @@ from deltalake.fs import DeltaStorageHandler
 
 from millstream.model.errors import InvalidSetting
 
+STAGED: Final = "_staged"
 SCHEMES: Final = ("file", "s3", "s3a", "gs", "az", "abfs", "abfss")
 
 
@@ -54,7 +55,9 @@ class Storage:
         parent, _slash, name = self.url.rpartition("/")
         if not name or parent.endswith(":/"):
             raise InvalidSetting(f"{self.url!r} has no room beside it: name a folder in it")
-        return Storage(f"{parent}/_staged/{name}", self.options)
+        if name == STAGED:
+            raise InvalidSetting(f"{self.url!r} is where files of other tables wait: choose another name")
+        return Storage(f"{parent}/{STAGED}/{name}", self.options)
 
     def publish(self, path: str) -> None:
         """Bring a staged file to where it is seen, as a whole; one that was brought by another is left alone."""
@@ -69,7 +72,7 @@ class Storage:
         around = Storage(parent, self.options).files()
         with contextlib.suppress(FileNotFoundError):
             # The store copies the file and deletes the first; a second mover overwrites it by the same bytes.
-            around.move(f"_staged/{name}/{path}", f"{name}/{path}")
+            around.move(f"{STAGED}/{name}/{path}", f"{name}/{path}")
 
     def data_files(self) -> Iterator[str]:
         """The files of all hours."""

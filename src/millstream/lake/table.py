@@ -81,3 +81,6 @@ class LakeTable(Protocol):
         self, topic_id: str, partition: int, start: int, end: int, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
         """Rows of one partition from an offset to before another, in their order; without the columns of the layout."""
+
+    def landed_since(self, moment: datetime, columns: Sequence[str]) -> Iterator[tuple[datetime, pa.RecordBatch]]:
+        """Rows that were landed in the hour of a moment or later, each with that hour; in no order."""

@@ -67,13 +67,16 @@ class TaskWriter:
                 self._end_group()
 
     def close(self) -> list[Written]:
-        """Finish; the files are durable, and nobody sees them until they are committed."""
+        """Finish; the files are durable, and nobody sees them until they are committed. More may be written after."""
         self._end_group()
         self._end_file()
-        return self._written
+        written, self._written = self._written, []
+        self._partition = None
+        return written
 
     def abort(self) -> None:
-        """Leave what was written to the vacuum."""
+        """Forget what was written, and leave it to the vacuum."""
+        self._rows, self._rows_bytes, self._partition, self._written = [], 0, None, []
         if self._file is not None:
             self._file.abort()
             self._file = None

@@ -1,0 +1,177 @@
+"""Compaction and vacuum: readers see no difference, whatever happens at the same time."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import deltalake
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from millstream.lake import compaction
+from millstream.lake.active_files import ActiveFile
+from millstream.lake.columns import RAW, extended
+from millstream.lake.compaction import Compacted
+from millstream.lake.delta_log import DeltaLog
+from millstream.lake.delta_table import DeltaTable
+from millstream.lake.storage import Storage
+from millstream.lake.written import Written
+from millstream.testing.lake_rows import LANDED, TOPIC, delta_rows, land, once, rows, write, write_quarantine
+
+HOUR_OVER = LANDED + timedelta(hours=1)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return Storage.at(str(tmp_path / "orders"))
+
+
+@pytest.fixture
+def table(storage: Storage) -> DeltaTable:
+    """Five small files of two partitions, across each other."""
+    table = DeltaTable(storage)
+    for start in range(0, 50, 10):
+        files = write(table, [rows(0, range(start, start + 10)), rows(1, range(start, start + 5))])
+        offsets = {(TOPIC, 0): (start, start + 10), (TOPIC, 1): (start, start + 10)}
+        assert table.commit(files, offsets, schema=RAW)
+    return table
+
+
+def everything() -> object:
+    return once(0, range(50)) + once(1, [offset for offset in range(50) if offset % 10 < 5])
+
+
+def test_small_files_of_an_hour_become_one(table: DeltaTable, storage: Storage) -> None:
+    assert table.compact(before=LANDED) == Compacted()
+    assert table.compact(before=HOUR_OVER) == Compacted(5, 1, 75)
+    assert table.compact(before=HOUR_OVER) == Compacted()
+    assert delta_rows(storage) == everything()
+    assert len(deltalake.DeltaTable(storage.url).file_uris()) == 1
+    assert land(table, 0, 50, 60)
+    assert len(_active(storage)) == 2
+
+
+def _active(storage: Storage) -> list[str]:
+    log = DeltaLog(storage)
+    log.refresh()
+    return log.paths()
+
+
+def test_compacted_rows_are_in_order_and_groups_have_one_partition(table: DeltaTable, storage: Storage) -> None:
+    table.compact(before=HOUR_OVER)
+    (path,) = _active(storage)
+    file = pq.ParquetFile(Path(storage.url) / path)
+    assert file.metadata.num_row_groups == 2
+    found = file.read(columns=["partition", "offset"])
+    pairs = list(zip(found.column("partition").to_pylist(), found.column("offset").to_pylist(), strict=True))
+    assert pairs == sorted(pairs)
+
+
+def test_two_compactions_at_once_and_an_append(table: DeltaTable, storage: Storage) -> None:
+    barrier = threading.Barrier(3)
+    done: list[Compacted] = []
+    landed: list[bool] = []
+
+    def compacting() -> None:
+        mine = DeltaTable(storage)
+        barrier.wait()
+        done.append(mine.compact(before=HOUR_OVER))
+
+    def landing() -> None:
+        mine = DeltaTable(storage)
+        barrier.wait()
+        landed.extend(land(mine, 0, start, start + 10) for start in (50, 60, 70))
+
+    threads = [threading.Thread(target=compacting), threading.Thread(target=compacting)]
+    threads.append(threading.Thread(target=landing))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert landed == [True, True, True]
+    assert len(done) == 2
+    assert delta_rows(storage) == once(0, range(80)) + once(1, [at for at in range(50) if at % 10 < 5])
+
+
+def test_a_compaction_that_comes_late_replaces_nothing(
+    table: DeltaTable, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewritten = compaction._rewritten
+
+    def meanwhile(log: DeltaLog, files: list[ActiveFile], schema: pa.Schema) -> list[Written]:
+        written = rewritten(log, files, schema)
+        with monkeypatch.context() as patched:
+            patched.setattr(compaction, "_rewritten", rewritten)
+            assert DeltaTable(storage).compact(before=HOUR_OVER).files_after == 1
+        return written
+
+    monkeypatch.setattr(compaction, "_rewritten", meanwhile)
+    assert table.compact(before=HOUR_OVER) == Compacted()
+    assert delta_rows(storage) == everything()
+
+
+def test_files_from_before_a_column_was_added_are_compacted_with_it(storage: Storage) -> None:
+    table = DeltaTable(storage)
+    assert land(table, 0, 0, 2)
+    wider = extended(RAW, pa.schema([("who", pa.struct([("name", pa.string())]))]))
+    files = write(table, [rows(0, [2], wider, who=[{"name": "x"}])], wider)
+    assert table.commit(files, {(TOPIC, 0): (2, 3)}, schema=wider)
+    deeper = extended(wider, pa.schema([("who", pa.struct([("age", pa.int64())])), ("more", pa.float64())]))
+    files = write(table, [rows(0, [3], deeper, who=[{"name": "y", "age": 3}], more=[0.5])], deeper)
+    assert table.commit(files, {(TOPIC, 0): (3, 4)}, schema=deeper)
+    before = pa.Table.from_batches(table.scan(TOPIC, 0, 0, 10)).to_pylist()
+    assert table.compact(before=HOUR_OVER) == Compacted(3, 1, 4)
+    after = pa.Table.from_batches(table.scan(TOPIC, 0, 0, 10)).to_pylist()
+    assert after == before
+    assert [row["who"] for row in after] == [None, None, {"name": "x", "age": None}, {"name": "y", "age": 3}]
+
+
+def test_topics_of_the_same_name_stay_apart(table: DeltaTable, storage: Storage) -> None:
+    for start in (0, 10):
+        writer = table.writer(RAW, "made-anew", landed=LANDED)
+        writer.write(rows(0, range(start, start + 10)))
+        assert table.commit(writer.close(), {("made-anew", 0): (start, start + 10)}, schema=RAW)
+    assert table.compact(before=HOUR_OVER) == Compacted(7, 2, 95)
+    assert sum(len(batch) for batch in table.scan("made-anew", 0, 0, 100)) == 20
+    assert sum(len(batch) for batch in table.scan(TOPIC, 0, 0, 100)) == 50
+
+
+@pytest.mark.parametrize("is_compacted", [False, True])
+def test_a_scan_gives_a_range_in_order(table: DeltaTable, is_compacted: bool) -> None:
+    if is_compacted:
+        table.compact(before=HOUR_OVER)
+    for partition, start, end in ((0, 0, 50), (0, 7, 33), (1, 3, 41), (0, 49, 60), (1, 5, 10), (2, 0, 50)):
+        expected = [
+            offset for offset in range(start, min(end, 50)) if partition == 0 or (partition == 1 and offset % 10 < 5)
+        ]
+        batches = list(table.scan(TOPIC, partition, start, end, ["offset", "value"]))
+        assert [offset for batch in batches for offset in batch.column("offset").to_pylist()] == expected
+        assert all(batch.schema.names == ["offset", "value"] for batch in batches)
+
+
+def test_a_scan_sorts_what_another_program_wrote(table: DeltaTable, storage: Storage) -> None:
+    deltalake.DeltaTable(storage.url).optimize.compact()
+    found = [offset for batch in table.scan(TOPIC, 0, 5, 45) for offset in batch.column("offset").to_pylist()]
+    assert found == list(range(5, 45))
+    assert table.compact(before=HOUR_OVER) == Compacted()
+    assert delta_rows(storage) == everything()
+
+
+def test_vacuum_deletes_what_no_commit_knows_once_it_is_old(table: DeltaTable, storage: Storage) -> None:
+    old, young = write(table, [rows(0, range(50, 60))]), write(table, [rows(0, range(50, 60))])
+    bad = write_quarantine(table, 0, [50])
+    long_ago = time.time() - timedelta(days=8).total_seconds()
+    os.utime(Path(storage.url) / old[0].path, (long_ago, long_ago))
+    assert table.vacuum() == 1
+    assert table.commit(young, {(TOPIC, 0): (50, 61)}, schema=RAW, quarantined=bad)
+    assert delta_rows(storage) == once(0, range(60)) + once(1, [at for at in range(50) if at % 10 < 5])
+    table.compact(before=HOUR_OVER)
+    assert table.vacuum() == 0
+    assert table.vacuum(grace=timedelta(0)) == 6
+    assert delta_rows(storage.beside("__quarantine")) == once(0, [50])
+    assert delta_rows(storage) == once(0, range(60)) + once(1, [at for at in range(50) if at % 10 < 5])

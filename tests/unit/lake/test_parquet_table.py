@@ -1,0 +1,91 @@
+"""Tables of plain Parquet files: readers who list the folder see what is committed, once."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from millstream.lake.columns import RAW
+from millstream.lake.compaction import Compacted
+from millstream.lake.parquet_table import ParquetTable
+from millstream.lake.storage import Storage
+from millstream.testing.lake_rows import (
+    LANDED,
+    TOPIC,
+    files_rows,
+    land,
+    next_offset,
+    once,
+    rows,
+    write,
+    write_quarantine,
+)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return Storage.at(str(tmp_path / "orders"))
+
+
+def test_files_are_seen_when_they_are_committed(storage: Storage) -> None:
+    table = ParquetTable(storage)
+    assert table.schema() is None
+    assert next_offset(table) == 0
+    files = write(table, [rows(0, range(10))])
+    loser = write(ParquetTable(storage), [rows(0, range(10))])
+    assert files_rows(storage) == once(0, [])
+    assert table.commit(files, {(TOPIC, 0): (0, 10)}, schema=RAW)
+    assert not ParquetTable(storage).commit(loser, {(TOPIC, 0): (0, 10)}, schema=RAW)
+    assert files_rows(storage) == once(0, range(10))
+    assert next_offset(table) == 10
+    assert table.compact(before=LANDED + timedelta(days=1)) == Compacted()
+    assert [path.name for path in Path(storage.url).iterdir()] == ["append_day=2026-11-15"]
+
+
+def test_a_crash_before_files_are_moved_is_made_good(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    moved: list[str] = []
+    publish = Storage.publish
+
+    def killed_in_between(storage: Storage, path: str) -> None:
+        if moved:
+            raise Killed
+        publish(storage, path)
+        moved.append(path)
+
+    table = ParquetTable(storage)
+    files = [*write(table, [rows(0, range(10))]), *write(table, [rows(0, range(10, 20))])]
+    bad = write_quarantine(table, 0, [20])
+    with monkeypatch.context() as patched:
+        patched.setattr(Storage, "publish", killed_in_between)
+        with pytest.raises(Killed):
+            table.commit(files, {(TOPIC, 0): (0, 21)}, schema=RAW, quarantined=bad)
+    assert sum(files_rows(storage).values()) == 10
+    assert next_offset(ParquetTable(storage)) == 21
+    assert files_rows(storage) == once(0, range(20))
+    assert files_rows(storage.beside("__quarantine")) == once(0, [20])
+
+
+def test_what_was_never_committed_is_deleted_and_files_that_are_gone_stay_gone(storage: Storage) -> None:
+    table = ParquetTable(storage)
+    assert land(table, 0, 0, 10)
+    write(table, [rows(0, range(10, 20))])
+    assert table.vacuum() == 0
+    assert table.vacuum(grace=timedelta(0)) == 1
+    assert files_rows(storage) == once(0, range(10))
+    for path in Path(storage.url).rglob("*.parquet"):
+        path.unlink()
+    assert land(table, 0, 10, 20)
+    assert files_rows(storage) == once(0, range(10, 20))
+
+
+def test_a_scan_reads_what_is_in_place(storage: Storage) -> None:
+    table = ParquetTable(storage)
+    assert land(table, 0, 0, 10)
+    assert land(table, 0, 10, 20)
+    batches = list(ParquetTable(storage).scan(TOPIC, 0, 5, 15, ["offset"]))
+    assert [offset for batch in batches for offset in batch.column("offset").to_pylist()] == list(range(5, 15))
