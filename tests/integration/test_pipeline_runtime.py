@@ -1,0 +1,193 @@
+"""Pipelines that a real server runs on a real Spark: from the declaration to the table, through kills and takeovers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Producer
+from deltalake import DeltaTable
+
+from millstream.testing.command import CommandLine
+from millstream.testing.etcd_server import EtcdServer
+from millstream.testing.postgres_server import PostgresServer
+from millstream.testing.server import Server
+from millstream.testing.server_group import ServerGroup
+
+WAIT_S = 600.0
+LOOK_S = 0.2
+DRIVER = "millstream.pipelines.driver"
+# The first steps on Spark take long on a slow machine.
+pytestmark = pytest.mark.timeout(1800)
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Wait until something is so; what it is."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(LOOK_S)
+    raise AssertionError(f"not so within {WAIT_S:g} s")
+
+
+def children(pid: int, part: str) -> list[int]:
+    """The processes that one has started, and whose command line has this part."""
+    started = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [child for child in started if part in _command_line(child)]
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Land:
+    """One topic that is landed, seen from outside."""
+
+    def __init__(self, brokers: str, topic: str, lake: Path) -> None:
+        self.brokers = brokers
+        self.topic = topic
+        self.lake = lake
+        self.millstream = CommandLine(brokers)
+        self.published = 0
+
+    def publish(self, number: int) -> None:
+        producer = Producer({"bootstrap.servers": self.brokers, "enable.idempotence": True})
+        for at in range(self.published, self.published + number):
+            producer.produce(self.topic, str(at))
+        assert producer.flush(WAIT_S) == 0
+        self.published += number
+
+    def report(self) -> dict[str, Any]:
+        told = self.millstream("pipeline", "describe", f"land-{self.topic}", "--json").document
+        return {**(told["report"] or {}), "state": told["state"]}
+
+    def landed(self) -> list[int]:
+        """The payloads in the table."""
+        if not DeltaTable.is_deltatable(str(self.lake / self.topic)):
+            return []
+        values = DeltaTable(str(self.lake / self.topic)).to_pyarrow_table(columns=["value"])["value"]
+        return sorted(map(int, values.to_pylist()))
+
+    def is_complete(self) -> bool:
+        return len(self.landed()) >= self.published
+
+    def check(self) -> None:
+        """Everything that was published is in the table, once."""
+        assert self.landed() == list(range(self.published))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    settings = {"group-initial-delay-ms": 100, "pipelines-master": "local[2]"}
+    with Server(tmp_path / "data", settings=settings) as started:
+        yield started
+
+
+def test_a_topic_made_to_be_landed_is_a_table_soon_and_a_second_run_is_refused(server: Server, topic: str) -> None:
+    land = Land(server.kafka, topic, server.data / "lake")
+    assert land.millstream("topic", "create", topic, "--land").code == 0
+    land.publish(500)
+    until(land.is_complete)
+    until(lambda: land.report().get("rows") == 500)
+    report = land.report()
+    assert (report["state"], report["node"], report["restarts"], report["last_error"]) == ("running", 1, 0, "")
+    second = land.millstream("pipeline", "run", f"land-{topic}", "--once")
+    assert second.code == 5
+    assert "it is being run by 'pipelines-node-1' at 127.0.0.1" in second.err
+    (driver,) = children(server.pid, DRIVER)
+    (java,) = children(driver, "java")
+    assert land.millstream("pipeline", "stop", f"land-{topic}").code == 0
+    until(lambda: not is_alive(driver) and not is_alive(java))
+    land.check()
+    assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.trial
+def test_kills_of_the_driver_and_of_its_java_lose_and_double_nothing(server: Server, topic: str) -> None:
+    land = Land(server.kafka, topic, server.data / "lake")
+    land.publish(2000)
+    create = ("pipeline", "create", "land", f"land-{topic}", "--topic", topic, "--every", "0.1")
+    assert land.millstream(*create, "--set", "batch.max.messages=300").code == 0
+    until(land.landed)
+    (driver,) = children(server.pid, DRIVER)
+    (java,) = children(driver, "java")
+    os.kill(driver, signal.SIGKILL)
+    until(lambda: not is_alive(java))
+    land.publish(1000)
+    until(lambda: land.report().get("state") == "running" and land.report()["restarts"] == 1)
+    until(lambda: len(land.landed()) > 2000)
+    (driver,) = children(server.pid, DRIVER)
+    (java,) = children(driver, "java")
+    os.kill(java, signal.SIGKILL)
+    until(lambda: not is_alive(driver))
+    land.publish(1000)
+    until(land.is_complete)
+    land.check()
+    # The whole server is killed as well, and goes on by itself.
+    server.kill()
+    server.start()
+    land.publish(500)
+    until(land.is_complete)
+    land.check()
+    until(lambda: land.report().get("lag") == 0)
+    assert land.report()["state"] == "running"
+
+
+@pytest.mark.trial
+def test_another_node_takes_over_when_the_owner_dies(
+    tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer, topic: str
+) -> None:
+    lake = tmp_path / "lake"
+    settings = {
+        "group-initial-delay-ms": 100,
+        "lease-ms": 3000,
+        "pipelines-lake": lake,
+        "pipelines-folder": tmp_path / "pipelines",
+        "pipelines-master": "local[1]",
+    }
+    with ServerGroup(tmp_path, etcd.url, postgres.new_database(), settings=settings) as cluster:
+        land = Land(cluster.kafka, topic, lake)
+        assert land.millstream("topic", "create", topic, "--partitions", "3").code == 0
+        land.publish(1000)
+        create = ("pipeline", "create", "land", f"land-{topic}", "--topic", topic, "--every", "0.1")
+        assert land.millstream(*create).code == 0
+        until(land.is_complete)
+        owner = until(lambda: land.report().get("node"))
+        others = [number for number in cluster.nodes if number != owner]
+        assert [children(cluster[number].pid, DRIVER) for number in others] == [[], []]
+        (driver,) = children(cluster[owner].pid, DRIVER)
+        cluster[owner].kill()
+        land.brokers = ",".join(cluster[number].kafka for number in others)
+        land.millstream = CommandLine(land.brokers)
+        land.publish(1000)
+        until(land.is_complete)
+        assert until(lambda: land.report().get("node")) in others
+        until(lambda: not is_alive(driver))
+        land.check()
+        # One that stops in order hands over too.
+        second = land.report()["node"]
+        assert cluster[second].stop() == 0
+        cluster[owner].start()
+        left = next(number for number in others if number != second)
+        land.brokers = f"{cluster[left].kafka},{cluster[owner].kafka}"
+        land.millstream = CommandLine(land.brokers)
+        land.publish(1000)
+        until(land.is_complete)
+        land.check()
