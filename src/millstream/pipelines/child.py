@@ -42,11 +42,12 @@ LINE_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
 def driver_options(config: Config, kafka: str) -> Options:
-    """What a node with these settings, which is reached there, says to its driver."""
+    """What a node with these settings says to its driver, which reaches it there; other machines may not."""
     data = os.path.abspath(config.data)
+    is_local = config.pipelines_master.partition("[")[0] in ("", "local")
     places = places_in(data, lake=config.pipelines_lake, folder=config.pipelines_folder)
     return Options(
-        kafka=kafka,
+        kafka=kafka if is_local else config.advertise or kafka,
         node=config.node_id,
         lake=places.lake,
         folder=places.folder,

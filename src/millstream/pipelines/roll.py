@@ -36,6 +36,7 @@ class Roll:
         """Take over what the driver says."""
         if said.reports is not None:
             self._reports = {one.name: one for one in said.reports}
+            self._ended = ("", 0)
         if said.begun:
             self._under_way.add(said.begun)
         if said.ended:
@@ -47,14 +48,15 @@ class Roll:
 
     def driver_ended(self, code: int, *, is_death: bool) -> None:
         """The driver is no more; if nobody asked for that, whoever was under way may be to blame."""
-        for name, report in self._reports.items():
-            self._earlier[name] = self._with_earlier(report, died=is_death)
-        self._reports = {}
         under_way, self._under_way = self._under_way, set()
         reason, self._failed = self._failed, ""
         if is_death:
             self._deaths = Counter({name: self._deaths[name] + 1 for name in under_way})
             self._ended = (reason or f"the driver ended with {_exit(code)}", int(time.time() * 1000))
+        for name, report in self._reports.items():
+            told = self._with_earlier(report)
+            self._earlier[name] = self._ended_with(told) if is_death else told
+        self._reports = {}
 
     def is_suspect(self, name: str) -> bool:
         """Whether it was under way when the last driver died."""
@@ -81,24 +83,29 @@ class Roll:
     def _report_of(self, pipeline: Pipeline, *, is_running: bool, why_not: str) -> PipelineReport:
         report = self._reports.get(pipeline.name)
         if report is not None:
-            return self._with_earlier(report, died=False)
+            return self._with_earlier(report)
         reason, at_ms = self._ended
         state: State = "starting" if is_running or not reason else "retrying"
         if why_not:
             state, reason, at_ms = "waiting", why_not, int(time.time() * 1000)
         blank = PipelineReport(name=pipeline.name, state=state, node=self._node)
-        told = self._with_earlier(blank, died=False)
+        told = self._with_earlier(blank)
         return msgspec.structs.replace(told, last_error=reason, last_error_ms=at_ms) if reason else told
 
-    def _with_earlier(self, report: PipelineReport, *, died: bool) -> PipelineReport:
+    def _ended_with(self, report: PipelineReport) -> PipelineReport:
+        """One that was begun anew because of the death of its driver."""
+        reason, at_ms = self._ended
+        return msgspec.structs.replace(report, restarts=report.restarts + 1, last_error=reason, last_error_ms=at_ms)
+
+    def _with_earlier(self, report: PipelineReport) -> PipelineReport:
         before = self._earlier.get(report.name)
         if before is None:
-            return msgspec.structs.replace(report, restarts=report.restarts + died)
+            return report
         return msgspec.structs.replace(
             report,
             rows=report.rows + before.rows,
             batches=report.batches + before.batches,
-            restarts=report.restarts + before.restarts + died,
+            restarts=report.restarts + before.restarts,
             counts=dict(Counter(report.counts) + Counter(before.counts)),
             last_error=report.last_error or before.last_error,
             last_error_ms=report.last_error_ms or before.last_error_ms,

@@ -135,7 +135,7 @@ async def test_a_driver_runs_while_a_pipeline_is_due_and_goes_on_after_a_kill(tm
         assert scene.child.pid not in (None, first)
         assert scene.board.restarts == 1
         assert scene.board.report("a").restarts == 1
-        assert scene.board.report("a").last_error == ""
+        assert scene.board.report("a").last_error == "the driver ended with signal 9"
 
         await scene.declared.stop("a")
         await scene.board.until(lambda: scene.child.pid is None)
@@ -252,9 +252,13 @@ def test_why_a_driver_ended_is_told_until_the_next_one_reports() -> None:
 
 
 def test_a_node_says_where_its_driver_works() -> None:
-    options = driver_options(Config(data="/d", pipelines_spark="spark.a=1; spark.b=x=y"), "127.0.0.1:9092")
+    config = Config(data="/d", advertise="broker:9092", pipelines_spark="spark.a=1; spark.b=x=y")
+    options = driver_options(config, "127.0.0.1:9092")
     assert (options.lake, options.folder, options.master) == ("/d/lake", "/d/pipelines", "")
     assert options.spark == {"spark.a": "1", "spark.b": "x=y"}
+    assert options.kafka == "127.0.0.1:9092"
+    # Executors on other machines need an address that they can reach.
+    assert driver_options(config.replace(pipelines_master="spark://host:7077"), "x:1").kafka == "broker:9092"
     with pytest.raises(InvalidSetting, match=r"spark\.NAME=VALUE"):
         Config.of({"pipelines-spark": "memory=2g"})
     assert "pipelines-enabled" in why_it_runs_none(Config(pipelines_enabled=False))
