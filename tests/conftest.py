@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from millstream.testing.etcd_server import EtcdServer
@@ -18,7 +19,12 @@ StartServer = Callable[..., Server]
 
 # A group waits for more members before its first assignment; tests have all of theirs at once. Those that want a Spark
 # driver say so: it takes long to start, and whoever declares a pipeline to see it listed needs none.
-QUICK = {"group-initial-delay-ms": 100, "pipelines-enabled": "false"}
+# Tests write records with old times, which only those about retention want to see deleted.
+QUICK = {"group-initial-delay-ms": 100, "pipelines-enabled": "false", "retention-check-ms": 3_600_000}
+
+# How long an example takes is no business of a test.
+hypothesis.settings.register_profile("without deadline", deadline=None)
+hypothesis.settings.load_profile("without deadline")
 
 
 @pytest.fixture(scope="module")

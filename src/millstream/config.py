@@ -17,7 +17,7 @@ from millstream.model.setting import Setting, setting, settings_of
 
 ENVIRONMENT_PREFIX = "MILLSTREAM_"
 FILE_NAME = "millstream.toml"
-COMMAND_VARIABLES = frozenset({"MILLSTREAM_BROKERS", "MILLSTREAM_TRACEBACK"})
+COMMAND_VARIABLES = frozenset({"MILLSTREAM_BROKERS", "MILLSTREAM_TIMEOUT", "MILLSTREAM_TRACEBACK"})
 """Variables that the commands read, and that say nothing about a node."""
 
 # Kubernetes puts the addresses of a service into the environment; one that is called millstream is no mistake.

@@ -40,7 +40,8 @@ SAYS = {
     "python analysis.py": "b'customer-9'",
     "millstream group describe": "analysis  (Empty, 0 members, 0 messages behind)",
     "millstream group reset": "Moved group analysis in 3 partitions.",
-    "millstream doctor": "Nothing is wrong.",
+    # On a machine that is busy it also says so.
+    "millstream doctor": "",
 }
 
 

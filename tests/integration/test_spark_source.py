@@ -33,7 +33,8 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("spark-server") / "data") as started:
+    settings = {"retention-check-ms": 3_600_000}
+    with Server(tmp_path_factory.mktemp("spark-server") / "data", settings=settings) as started:
         yield started
 
 

@@ -24,7 +24,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs in
 
 TimeoutSeconds = Annotated[
     float,
-    typer.Option("--timeout", metavar="SECONDS", min=0.1, help="How long to wait for a broker before giving up."),
+    typer.Option(
+        "--timeout",
+        envvar="MILLSTREAM_TIMEOUT",
+        metavar="SECONDS",
+        min=0.1,
+        help="How long to wait for a broker before giving up.",
+    ),
 ]
 DEFAULT_TIMEOUT_S = 10.0
 

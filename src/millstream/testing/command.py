@@ -16,6 +16,9 @@ from typing import Any
 from millstream.cli.app import call
 
 PROCESS_S_MAX = 60.0
+TIMEOUT_VARIABLE = "MILLSTREAM_TIMEOUT"
+PATIENCE_S = "50"
+"""How long commands wait for a broker here: a machine that runs many tests may be slow to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class CommandLine:
 
     def __call__(self, *arguments: object) -> Outcome:
         """Run a command in this process."""
+        os.environ.setdefault(TIMEOUT_VARIABLE, PATIENCE_S)
         return call_command([*map(str, arguments), "--brokers", self.brokers])
 
     def process(self, *arguments: object, stdin: bytes = b"", cwd: Path | None = None) -> Outcome:
@@ -70,6 +74,7 @@ def call_command(arguments: Sequence[str]) -> Outcome:
 def run_command(arguments: Sequence[str], *, stdin: bytes = b"", cwd: Path | None = None) -> Outcome:
     """Run one command in a process of its own, without the caller's own settings."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MILLSTREAM_")}
+    environment[TIMEOUT_VARIABLE] = PATIENCE_S
     ended = subprocess.run(
         [sys.executable, "-m", "millstream.cli.main", *arguments],
         input=stdin,

@@ -22,6 +22,7 @@ def test_the_environment_sets_and_what_it_misspells_is_refused() -> None:
     "variable",
     [
         "MILLSTREAM_BROKERS",
+        "MILLSTREAM_TIMEOUT",
         "MILLSTREAM_TRACEBACK",
         "MILLSTREAM_SERVICE_HOST",
         "MILLSTREAM_SERVICE_PORT_KAFKA",
