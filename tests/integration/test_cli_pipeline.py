@@ -1,4 +1,4 @@
-"""Pipelines by command and over HTTP, on a real server: declared, seen, changed, and kept through a restart."""
+"""Pipelines by command and over HTTP, on a real server: declared, seen and changed."""
 
 from __future__ import annotations
 

@@ -291,6 +291,10 @@ def check_pipeline(name: str, kind: PipelineKind, overrides: Mapping[str, str]) 
     """Its settings; raise an `InvalidRequest` when this cannot be declared."""
     if not name or len(name) > NAME_LENGTH_MAX:
         raise InvalidPipeline(f"the name of a pipeline has 1 to {NAME_LENGTH_MAX} characters")
+    if name in set(PipelineKind):
+        raise InvalidPipeline(
+            f"a pipeline cannot be called {name!r}, since `millstream pipeline run` takes that for a kind"
+        )
     check_topic_name(name)
     longest = max((len(text) for text in overrides.values()), default=0)
     if longest > TEXT_LENGTH_MAX:

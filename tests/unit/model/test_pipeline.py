@@ -57,6 +57,11 @@ def test_what_cannot_be_declared(kind: str, settings: dict[str, str]) -> None:
         check_pipeline("mine", kind_of(kind), settings)
 
 
+def test_a_kind_is_no_name() -> None:
+    with pytest.raises(InvalidPipeline, match="takes that for a kind"):
+        check_pipeline("land", PipelineKind.LAND, {"topics": "orders"})
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
