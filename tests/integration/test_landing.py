@@ -6,10 +6,14 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib import request
 
 import deltalake
+import duckdb
+import polars
 import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
@@ -327,3 +331,102 @@ def test_only_what_is_committed_is_landed(shore: Shore, topic: str) -> None:
     while not sum(step.rows for step in shore.land(topics=topic)):
         assert time.monotonic() < deadline
     assert [value for _, _, _, value in shore.landed(topic)] == [b"0", b"2", b"4", b"open"]
+
+
+def test_messages_with_an_id_that_was_landed_are_left_out(shore: Shore, topic: str) -> None:
+    shore.create(topic, partitions=2)
+
+    def publish(name: str, partition: int) -> Row:
+        headers = [("message-id", name.encode()), ("message-id", b"second")]
+        return shore.publish(topic, [name.encode()], headers=headers, partition=partition)[0]
+
+    kept = [publish("a", 0), publish("b", 1)]
+    publish("a", 0)
+    publish("a", 1)
+    kept += shore.publish(topic, [b"without an id"] * 2, partition=0)
+    job = shore.job(topics=topic, dedupe_ms="3600000")
+    assert run(job)[-1].counts["duplicates"] == 2
+    assert shore.landed(topic) == sorted(kept)
+    publish("b", 0)
+    kept.append(publish("c", 0))
+    run(job)
+    job.close()
+    publish("c", 1)
+    kept.append(publish("d", 1))
+    # Another run finds the ids in the table.
+    assert shore.land(topics=topic, dedupe_ms="3600000")[-1].counts["duplicates"] == 1
+    assert shore.landed(topic) == sorted(kept)
+    kept.append(publish("d", 0))
+    shore.land(topics=topic)
+    assert shore.landed(topic) == sorted(kept)
+
+
+def test_small_files_of_hours_that_are_over_become_large(
+    shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shore.create(topic)
+    job = shore.job(topics=topic)
+    write = job._reports
+    monkeypatch.setattr(job, "_reports", lambda batches, landed: write(batches, landed - timedelta(hours=1)))
+    published = []
+    for number in range(4):
+        published += shore.publish(topic, numbered(10, 10 * number))
+        job._tidied.clear()
+        run(job)
+    job.close()
+    assert shore.landed(topic) == published
+    assert len(deltalake.DeltaTable(str(shore.lake / topic)).file_uris()) == 1
+
+
+def test_tables_can_be_plain_parquet(shore: Shore, topic: str) -> None:
+    shore.create(topic, partitions=2)
+    published = shore.publish(topic, [{"id": number} for number in range(50)] + [b"no json"])
+    shore.land(topics=topic, format="parquet", decode="json", batch_max_messages="20")
+    more = shore.publish(topic, [{"id": 50, "more": True}])
+    shore.land(topics=topic, format="parquet", decode="json")
+    frame = shore.spark.read.option("mergeSchema", "true").parquet(str(shore.lake / topic))
+    rows = [(row.partition, row.offset, None, bytes(row.value)) for row in frame.collect()]
+    quarantined = shore.spark.read.parquet(str(shore.lake / f"{topic}__quarantine")).collect()
+    rows += [(row.partition, row.offset, None, bytes(row.value)) for row in quarantined]
+    assert sorted(rows) == sorted(published + more)
+    assert frame.where("more").select("id").collect()[0][0] == 50
+
+
+def test_tables_can_be_in_an_object_store(
+    shore: Shore, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moto = pytest.importorskip("moto.server")
+    store = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    store.start()
+    try:
+        host, port = store.get_host_and_port()
+        options = {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ACCESS_KEY_ID": "id",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_REGION": "us-east-1",
+        }
+        for name, value in options.items():
+            monkeypatch.setenv(name, value)
+        request.urlopen(request.Request(f"http://{host}:{port}/lake", method="PUT"), timeout=WAIT_S).close()
+        shore.create(topic, partitions=2)
+        published = shore.publish(topic, numbered(100))
+        shore.land(topics=topic, lake="s3://lake/tables", batch_max_messages="60")
+        table = deltalake.DeltaTable(f"s3://lake/tables/{topic}", storage_options={**options, "allow_http": "true"})
+        rows = table.to_pyarrow_table(columns=["partition", "offset", "key", "value"]).to_pylist()
+        assert sorted(tuple(row.values()) for row in rows) == published
+    finally:
+        store.stop()
+
+
+def test_common_readers_read_the_table_as_it_is(shore: Shore, topic: str) -> None:
+    shore.create(topic)
+    shore.publish(topic, [{"id": number, "buyer": {"name": f"n{number}"}} for number in range(10)])
+    shore.land(topics=topic, decode="json")
+    url = str(shore.lake / topic)
+    assert polars.read_delta(url).select("id").sum().item() == 45
+    landed = deltalake.DeltaTable(url).to_pyarrow_table()
+    assert landed.to_pandas()["id"].sum() == 45
+    with duckdb.connect() as database:
+        database.register("landed", landed)
+        assert database.execute("select sum(id), max(buyer.name) from landed").fetchone() == (45, "n9")

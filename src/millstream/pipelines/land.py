@@ -9,14 +9,17 @@ refused by the table.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
+from deltalake.exceptions import DeltaError
 
 from millstream.lake.opening import open_table
 from millstream.lake.table import QUARANTINE_ENDING, LakeTable
@@ -25,7 +28,8 @@ from millstream.model.pipeline import LATEST, LandSettings, Pipeline
 from millstream.pipelines.group_offsets import commit_plainly
 from millstream.pipelines.job import JobContext, Step
 from millstream.pipelines.landed import tell_landed
-from millstream.pipelines.landing import manifest
+from millstream.pipelines.landing import duplicates, manifest
+from millstream.pipelines.landing.duplicates import IdTasks, RecentIds, repeated
 from millstream.pipelines.landing.given_fields import given_fields
 from millstream.pipelines.landing.layout import payload_fields
 from millstream.pipelines.landing.manifest import Report
@@ -56,6 +60,8 @@ class LandJob:
         self._given = given_fields(settings.schema) if settings.schema else None
         self._tables: dict[str, LakeTable] = {}
         self._message_bytes: dict[str, float] = {}
+        self._recent: dict[str, RecentIds] = {}
+        self._tidied: dict[str, datetime] = {}
         self._beginning: dict[str, str] | None = None
         """The ids of the topics that were there when the job began; only those can begin with their latest."""
         self._pool = ThreadPoolExecutor(_TABLES_AT_ONCE, thread_name_prefix="landing")
@@ -66,13 +72,18 @@ class LandJob:
         sources = self._topics()
         batches = list(self._pool.map(self._batch, sources))
         self._share(batches)
+        if self._settings.dedupe_ms:
+            self._find_repeated([batch for batch in batches if batch.stretches()])
         self._run(batches)
         landed = self._commit(batches)
         self._tell_group(landed)
+        self._remember(landed)
+        lag = sum(batch.lag for batch in batches)
+        if not lag:
+            self._tidy(batches)
         counts: Counter[str] = Counter()
         for batch in landed:
             counts.update(batch.counts())
-        lag = sum(batch.lag for batch in batches)
         waits_s = max(0.0, self._settings.every_ms / 1000 - (time.monotonic() - began))
         rows = sum(batch.rows for batch in landed)
         return Step(rows=rows, lag=lag, wait_s=0.0 if lag or len(landed) < len(batches) else waits_s, counts=counts)
@@ -106,9 +117,10 @@ class LandJob:
         """Where the table of a topic stands, and what there is beyond."""
         table = self._tables.get(source.topic)
         if table is None:
-            table = self._tables[source.topic] = open_table(
-                f"{self._lake}/{source.topic}", format=self._settings.format
-            )
+            # Tasks on other machines reach an object store as this process does.
+            options = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+            table = open_table(f"{self._lake}/{source.topic}", format=self._settings.format, options=options)
+            self._tables[source.topic] = table
         schema = table.schema()
         offsets = table.next_offsets([(source.topic_id, number) for number in source.end])
         is_new = schema is None and (self._beginning or {}).get(source.topic) == source.topic_id
@@ -158,17 +170,46 @@ class LandJob:
                 batch for batch in waiting if not batch.take([one for one in reports if one.topic == batch.topic])
             ]
 
-    def _reports(self, batches: Sequence[TopicBatch], landed: datetime) -> list[Report]:
+    def _tasks(self, batches: Sequence[TopicBatch]) -> list[list[Stretch]]:
         for batch in batches:
             if batch.topic not in self._message_bytes:
                 self._message_bytes[batch.topic] = self._sources.message_bytes(batch.source)
-        spark = self._context.spark
-        wanted: list[Stretch] = [one for batch in batches for one in batch.stretches()]
-        shared = tasks(wanted, self._message_bytes, parallelism=spark.sparkContext.defaultParallelism)
+        wanted = [one for batch in batches for one in batch.stretches()]
+        parallelism = self._context.spark.sparkContext.defaultParallelism
+        return tasks(wanted, self._message_bytes, parallelism=parallelism)
+
+    def _reports(self, batches: Sequence[TopicBatch], landed: datetime) -> list[Report]:
+        shared = self._tasks(batches)
         works = {batch.topic: batch.work(landed) for batch in batches}
-        numbers = spark.range(0, len(shared), 1, len(shared))
+        numbers = self._context.spark.range(0, len(shared), 1, len(shared))
         rows = numbers.mapInArrow(LandTasks(self._context.brokers, shared, works), manifest.COLUMNS).collect()
         return manifest.from_rows(tuple(row) for row in rows)
+
+    def _find_repeated(self, batches: Sequence[TopicBatch]) -> None:
+        """Find messages that have the id of one that was landed lately; this reads everything once more."""
+        if not batches:
+            return
+        now, window = datetime.now(UTC), timedelta(milliseconds=self._settings.dedupe_ms)
+        shared = self._tasks(batches)
+        numbers = self._context.spark.range(0, len(shared), 1, len(shared))
+        tasks_of_ids = IdTasks(self._context.brokers, self._settings.dedupe_header, shared)
+        found = numbers.mapInArrow(tasks_of_ids, duplicates.COLUMNS).toArrow()
+        for batch in batches:
+            recent = self._recent.get(batch.topic)
+            if recent is None:
+                recent = RecentIds(batch.table, self._settings.dedupe_header, window)
+                self._recent[batch.topic] = recent
+            known = recent.known(now, {number: span.start for number, span in batch.spans.items()})
+            rows = found.filter(pc.equal(found.column("topic"), batch.topic))
+            batch.left_out, batch.ids = repeated(rows, known)
+
+    def _remember(self, batches: Sequence[TopicBatch]) -> None:
+        """Know the ids of what is landed now."""
+        now = datetime.now(UTC)
+        for batch in batches:
+            if batch.ids is not None:
+                ends = {number: span.end for number, span in batch.spans.items()}
+                self._recent[batch.topic].landed(now, batch.ids, ends)
 
     # -- afterwards -----------------------------------------------------------------------------------------------
 
@@ -188,6 +229,20 @@ class LandJob:
         except StalePlan as stale:
             _logger.info("pipeline %s: another run landed %s: %s", self._pipeline.name, batch.topic, stale)
             return False
+
+    def _tidy(self, batches: Iterable[TopicBatch]) -> None:
+        """Once in an hour, when there is nothing else to do: make the small files of hours that are over large."""
+        hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+        for batch in batches:
+            if not self._settings.compact or self._tidied.get(batch.topic) == hour or self._context.stopping.is_set():
+                continue
+            self._tidied[batch.topic] = hour
+            try:
+                batch.table.compact(before=hour)
+                batch.table.vacuum()
+            except (MillstreamError, DeltaError, OSError) as error:
+                # Nothing depends on it, and the next hour tries again.
+                _logger.warning("pipeline %s: table %s was not compacted: %s", self._pipeline.name, batch.topic, error)
 
     def _tell_group(self, batches: Sequence[TopicBatch]) -> None:
         """Show the progress as offsets of the group; the tables alone say where the next batch begins."""

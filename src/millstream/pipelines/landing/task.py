@@ -35,6 +35,8 @@ class Work:
     """The fields of payloads that have columns."""
     decodes: bool = False
     evolves: bool = False
+    left_out: Mapping[int, pa.Array] = field(default_factory=dict)
+    """By partition, the offsets of messages that are not landed, since they repeat others."""
 
 
 class LandTasks:
@@ -73,6 +75,7 @@ class _Landing:
 
     def take(self, batch: pa.RecordBatch) -> None:
         self._rows += batch.num_rows
+        batch = self._without_repeated(batch)
         if self._decoder is None:
             self._work.writer.write(batch)
             return
@@ -91,6 +94,12 @@ class _Landing:
         self._work.writer.write(rows.filter(fits))
         refused = batch.select(_QUARANTINED).append_column("reason", decoded.reasons)
         self._work.quarantine.write(refused.filter(pc.invert(fits)))
+
+    def _without_repeated(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        left_out = self._work.left_out.get(batch.column("partition")[0].as_py())
+        if left_out is None:
+            return batch
+        return batch.filter(pc.invert(pc.is_in(batch.column("offset"), left_out)))
 
     def report(self) -> Report:
         work = self._work

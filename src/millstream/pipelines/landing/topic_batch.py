@@ -28,6 +28,10 @@ class TopicBatch:
     """The fields of payloads that have columns, or are to get them by the commit."""
     decodes: bool = False
     evolves: bool = False
+    left_out: Mapping[int, pa.Array] = field(default_factory=dict)
+    """By partition, the offsets of messages that repeat others."""
+    ids: pa.Array | None = None
+    """The ids of messages that do not; None when nobody asked."""
     reports: list[Report] = field(default_factory=list)
 
     @property
@@ -62,6 +66,7 @@ class TopicBatch:
             fields=self.fields,
             decodes=self.decodes,
             evolves=self.evolves,
+            left_out=self.left_out,
         )
 
     def take(self, reports: Sequence[Report]) -> bool:
@@ -95,5 +100,6 @@ class TopicBatch:
             "files": len(files) + len(quarantined),
             "bytes": sum(file.bytes for file in (*files, *quarantined)),
             "quarantined": sum(file.rows for file in quarantined),
+            "duplicates": sum(map(len, self.left_out.values())),
             "lost": sum(span.lost for span in self.spans.values()),
         }

@@ -1,0 +1,114 @@
+"""Messages that have the id of one that was landed before: which they are, so that they are left out.
+
+The ids of the last while are kept in the driver. They are found again in the table when the job begins, or when another
+run has landed something: the table says only in which hour a message was landed, so that then ids are known for up to
+an hour longer than was asked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.lake.table import LakeTable
+from millstream.pipelines.landing.plan import Stretch
+from millstream.spark.options import BROKERS, read_options
+from millstream.spark.ranges import Range
+from millstream.spark.rows import read_range
+from millstream.spark.shape import default_schema, shape_of
+
+_logger = logging.getLogger(__name__)
+
+IDS_MAX: Final = 20_000_000
+"""How many ids of a topic are known at a time; the oldest are forgotten first."""
+
+COLUMNS: Final = "topic string, partition int, offset long, timestamp timestamp, id binary"
+_READ: Final = ("topic", "partition", "offset", "timestamp", "headers")
+_HOUR: Final = timedelta(hours=1)
+_NONE: Final = pa.array([], pa.binary())
+
+
+class IdTasks:
+    """The function of `mapInArrow`: it gets numbers of tasks, and gives the ids of their messages."""
+
+    def __init__(self, brokers: str, header: str, tasks: Sequence[Sequence[Stretch]]) -> None:
+        self._brokers = brokers
+        self._header = header
+        self._tasks = tasks
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Do the tasks whose numbers come in."""
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                for one in self._tasks[number]:
+                    yield from self._ids(one)
+
+    def _ids(self, one: Stretch) -> Iterator[pa.RecordBatch]:
+        options = read_options({BROKERS: self._brokers, "subscribe": one.topic, "columns": ",".join(_READ)})
+        shape = shape_of(default_schema(options), options)
+        for batch in read_range(Range(one.topic, one.partition, one.start, one.end), options, shape):
+            ids = ids_of(batch.column("headers"), self._header)
+            rows = batch.drop_columns(["headers"]).append_column("id", ids)
+            yield rows.filter(pc.is_valid(ids))
+
+
+def ids_of(headers: pa.Array, name: str) -> pa.Array:
+    """For every message, the first header of a name; null where there is none."""
+    every = headers.flatten()
+    is_id = pc.equal(every.field("key"), name)
+    rows, first = np.unique(pc.list_parent_indices(headers).filter(is_id).to_numpy(), return_index=True)
+    positions = np.full(len(headers), -1, np.int64)
+    positions[rows] = first
+    return every.field("value").filter(is_id).take(pa.array(positions, mask=positions < 0))
+
+
+def repeated(found: pa.Table, known: pa.Array) -> tuple[dict[int, pa.Array], pa.Array]:
+    """Which offsets of which partitions have an id that is known or comes a second time, and the ids of the others."""
+    found = found.sort_by([("timestamp", "ascending"), ("partition", "ascending"), ("offset", "ascending")])
+    found = found.append_column("row", pa.array(np.arange(len(found))))
+    firsts = found.group_by("id", use_threads=False).aggregate([("row", "first")]).column("row_first")
+    is_kept = pc.and_(pc.is_in(found.column("row"), firsts), pc.invert(pc.is_in(found.column("id"), known)))
+    left_out = found.filter(pc.invert(is_kept))
+    by_partition = {
+        number: left_out.filter(pc.equal(left_out.column("partition"), number)).column("offset").combine_chunks()
+        for number in pc.unique(left_out.column("partition")).to_pylist()
+    }
+    return by_partition, found.filter(is_kept).column("id").combine_chunks()
+
+
+class RecentIds:
+    """The ids of one topic that were landed in the last while."""
+
+    def __init__(self, table: LakeTable, header: str, window: timedelta) -> None:
+        self._table = table
+        self._header = header
+        self._window = window
+        self._known: list[tuple[datetime, pa.Array]] | None = None
+        self._ends: Mapping[int, int | None] = {}
+
+    def known(self, now: datetime, starts: Mapping[int, int | None]) -> pa.Array:
+        """The ids that were landed lately, given where the table stands."""
+        if self._known is None or any(self._ends.get(number) != start for number, start in starts.items()):
+            self._known = [
+                (min(now, hour + _HOUR), ids_of(batch.column("headers"), self._header).drop_null())
+                for hour, batch in self._table.landed_since(now - self._window, ["headers"])
+            ]
+        self._known = [(landed, ids) for landed, ids in self._known if landed >= now - self._window]
+        size = sum(len(ids) for _, ids in self._known)
+        while size > IDS_MAX:
+            landed, ids = self._known.pop(0)
+            size -= len(ids)
+            _logger.warning("more than %d ids: those of %s are forgotten", IDS_MAX, landed)
+        return pa.concat_arrays([ids for _, ids in self._known] or [_NONE])
+
+    def landed(self, now: datetime, ids: pa.Array, ends: Mapping[int, int]) -> None:
+        """Know ids of messages that are in the table now, which stands where it says."""
+        if self._known is not None:
+            self._known.append((now, ids))
+        self._ends = dict(ends)
