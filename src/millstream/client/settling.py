@@ -107,6 +107,11 @@ class Order:
         self.is_repeated = is_repeated
         """Whether it was sent before, and may have been carried out then."""
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody wants to know the answer."""
+        return self.awaited is not None and self.awaited.answer is not None
+
     async def ended(self) -> None:
         """Wait until it has been told, whatever the answer is."""
         if self.awaited is None:
@@ -410,7 +415,8 @@ class Settling:
         return found
 
     def _told(self, order: Order, error: MillstreamError | None) -> None:
-        if order.is_repeated and order.verb == Verb.ACCEPT and isinstance(error, InvalidRecordState):
+        is_refused = isinstance(error, InvalidRecordState)
+        if is_refused and order.is_repeated and order.is_awaited and order.verb == Verb.ACCEPT:
             # The answer to the first request may have been lost: then nobody holds the message since it is accepted.
             self._doubt(order)
             return
@@ -420,10 +426,10 @@ class Settling:
                 self._lately_accepted.add(self._loop.time(), order.held.where, order.offsets[0], order.offsets[-1])
         else:
             self._lost(order)
-            if order.verb != Verb.EXTEND and (order.awaited is None or order.awaited.answer is None):
+            if order.verb != Verb.EXTEND and not order.is_awaited:
                 place, count = f"{order.held.topic}-{order.held.partition}", len(order.offsets)
                 _logger.warning(
-                    "%d messages of %s from %d on are not settled: %s", count, place, order.offsets[0], error
+                    "%d messages of %s from %d on may not be settled: %s", count, place, order.offsets[0], error
                 )
         if order.awaited is not None:
             order.awaited.told(error)
@@ -440,7 +446,7 @@ class Settling:
             order.is_repeated = True
             self._moving.append(order)
             self._begin_to_move()
-        elif order.verb == Verb.ACCEPT:
+        elif order.is_awaited and order.verb == Verb.ACCEPT:
             # It cannot be repeated any more, but it may have been carried out, and only the answer was lost.
             self._doubt(order)
         else:

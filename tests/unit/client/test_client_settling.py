@@ -241,3 +241,18 @@ async def test_what_is_told_to_a_node_that_leads_no_more_is_told_to_the_next_lea
         await answer
     assert node.asked == [NodeId(1), NodeId(2)]
     assert [(one.first, one.last) for one in node.told] == [(1, 2)]
+
+
+async def test_nobody_is_asked_about_what_nobody_waits_for() -> None:
+    class Asked(Failing):
+        async def at_leader(self, topic: str, partition: int, attempt: Any) -> Any:
+            raise NotImplementedError
+
+    lost = list[int]()
+    settling = settling_at(Asked(BrokerUnreachable("lost")), lost)
+    order = Order(held(), [4, 5, 6], Verb.ACCEPT)
+    order.held.valid_until = 0.0
+    settling.tell(order)
+    async with asyncio.timeout(HANG_S):
+        await settling.flush()
+    assert lost == [4, 5, 6]
