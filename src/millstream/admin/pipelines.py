@@ -104,7 +104,7 @@ class PipelineClient:
         return int((await self._ask(None, RULES_KEY, body))["rules"])
 
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Pipelines, each with its `state` and the report of the node that runs it.
+        """Pipelines, each with its `state` and the report of the node that runs it; with rules if they are named.
 
         Every node is asked, and the newest that any of them knows is told. One that does not answer is left out, as
         long as there is another.

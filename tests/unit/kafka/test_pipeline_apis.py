@@ -202,6 +202,7 @@ async def test_rules_are_changed_together_or_not_at_all(client: PipelineClient, 
     await nodes.nodes[1].subscriptions.create("cheap", ["orders"], {})
     assert await client.change_rules("director", [small], validate_only=True) == 2
     assert await client.change_rules("director", [small], gone=["large"]) == 1
+    assert [told["rules"] for told in await client.describe()] == [[]]
     (told,) = await client.describe(["director"])
     assert told["rules"] == [
         {

@@ -7,19 +7,21 @@
     "last_error": "", "last_error_ms": 0, "counts": {…}, "node": 1}}]}
 
 Every node knows all pipelines; `report` is null unless the node that is asked runs the driver, so a client asks all
-nodes. Of what they tell of a pipeline, that of the highest `version` holds: it counts the changes.
+nodes. Of what they tell of a pipeline, that of the highest `version` holds: it counts the changes. Rules, of which there
+may be many, are told only of pipelines that are named.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from millstream.cluster.pipelines import Pipelines
 from millstream.kafka.pipeline_board import PipelineBoard
 from millstream.kafka.private import PrivateApi
-from millstream.model.pipeline import Pipeline
+from millstream.model.pipeline import Pipeline, Rule
 from millstream.wire.pipeline_messages import LIST_KEY, PipelineNames, ToldRule
 
 
@@ -36,12 +38,11 @@ class PipelineList(PrivateApi[PipelineNames]):
     async def handle(self, request: PipelineNames) -> dict[str, Any]:
         """Tell of some, or of all."""
         if request.names is None:
-            wanted = self._pipelines.all()
-        else:
-            wanted = [await self._pipelines.find(name) for name in request.names]
-        return {"pipelines": [self._told(one) for one in wanted]}
+            return {"pipelines": [self._told(one, ()) for one in self._pipelines.all()]}
+        wanted = [await self._pipelines.find(name) for name in request.names]
+        return {"pipelines": [self._told(one, one.rules) for one in wanted]}
 
-    def _told(self, pipeline: Pipeline) -> dict[str, Any]:
+    def _told(self, pipeline: Pipeline, rules: Iterable[Rule]) -> dict[str, Any]:
         return {
             "name": pipeline.name,
             "pipeline_id": str(pipeline.pipeline_id),
@@ -53,6 +54,6 @@ class PipelineList(PrivateApi[PipelineNames]):
             "parked": pipeline.parked,
             "created_ms": pipeline.created_ms,
             "version": pipeline.version,
-            "rules": [ToldRule.of(rule) for rule in pipeline.rules],
+            "rules": [ToldRule.of(rule) for rule in rules],
             "report": self._board.told(pipeline.name),
         }
