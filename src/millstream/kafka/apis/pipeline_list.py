@@ -7,8 +7,8 @@
     "last_error": "", "last_error_ms": 0, "counts": {…}, "node": 1}}]}
 
 Every node knows all pipelines; `report` is null unless the node that is asked runs the driver, so a client asks all
-nodes. Of what they tell of a pipeline, that of the highest `version` holds: it counts the changes. Rules, of which there
-may be many, are told only of pipelines that are named.
+nodes. Of what they tell of a pipeline, that of the highest `version` holds: it counts the changes. Rules, of which
+there may be many, are told only of pipelines that are named.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
