@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,6 +151,30 @@ def test_kills_of_the_driver_and_of_its_java_lose_and_double_nothing(server: Ser
     land.check()
     until(lambda: land.report().get("lag") == 0)
     assert land.report()["state"] == "running"
+
+
+@pytest.mark.trial
+def test_a_run_by_hand_takes_what_is_there_or_goes_on_until_it_is_interrupted(
+    server: Server, topic: str, tmp_path: Path
+) -> None:
+    land = Land(server.kafka, topic, tmp_path / "lake")
+    land.publish(1000)
+    command = [sys.executable, "-m", "millstream.cli.main", "pipeline", "run", "land", topic]
+    command += ["--brokers", server.kafka, "--lake", str(tmp_path / "lake"), "--set", "batch.max.messages=300"]
+    once = subprocess.run([*command, "--once", "--json"], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (once.returncode, once.stderr) == (0, "")
+    told = json.loads(once.stdout)
+    assert (told["pipeline"], told["rows"], told["batches"], told["lag"]) == (f"land-{topic}", 1000, 4, 0)
+    land.check()
+    land.publish(100)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        until(land.is_complete)
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=WAIT_S)
+    assert running.returncode == 130
+    assert f"land-{topic}: 100 messages in 1 batch" in out
+    assert "Traceback" not in err
+    land.check()
 
 
 @pytest.mark.trial

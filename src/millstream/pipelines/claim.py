@@ -37,6 +37,8 @@ _logger = logging.getLogger(__name__)
 DRIVER_INSTANCE: Final = "driver"
 SESSION_S: Final = 10.0
 BEAT_S: Final = 3.0
+LEAVE_S: Final = 2.0
+"""How long a goodbye may take; the group notices anyway."""
 
 _TYPE: Final = "pipeline"
 """Not "consumer": a group of consumers forgets offsets of topics that no member says it reads."""
@@ -94,8 +96,8 @@ class Claim:
             self._keeping = None
         if self.is_held:
             self._is_held = False
-            with suppress(MillstreamError):
-                self._link.call(self._leave())
+            with suppress(MillstreamError, TimeoutError):
+                self._link.call(asyncio.wait_for(self._leave(), LEAVE_S))
 
     # -- on the loop ----------------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -263,3 +265,11 @@ def test_a_node_says_where_its_driver_works() -> None:
         Config.of({"pipelines-spark": "memory=2g"})
     assert "pipelines-enabled" in why_it_runs_none(Config(pipelines_enabled=False))
     assert why_it_runs_none(Config()) == ""
+
+
+def test_a_broker_imports_nothing_of_spark() -> None:
+    program = "import sys, millstream.broker; print(*sys.modules)"
+    imported = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert {"pyspark", "pyarrow", "deltalake"}.isdisjoint(imported)
