@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import deltalake
 import pyarrow as pa
+import pyarrow.fs
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
@@ -36,17 +37,22 @@ class DeltaLog:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._table: deltalake.DeltaTable | None = None
+        self._files = storage.files()
 
     def refresh(self) -> deltalake.DeltaTable | None:
         """Read what was committed since; the table, or None as long as there is none."""
-        if self._table is not None:
+        if self._table is not None and self._is_there(self._table.version()):
             self._table.update_incremental()
             return self._table
         try:
             self._table = deltalake.DeltaTable(self.storage.url, storage_options=dict(self.storage.options))
         except TableNotFoundError:
-            return None
+            self._table = None
         return self._table
+
+    def _is_there(self, version: int) -> bool:
+        """Whether a commit still is: whoever deleted the table wants another one, and not the rest of the old."""
+        return bool(self._files.get_file_info(_commit_path(version)).type == pyarrow.fs.FileType.File)
 
     def schema(self) -> pa.Schema | None:
         """The columns of the table as it is now."""
@@ -112,7 +118,7 @@ class DeltaLog:
         except CommitFailedError:
             self._check_moved(version)
             return False
-        self.storage.sync(f"_delta_log/{version + 1:020d}.json")
+        self.storage.sync(_commit_path(version + 1))
         table.update_incremental()
         return True
 
@@ -140,6 +146,11 @@ class DeltaLog:
         if self._table is None:
             return []
         return [str(path) for path in pa.table(self._table.get_add_actions()).column("path").to_pylist()]
+
+
+def _commit_path(version: int) -> str:
+    """Where the commit of a version is."""
+    return f"_delta_log/{version:020d}.json"
 
 
 def schema_of(table: deltalake.DeltaTable) -> pa.Schema:

@@ -41,6 +41,8 @@ class DeltaTable:
         self.storage = storage
         self.log = DeltaLog(storage)
         self.quarantine = DeltaLog(storage.beside(QUARANTINE_ENDING))
+        self._known: set[TopicPartition] = set()
+        """The partitions that the table was seen with: one that has lost them is another table."""
 
     def schema(self) -> pa.Schema | None:
         """The columns; None before the first commit."""
@@ -48,8 +50,11 @@ class DeltaTable:
 
     def next_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Where a step begins; see `LakeTable`."""
+        asked = set(partitions)
         table = self.recover()
-        return {} if table is None else _next_offsets(table, partitions)
+        found = {} if table is None else _next_offsets(table, asked)
+        self._known = (self._known - asked) | found.keys()
+        return found
 
     def writer(self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
         """A writer of files for this table."""
@@ -69,9 +74,12 @@ class DeltaTable:
     ) -> bool:
         """Add files and move on, all of it or nothing; see `LakeTable`."""
         for attempt in range(ATTEMPTS_MAX):
-            self.log.require(schema)
-            table = self._recovered()
-            if _is_done(_next_offsets(table, offsets), offsets):
+            table = self.log.require(schema)
+            self._bring_quarantined(table)
+            current = _next_offsets(table, offsets)
+            if any(partition in self._known and partition not in current for partition in offsets):
+                raise StalePlan(f"the table at {self.storage.url} was deleted while a step was under way")
+            if _is_done(current, offsets):
                 # Whoever tried before may have done it and not heard of it.
                 return attempt > 0 and self.log.holds(files)
             versions = {_key(partition): end for partition, (_start, end) in offsets.items()}
@@ -80,7 +88,8 @@ class DeltaTable:
                 versions[_QUARANTINED] = table.version() + 1
                 metadata = {_MANIFEST: to_json(quarantined)}
             if self.log.commit(added(files), versions, metadata=metadata):
-                self.recover()
+                self._known.update(offsets)
+                self._bring_quarantined(table)
                 return True
             time.sleep(random.uniform(0, _PAUSE_S))
         raise Conflict(f"others commit to {self.storage.url} all the time: {ATTEMPTS_MAX} attempts came too late")
@@ -109,22 +118,24 @@ class DeltaTable:
 
     def recover(self) -> deltalake.DeltaTable | None:
         """The table as it is now, once all that it says of the quarantine is there too."""
-        return None if self.log.refresh() is None else self._recovered()
+        table = self.log.refresh()
+        if table is not None:
+            self._bring_quarantined(table)
+        return table
 
-    def _recovered(self) -> deltalake.DeltaTable:
-        """The same of a table that is there."""
-        table = self.log.require(pa.schema([]))
+    def _bring_quarantined(self, table: deltalake.DeltaTable) -> None:
+        """Bring files into the quarantine that a commit to the table names and that a crash left out."""
         version = table.transaction_version(_QUARANTINED)
         if version is None:
-            return table
+            return
         # Each run does this before it commits, so that there is at most the last of such commits to be done.
         source = f"millstream/{table.metadata().id}"
         while True:
             quarantine = self.quarantine.require(QUARANTINE)
             if (quarantine.transaction_version(source) or 0) >= version:
-                return table
+                return
             if self.quarantine.commit(added(_manifest(table, version)), {source: version}):
-                return table
+                return
 
 
 def _key(partition: TopicPartition) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -219,3 +220,21 @@ def test_a_crash_before_the_quarantine_has_its_rows(storage: Storage, monkeypatc
     assert delta_rows(storage.beside("__quarantine")) == once(0, [8, 9])
     assert next_offset(DeltaTable(storage)) == 10
     assert delta_rows(storage.beside("__quarantine")) == once(0, [8, 9])
+
+
+def test_a_table_that_is_deleted_begins_anew(storage: Storage) -> None:
+    table = DeltaTable(storage)
+    assert land(table, 0, 0, 10)
+    files = write(table, [rows(0, range(10, 20))])
+    shutil.rmtree(storage.url)
+    for _ in range(2):
+        with pytest.raises(StalePlan, match="was deleted"):
+            table.commit(files, {(TOPIC, 0): (10, 20)}, schema=RAW)
+    assert next_offset(table) == 0
+    assert land(table, 0, 0, 5)
+    assert delta_rows(storage) == once(0, range(5))
+    shutil.rmtree(storage.url)
+    assert table.schema() is None
+    assert next_offset(table) == 0
+    assert land(table, 0, 0, 3)
+    assert delta_rows(storage) == once(0, range(3))
