@@ -16,6 +16,7 @@ from confluent_kafka.cimpl import NewTopic
 from millstream.admin.groups import committed_offsets
 from millstream.model.errors import FilterError, InvalidSetting, UnknownGroup
 from millstream.model.pipeline import Pipeline, PipelineKind, Rule
+from millstream.pipelines.dry_run import dry_run
 from millstream.pipelines.job import JobContext
 from millstream.pipelines.route import RouteJob
 from millstream.pipelines.transform import TransformJob
@@ -126,6 +127,88 @@ def orders(first: int, count: int) -> list[dict[str, Any]]:
     ]
 
 
+def test_a_lake_table_is_joined_in_its_newest_version(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow as pa
+    from deltalake import write_deltalake
+
+    monkeypatch.setattr("millstream.pipelines.lake_view.LOOK_S", 0.0)
+    table = str(shop.folder / "customers")
+    write_deltalake(table, pa.table({"tier": ["gold"], "discount": [10]}))
+    shop.publish(shop.orders, orders(0, 4))
+    sql = "SELECT o.id, c.discount FROM orders o JOIN customers c ON o.customer.tier = c.tier"
+    tables = json.dumps({"customers": table})
+    job = TransformJob(shop.pipeline(sql, tables=tables), shop.context())
+    assert job.step().rows == 4
+    assert sorted((row["id"], row["discount"]) for row in shop.read()) == [(1, 10), (2, 10)]
+    write_deltalake(table, pa.table({"tier": ["silver"], "discount": [5]}), mode="append")
+    shop.publish(shop.orders, orders(6, 1))
+    assert job.step().rows == 1
+    assert (6, 5) in [(row["id"], row["discount"]) for row in shop.read()]
+    job.close()
+
+
+def test_a_dry_run_tells_everything_and_does_nothing(shop: Shop) -> None:
+    shop.publish(shop.orders, orders(0, 10))
+    told = dry_run(shop.pipeline("SELECT key, id, total FROM orders WHERE id < 3"), shop.context())
+    assert (told.output, told.sampled, told.has_state) == (
+        {"key": "binary", "id": "bigint", "total": "double"},
+        10,
+        False,
+    )
+    assert told.columns[shop.orders]["customer"] == "struct<tier:string>"
+    assert sorted(row["value"] for row in told.rows) == [
+        '{"id":0,"total":0.0}',
+        '{"id":1,"total":1.5}',
+        '{"id":2,"total":3.0}',
+    ]
+    assert "MapInArrow" in told.plan
+    assert not list(shop.folder.iterdir())
+    assert shop.run("SELECT key, id, total FROM orders WHERE id < 3") == 10
+
+
+@pytest.mark.trial
+def test_windows_are_written_when_they_are_over_and_once(shop: Shop) -> None:
+    shop.create(shop.into)
+    sql = "SELECT window.start AS at, count(*) AS n FROM orders GROUP BY window(at, '1 minute')"
+    settings = {
+        "schemas": json.dumps({shop.orders: "at timestamp"}),
+        "watermarks": json.dumps({shop.orders: "at 10 seconds"}),
+    }
+    moments = [f"2026-11-15 12:{minute:02}:{second:02}" for minute in range(3) for second in (0, 30)]
+    shop.publish(shop.orders, [{"at": moment} for moment in moments])
+    job = TransformJob(shop.pipeline(sql, **settings), shop.context())
+    steps = [job.step()]
+    while not shop.read():
+        steps.append(job.step())
+    job.close()
+    assert sum(step.rows for step in steps) == 6
+    # A new job goes on with the state that the one before it left.
+    shop.publish(shop.orders, [{"at": "2026-11-15 12:01:59"}, {"at": "2026-11-15 12:10:00"}])
+    job = TransformJob(shop.pipeline(sql, **settings), shop.context())
+    while len(shop.read()) < 3:
+        job.step()
+    job.close()
+    found = sorted((row["at"], row["n"]) for row in shop.read())
+    assert found == [(f"2026-11-15T12:0{minute}:00.000Z", 2 + (minute == 5)) for minute in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        ("INSERT INTO orders SELECT 1", "PARSE_SYNTAX_ERROR"),
+        ("SELECT 1", "reads no topic"),
+        ("SELECT id FROM a.orders", "backquotes"),
+        ("SELECT id FROM orders WHERE id IN (SELECT id FROM orders)", "join it instead"),
+        ("SELECT id, total AS id FROM orders", "two columns"),
+        ("SELECT key FROM orders", "nothing else"),
+        ("SELECT value, id FROM orders", "not part of a message"),
+    ],
+)
+def test_statements_that_cannot_be_run(shop: Shop, sql: str, said: str) -> None:
+    with pytest.raises(InvalidSetting, match=said):
+        shop.run(sql, schemas=json.dumps({shop.orders: "id long, total double"}))
+
+
 async def test_rows_and_offsets_are_one(shop: Shop) -> None:
     sql = "SELECT key, id, total * 2 AS double, customer.tier AS tier, payload_key FROM orders WHERE id % 2 = 0"
     shop.publish(shop.orders, orders(0, 100))
@@ -166,7 +249,7 @@ class Office:
         producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0})
         for number in range(first, first + count):
             value = json.dumps({"id": number, "region": ("eu", "us", "asia")[number % 3]}).encode()
-            headers: list[tuple[str, bytes | None]] = [("tier", b"gold" if number % 2 else b"silver")]
+            headers: list[tuple[str, str | bytes | None]] = [("tier", b"gold" if number % 2 else b"silver")]
             producer.produce(
                 self.orders,
                 value,

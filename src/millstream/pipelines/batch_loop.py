@@ -20,7 +20,7 @@ from uuid import UUID, uuid4
 
 import pyarrow as pa
 
-from millstream.model.errors import InvalidTransactionState, LostData, MillstreamError
+from millstream.model.errors import InvalidTransactionState, MillstreamError, OffsetOutOfRange
 from millstream.model.pipeline import LATEST, Pipeline, PipelineSettings
 from millstream.pipelines.group_offsets import Offsets, stable_offsets
 from millstream.pipelines.job import JobContext, Step
@@ -29,7 +29,7 @@ from millstream.spark.options import BROKERS, WriteOptions, read_options
 from millstream.spark.parts import Batch, Part, abort_batch, writing_link
 from millstream.spark.ranges import Range, admitted, ranges_between
 from millstream.spark.source_offsets import OFFSETS_TASK, SourceOffsets, prepare_offsets
-from millstream.spark.survey import Survey
+from millstream.spark.survey import Partitions, Survey
 from millstream.wire.transactions import OfGroup, TransactionalProducer, Transactions
 
 if TYPE_CHECKING:
@@ -110,7 +110,18 @@ class BatchLoop:
         survey = self.survey(topics)
         known = self._known or self._ask()
         partitions = survey.partitions()
-        earliest, latest = survey.earliest(partitions), survey.latest(partitions)
+        latest = survey.latest(partitions)
+        start = self._start(survey, known, partitions, latest)
+        self._known = known
+        end = admitted(start, latest, self._settings.batch_max)
+        batch = Batch(self._query, known.number, uuid4().hex[:12])
+        ranges = tuple(ranges_between(start, end))
+        return Plan(batch, ranges, end, sum(map(len, ranges)), sum(map(len, ranges_between(end, latest))))
+
+    def _start(self, survey: Survey, known: _Known, partitions: Partitions, latest: Offsets) -> Offsets:
+        has_all = all(n in known.offsets.get(topic, {}) for topic, numbers in partitions.items() for n in numbers)
+        # Whether offsets are still there that are known is found out when they are fetched.
+        earliest = latest if has_all else survey.earliest(partitions)
         start: dict[str, dict[int, int]] = {}
         for topic, numbers in partitions.items():
             committed = known.offsets.get(topic, {})
@@ -118,12 +129,8 @@ class BatchLoop:
             at_end = not committed and self._settings.start == LATEST
             otherwise = (latest if at_end else earliest)[topic]
             start[topic] = {number: committed.get(number, otherwise[number]) for number in numbers}
-        _check_there(start, earliest, latest)
-        self._known = known
-        end = admitted(start, latest, self._settings.batch_max)
-        batch = Batch(self._query, known.number, uuid4().hex[:12])
-        ranges = tuple(ranges_between(start, end))
-        return Plan(batch, ranges, end, sum(map(len, ranges)), sum(map(len, ranges_between(end, latest))))
+        _check_reached(start, latest)
+        return start
 
     def is_new(self, plan: Plan) -> bool:
         """Whether a plan names partitions that the group has no offset for yet: they are committed even without rows.
@@ -225,12 +232,14 @@ def read_part(row: bytes | bytearray) -> Part:
     return part
 
 
-def _check_there(start: Offsets, earliest: Offsets, latest: Offsets) -> None:
-    lost = [
-        (topic, number, offset, earliest[topic][number])
-        for topic, offsets in start.items()
-        for number, offset in offsets.items()
-        if not earliest[topic][number] <= offset <= latest[topic][number]
-    ]
-    if lost:
-        raise LostData(lost)
+def _check_reached(start: Offsets, latest: Offsets) -> None:
+    for topic, offsets in start.items():
+        for number, offset in offsets.items():
+            end = latest[topic][number]
+            if offset > end:
+                raise OffsetOutOfRange(
+                    f"{topic}-{number} ends at {end}, and the pipeline has read up to {offset}: the topic was made "
+                    "anew, or its end was lost; move the pipeline's group with `millstream group reset`",
+                    start=0,
+                    end=end,
+                )

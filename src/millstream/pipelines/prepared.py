@@ -15,8 +15,9 @@ from millstream.model.pipeline import Pipeline, TransformSettings
 from millstream.pipelines.batch_loop import BatchLoop, Plan
 from millstream.pipelines.job import JobContext
 from millstream.pipelines.lake_view import LakeView
+from millstream.pipelines.output_rows import as_messages
 from millstream.pipelines.payload_schema import KeptSchemas, find_schema
-from millstream.pipelines.statement import Statement, read_statement, told_plainly
+from millstream.pipelines.statement import Statement, elements, read_statement, told_plainly
 from millstream.pipelines.topic_view import TopicView, parse_schemas, view_of
 
 if TYPE_CHECKING:
@@ -58,7 +59,10 @@ class Prepared:
     spark: SparkSession
     brokers: str
     statement: Statement
+    whole: Mapping[str, TopicView]
+    """The views with all of their columns."""
     views: Mapping[str, TopicView]
+    """The views with the columns that the statement uses."""
     tables: tuple[LakeView, ...] = ()
     needs_state: bool = False
     aggregates: bool = False
@@ -100,13 +104,17 @@ def prepare(pipeline: Pipeline, context: JobContext, settings: TransformSettings
         return None
     lake = tuple(LakeView(spark, name, tables[name]) for name in statement.tables)
     whole = {topic: view_of(topic, schemas[topic]) for topic in statement.topics}
-    prepared = Prepared(spark, context.brokers, statement, whole, lake)
+    prepared = Prepared(spark, context.brokers, statement, whole, whole, lake)
     for topic, view in whole.items():
-        view.frame(spark, context.brokers, ()).createOrReplaceTempView(f"`{topic}`")
-    nodes = list(_nodes(prepared.frame()._jdf.queryExecution().analyzed()))
+        view.example(spark).createOrReplaceTempView(f"`{topic}`")
+    rows = prepared.frame()
+    as_messages(rows, loop.options_for(settings.into))
+    execution: Any = rows._jdf.queryExecution()
+    nodes = list(_nodes(execution.analyzed()))
     prepared.needs_state = _remembers(nodes)
     prepared.aggregates = any(of_topic and node.nodeName() in _AGGREGATES for node, of_topic in nodes)
-    prepared.views = {topic: view.narrowed(statement) for topic, view in whole.items()}
+    used = _used(told_plainly(statement.text, execution.optimizedPlan))
+    prepared.views = {topic: view.narrowed(used) for topic, view in whole.items()}
     return prepared
 
 
@@ -166,8 +174,19 @@ def _nodes(plan: Any) -> Iterator[tuple[Any, bool]]:
 
 
 def _children(plan: Any) -> list[Any]:
-    children = plan.children()
-    return [children.apply(number) for number in range(children.size())]
+    return elements(plan.children())
+
+
+def _used(plan: Any) -> set[str]:
+    """The columns of topics that an optimized plan looks at, by their names."""
+    outputs: set[int] = set()
+    names: dict[int, str] = {one.exprId().id(): one.name() for one in elements(plan.output())}
+    for node, _ in _nodes(plan):
+        if node.nodeName() == _OF_TOPIC:
+            outputs |= {one.exprId().id() for one in elements(node.output())}
+        else:
+            names |= {one.exprId().id(): one.name() for one in elements(node.references().toSeq())}
+    return {name for number, name in names.items() if number in outputs}
 
 
 def _is_of_topic(plan: Any) -> bool:

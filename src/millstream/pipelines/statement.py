@@ -1,15 +1,15 @@
 """The SELECT statement of a transform: what it reads, and errors that point at the place where it is broken.
 
-What stands in it is found by the parser of filters' language; whether it can be run is for Spark to say.
+Spark's own parser takes it apart, so whatever Spark can run can be said.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from millstream.model.errors import InvalidSetting
 
@@ -19,50 +19,65 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SHOWN_MAX = 120
+_SHOWN_MAX: Final = 120
+_RELATION: Final = "UnresolvedRelation"
+_WITH: Final = "UnresolvedWith"
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A statement, and the names in it."""
+    """A statement, and what it reads."""
 
     text: str
     topics: tuple[str, ...]
     tables: tuple[str, ...]
     """Lake tables, which are named so in the settings."""
-    names: frozenset[str] | None
-    """Everything that may be the name of a column, in small letters; None if it asks for all columns of something."""
-
-    def wants(self, column: str) -> bool:
-        """Whether a column may be used by it."""
-        return self.names is None or column.lower() in self.names
 
 
 def read_statement(text: str, tables: Collection[str], spark: SparkSession) -> Statement:
     """Find out what a statement reads; raise `InvalidSetting` with Spark's message and the place if it is broken."""
-    from sqlglot import exp, parse
-    from sqlglot.errors import SqlglotError
-
-    parser = spark._jsparkSession.sessionState().sqlParser()
-    told_plainly(text, lambda: parser.parsePlan(text))
-    try:
-        found = [tree for tree in parse(text, read="spark") if tree is not None]
-    except SqlglotError as error:
-        said = re.sub(r"\x1b\[\d*m", "", str(error))
-        raise InvalidSetting(f"the names in the statement cannot be found: {said}") from None
-    if len(found) != 1 or not isinstance(found[0], exp.Query):
-        raise InvalidSetting("a transform has one statement, and it is a SELECT")
-    tree = found[0]
-    own = {one.alias_or_name for one in tree.find_all(exp.CTE)}
-    read = list(dict.fromkeys(_name(table) for table in tree.find_all(exp.Table) if _name(table) not in own))
+    parser: Any = spark._jsparkSession.sessionState().sqlParser()
+    plan = told_plainly(text, lambda: parser.parseQuery(text))
+    own: set[str] = set()
+    found: dict[str, bool] = {}
+    for name, is_hidden in _relations(plan, own, is_hidden=False):
+        found[name] = is_hidden or found.get(name, False)
+    read = [name for name in found if name not in own]
     topics = tuple(name for name in read if name not in tables)
     if not topics:
         raise InvalidSetting("the statement reads no topic: topics stand in it as tables, by their names")
-    has_all = any(True for _ in tree.find_all(exp.Star)) or any(
-        join.args.get("method") for join in tree.find_all(exp.Join)
-    )
-    names = None if has_all else frozenset(str(one.this).lower() for one in tree.find_all(exp.Identifier))
-    return Statement(text, topics, tuple(name for name in read if name in tables), names)
+    for name in topics:
+        if found[name]:
+            # It would be looked at batch by batch, which is never what is meant.
+            raise InvalidSetting(f"the topic {name!r} stands within a condition or a column; join it instead")
+    return Statement(text, topics, tuple(name for name in read if name in tables))
+
+
+def elements(listed: Any) -> list[Any]:
+    """A sequence of Scala as a list."""
+    return [listed.apply(number) for number in range(listed.size())]
+
+
+def _relations(plan: Any, own: set[str], *, is_hidden: bool) -> Iterator[tuple[str, bool]]:
+    """The names that a parsed statement reads from, and whether they stand within an expression."""
+    kind = plan.nodeName()
+    if kind == _RELATION:
+        yield _name(elements(plan.multipartIdentifier())), is_hidden
+    if kind == _WITH:
+        for named in elements(plan.cteRelations()):
+            own.add(named._1())
+            yield from _relations(named._2(), own, is_hidden=is_hidden)
+    for child in elements(plan.children()):
+        yield from _relations(child, own, is_hidden=is_hidden)
+    for within in elements(plan.subqueries()):
+        yield from _relations(within, own, is_hidden=True)
+
+
+def _name(parts: list[str]) -> str:
+    if len(parts) > 1:
+        joined = ".".join(parts)
+        raise InvalidSetting(f"write `{joined}` in backquotes if that is the name of a topic or a table")
+    return parts[0]
 
 
 def told_plainly(text: str, work: Callable[[], T]) -> T:
@@ -75,14 +90,6 @@ def told_plainly(text: str, work: Callable[[], T]) -> T:
         return work()
     except (AnalysisException, ParseException) as error:
         raise InvalidSetting(_said(text, error)) from None
-
-
-def _name(table: Any) -> str:
-    parts = [str(part.this) for part in table.parts]
-    if len(parts) > 1:
-        joined = ".".join(parts)
-        raise InvalidSetting(f"write `{joined}` in backquotes if that is the name of a topic or a table")
-    return parts[0]
 
 
 def _said(text: str, error: PySparkException) -> str:

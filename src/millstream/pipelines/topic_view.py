@@ -6,7 +6,7 @@ regard to capital letters, as SQL does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -16,7 +16,6 @@ from pyspark.sql.types import StructField, StructType
 
 from millstream.model.errors import InvalidSetting
 from millstream.pipelines.batch_loop import CLIENT_ID, numbers_of
-from millstream.pipelines.statement import Statement
 from millstream.spark.options import BROKERS, read_options
 from millstream.spark.payload import parse_payloads
 from millstream.spark.ranges import Range
@@ -53,6 +52,10 @@ class TopicView:
         """As Spark has it."""
         return StructType([StructField(one.name, one.field.dataType) for one in self.columns])
 
+    def types(self) -> Iterator[tuple[str, str]]:
+        """Every column and its type, in words."""
+        return ((one.name, one.field.dataType.simpleString()) for one in self.columns)
+
     @property
     def shape(self) -> Shape:
         """As the source reads it."""
@@ -63,10 +66,14 @@ class TopicView:
             )
         )
 
-    def narrowed(self, statement: Statement) -> TopicView:
-        """Only what a statement may use, since every column costs."""
-        used = tuple(one for one in self.columns if statement.wants(one.name))
+    def narrowed(self, names: Collection[str]) -> TopicView:
+        """Only columns of these names, since every column costs."""
+        used = tuple(one for one in self.columns if one.name in names)
         return TopicView(self.topic, used or tuple(one for one in self.columns if one.name == "offset"))
+
+    def example(self, spark: SparkSession) -> DataFrame:
+        """A frame to plan with, which is never run."""
+        return spark.range(1).mapInArrow(fetching((), "", self), self.schema)
 
     def frame(self, spark: SparkSession, brokers: str, ranges: Sequence[Range]) -> DataFrame:
         """The rows of some ranges."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Final
 
@@ -19,7 +19,7 @@ from millstream.records.layout import Int32s, Int64s
 from millstream.records.partitioner import choose_partitions
 from millstream.spark.link import Link
 from millstream.spark.options import WriteOptions
-from millstream.spark.target import count_partitions
+from millstream.spark.target import count_known, count_partitions
 from millstream.wire.producing import Produced
 from millstream.wire.transactions import TransactionalProducer
 
@@ -106,10 +106,17 @@ class RowProducer:
             raise InvalidBatch("a row has no topic; give every row one, or all of them one with the option topic")
         named = topics.dictionary_encode()
         names = named.dictionary.to_pylist()
+        self._learn(names)
         order, bounds = _sorted(named.indices.to_numpy(), len(names))
         rows = batch.take(pa.array(order)) if len(names) > 1 else batch
         for number, name in enumerate(names):
             yield name, rows.slice(int(bounds[number]), int(bounds[number + 1] - bounds[number]))
+
+    def _learn(self, topics: Sequence[str]) -> None:
+        """Ask about all topics at once that are new here, since one after the other takes long."""
+        unknown = [topic for topic in topics if topic not in self._partitions]
+        if len(unknown) > 1:
+            self._partitions |= count_known(self._link, unknown)
 
     def _count(self, topic: str) -> int:
         known = self._partitions.get(topic)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -43,6 +44,12 @@ def count_partitions(link: Link, topic: str) -> int:
         hint = f"create it with: millstream topic create {topic}"
         raise UnknownTopic(f"topic {topic!r} does not exist and the broker does not create it; {hint}")
     raise error
+
+
+def count_known(link: Link, topics: Sequence[str]) -> dict[str, int]:
+    """How many partitions topics have that are there, asked for at once."""
+    found = link.call(link.client.metadata(topics))
+    return {name: len(topic.partitions) for name, topic in found.topics.items()}
 
 
 def knows_batches(link: Link) -> bool:

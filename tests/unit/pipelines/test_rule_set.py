@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.model.errors import FilterError
+from millstream.model.ids import Offset
 from millstream.pipelines.routing.rule_set import RuleSet, Way, rule_set
 from millstream.records.record import Record
 from millstream.subscriptions.filter.batch import RecordBatch
@@ -57,7 +58,7 @@ ways = st.lists(
 def batch_of(made: list[tuple[Any, Any, str | None, bytes | None]]) -> RecordBatch:
     records = [
         Record(
-            offset=offset,
+            offset=Offset(offset),
             timestamp_ms=offset,
             key=key,
             value=json.dumps({"region": region, "total": total}).encode(),

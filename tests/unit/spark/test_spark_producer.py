@@ -33,7 +33,7 @@ class Broker:
         self.records: dict[tuple[str, int], list[Record]] = {}
         self.fails = False
 
-    async def metadata(self, topics: list[str], *, create: bool) -> Any:
+    async def metadata(self, topics: list[str], *, create: bool = False) -> Any:
         known = {topic: SimpleNamespace(partitions=range(PARTITIONS)) for topic in topics}
         return SimpleNamespace(errors={}, topics=known)
 
