@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from millstream.http.joined_transport import JoinedTransport
 from millstream.http.problem import CONTENT_TYPE, problem_document
 
 CONNECTIONS_MAX: Final = 2048
@@ -29,10 +30,12 @@ class Protocol(HttpToolsProtocol):
     _is_begun = False
     _expected: asyncio.TimerHandle | None = None
     _stuck: asyncio.TimerHandle | None = None
+    _joined: JoinedTransport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take on a connection, unless there are too many."""
-        super().connection_made(transport)
+        self._joined = JoinedTransport(transport)
+        super().connection_made(cast("asyncio.Transport", self._joined))
         if len(self.connections) > CONNECTIONS_MAX:
             self._end(HTTPStatus.SERVICE_UNAVAILABLE, f"{CONNECTIONS_MAX} connections are open already")
             return
@@ -76,6 +79,11 @@ class Protocol(HttpToolsProtocol):
         self._is_in_head = True
         self._head_bytes = 0
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The answer is whole; what is written next is the head of another one."""
+        self._joined.answered()
+        super().on_response_complete()
 
     def pause_writing(self) -> None:
         """The client does not take its answer as fast as it comes."""

@@ -41,7 +41,8 @@ class Pool:
         self._slots = asyncio.Semaphore(borrowed_max)
         self._member_slots = asyncio.Semaphore(MEMBERS_MAX)
         self._closed = False
-        self._muted_until = 0.0
+        self.muted_until = 0.0
+        """Until when the broker asks to be left alone; 0 if it never did, or that is over."""
 
     @property
     def is_open(self) -> bool:
@@ -74,14 +75,17 @@ class Pool:
         """The broker asks to be left alone for so long: requests to it wait, on whichever connection."""
         if seconds > 0:
             until = asyncio.get_running_loop().time() + min(seconds, MUTED_S_MAX)
-            self._muted_until = max(self._muted_until, until)
+            self.muted_until = max(self.muted_until, until)
 
     @property
     def pause_s(self) -> float:
         """For how much longer the broker asks to be left alone."""
-        if not self._muted_until:
+        if not self.muted_until:
             return 0.0
-        return max(0.0, self._muted_until - asyncio.get_running_loop().time())
+        pause_s = self.muted_until - asyncio.get_running_loop().time()
+        if pause_s <= 0:
+            self.muted_until = pause_s = 0.0
+        return pause_s
 
     async def unmuted(self) -> float:
         """Wait until the broker may be sent something; returns how long that took, in seconds."""
