@@ -40,7 +40,7 @@ from millstream.model.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule,
 if TYPE_CHECKING:
     from millstream.pipelines.by_hand import RunByHand
     from millstream.pipelines.claim import Claim
-    from millstream.pipelines.places import Places
+    from millstream.admin.places import Places
     from millstream.pipelines.tally import Tally
     from millstream.wire.client import Client
 
@@ -145,7 +145,7 @@ def _refuse_without_spark() -> None:
 async def _look_up(client: Client, name: str | None) -> tuple[Pipeline | None, Places]:
     """A declared pipeline, if it is asked for, and where the nodes have their tables and checkpoints."""
     from millstream.admin.pipelines import PipelineClient
-    from millstream.pipelines.places import places_of
+    from millstream.admin.places import places_of
     from millstream.wire.pipeline_messages import ToldRule
 
     places = await places_of(client)

@@ -26,7 +26,7 @@ from millstream.model.errors import MillstreamError, UnknownPipeline
 from millstream.model.pipeline import Pipeline
 from millstream.pipelines.driver_messages import Options, Said, Told, Wanted
 from millstream.pipelines.installed import what_is_missing
-from millstream.pipelines.places import places_in
+from millstream.admin.places import places_in
 from millstream.pipelines.roll import DEATHS_MAX, Roll
 
 _logger = logging.getLogger(__name__)

@@ -18,8 +18,10 @@ from millstream.model.nearest import suggestion
 from millstream.records.names import NAMES
 from millstream.spark.position import (
     EARLIEST,
+    EARLIEST_LANDED,
     LATEST,
     ByTime,
+    FromLake,
     Named,
     Position,
     Timestamps,
@@ -61,6 +63,7 @@ _READ: Final = (
     "columns",
     "valueFormat",
     "mode",
+    "lake",
 )
 _WRITE: Final = (
     *_BOTH,
@@ -128,6 +131,15 @@ class ReadOptions:
     columns: tuple[str, ...] | None = None
     value_format: str = "bytes"
     ranges: bool = False
+    lake: str | None = None
+    """Where landed tables are, if not where the pipelines say."""
+
+    @property
+    def reaches_lake(self) -> bool:
+        """Whether what the log has no more is taken from landed tables."""
+        if isinstance(self.starting, FromLake):
+            return True
+        return isinstance(self.starting, ByTime | Timestamps) and not self.filter and not self.ranges
 
     @property
     def what(self) -> str:
@@ -159,7 +171,7 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
     found = _Given(given, _READ, "read")
     topics = _topics(found)
     isolation = found.choice("isolation", ("read_committed", "read_uncommitted"), other="kafka.isolation.level")
-    return ReadOptions(
+    options = ReadOptions(
         brokers=found.text(BROKERS) or DEFAULT_BROKERS,
         client_id=found.text("kafka.client.id") or "millstream-spark",
         timeout_s=found.number("kafka.request.timeout.ms", 60_000, minimum=100) / 1000,
@@ -182,7 +194,11 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
         columns=_columns(found.text("columns")),
         value_format=found.choice("valueFormat", ("bytes", "string", "json")) or "bytes",
         ranges=found.choice("mode", ("rows", "ranges")) == "ranges",
+        lake=found.text("lake"),
     )
+    if isinstance(options.starting, FromLake) and (options.ranges or options.filter):
+        raise InvalidSetting("startingOffsets=earliest-landed goes neither with mode=ranges nor with a filter")
+    return options
 
 
 def write_options(given: Mapping[str, str]) -> WriteOptions:
@@ -353,6 +369,8 @@ def _position(found: _Given, side: str) -> Position | None:
         return EARLIEST
     if offsets.lower() == "latest":
         return LATEST
+    if offsets.lower() == "earliest-landed" and side == "starting":
+        return EARLIEST_LANDED
     return Named(parse_offsets(f"{side}Offsets", offsets))
 
 

@@ -47,10 +47,16 @@ class Named:
     offsets: Offsets
 
 
-Position = End | ByTime | Timestamps | Named
+@dataclass(frozen=True, slots=True)
+class FromLake:
+    """The first message that the log or the landed table has."""
+
+
+Position = End | ByTime | Timestamps | Named | FromLake
 
 EARLIEST: Final = End(OFFSET_EARLIEST)
 LATEST: Final = End(OFFSET_LATEST)
+EARLIEST_LANDED: Final = FromLake()
 
 
 def parse_offsets(option: str, text: str, *, minimum: int = OFFSET_EARLIEST) -> Offsets:

@@ -13,6 +13,15 @@ from millstream.spark.position import Offsets
 
 
 @dataclass(frozen=True)
+class Table:
+    """The landed table of a topic."""
+
+    url: str
+    format: str
+    topic_id: str
+
+
+@dataclass(frozen=True)
 class Range(InputPartition):
     """Offsets of one partition, the last not included."""
 
@@ -20,6 +29,8 @@ class Range(InputPartition):
     partition: int
     start: int
     end: int
+    table: Table | None = None
+    """Where it is read from, if not from the log."""
 
     def __len__(self) -> int:
         return self.end - self.start

@@ -39,14 +39,20 @@ class TopicReader(DataSourceReader):
         there = survey.partitions()
         start = survey.resolve(options.starting or EARLIEST, there, "starting")
         end = survey.resolve(options.ending, there, "ending")
-        start = check_start(survey, start, there, options, named=isinstance(options.starting, Named))
+        landed: list[Range] = []
+        if options.reaches_lake:
+            from millstream.spark.lake_reach import LakeReach
+
+            reach = LakeReach(survey, options)
+            landed, start = reach.taken(reach.lowered(start, there), end)
+        start = check_start(survey, start, there, options, named=bool(landed) or isinstance(options.starting, Named))
         if bounds.from_ms is not None:
             young = survey.resolve(ByTime(bounds.from_ms, or_latest=True), there, "starting")
             start = {
                 topic: {number: max(offset, young[topic][number]) for number, offset in offsets.items()}
                 for topic, offsets in start.items()
             }
-        ranges = [narrowed for one in ranges_between(start, end) for narrowed in self._narrowed(one)]
+        ranges = [narrowed for one in (*landed, *ranges_between(start, end)) for narrowed in self._narrowed(one)]
         return split(ranges, min_partitions=options.min_partitions, records_max=options.records_per_task_max)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -67,6 +73,10 @@ def read_task(partition: InputPartition, options: ReadOptions, shape: Shape) -> 
     """The rows of one task; where there is nothing to read, Spark asks for one task all the same, without a range."""
     if isinstance(partition, Range) and options.ranges:
         yield range_row(partition)
+    elif isinstance(partition, Range) and partition.table is not None:
+        from millstream.spark.lake_reach import read_landed
+
+        yield from read_landed(partition, shape)
     elif isinstance(partition, Range):
         yield from read_range(partition, options, shape)
 

@@ -23,7 +23,7 @@ from millstream.model.topic import TopicPartition
 from millstream.spark.options import ReadOptions
 from millstream.spark.plainly import plainly
 from millstream.spark.position import LATEST, Named
-from millstream.spark.ranges import admitted, ranges_between, split
+from millstream.spark.ranges import Range, admitted, ranges_between, split
 from millstream.spark.reader import check_start, read_task
 from millstream.spark.shape import Shape
 from millstream.spark.survey import Survey
@@ -56,6 +56,10 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         there = survey.partitions()
         position = options.starting or LATEST
         start = survey.resolve(position, there, "starting")
+        if options.reaches_lake:
+            from millstream.spark.lake_reach import LakeReach
+
+            return to_json(LakeReach(survey, options).lowered(start, there))
         return to_json(check_start(survey, start, there, options, named=isinstance(position, Named)))
 
     def getDefaultReadLimit(self) -> ReadLimit:
@@ -101,10 +105,15 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         asked: dict[str, dict[int, int]] = {}
         for one in ranges_between(starts, ends):
             asked.setdefault(one.topic, {})[one.partition] = one.start
+        landed: list[Range] = []
+        if asked and options.reaches_lake:
+            from millstream.spark.lake_reach import LakeReach
+
+            landed, asked = LakeReach(survey, options).taken(asked, ends)
         there = {topic: list(offsets) for topic, offsets in asked.items()}
         found = check_start(survey, asked, there, options, named=True, end=ends) if asked else asked
         ranges = ranges_between(found, {topic: {one: ends[topic][one] for one in found[topic]} for topic in found})
-        return split(ranges, min_partitions=options.min_partitions, records_max=options.records_per_task_max)
+        return split([*landed, *ranges], min_partitions=options.min_partitions, records_max=options.records_per_task_max)
 
     def commit(self, end: dict[str, Any]) -> None:
         """Spark says that everything before is done."""

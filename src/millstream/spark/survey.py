@@ -11,7 +11,17 @@ from millstream.model.ids import NodeId, Offset, PartitionIndex
 from millstream.model.topic import TopicPartition
 from millstream.spark.link import Link, link_to
 from millstream.spark.options import ReadOptions
-from millstream.spark.position import OFFSET_EARLIEST, OFFSET_LATEST, ByTime, End, Named, Offsets, Position, Timestamps
+from millstream.spark.position import (
+    OFFSET_EARLIEST,
+    OFFSET_LATEST,
+    ByTime,
+    End,
+    FromLake,
+    Named,
+    Offsets,
+    Position,
+    Timestamps,
+)
 from millstream.wire.client import ListedOffset
 from millstream.wire.fetching import FetchLimits
 from millstream.wire.refusal import refusal
@@ -59,6 +69,8 @@ class Survey:
 
     def resolve(self, position: Position, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
         """Offsets for every partition, from what an option says."""
+        if isinstance(position, FromLake):
+            return self.earliest(partitions)
         if isinstance(position, End):
             return self._look_up({topic: dict.fromkeys(ns, position.offset) for topic, ns in partitions.items()})
         if isinstance(position, ByTime):

@@ -12,7 +12,7 @@ from millstream.model.errors import GroupNotEmpty, InvalidPipeline, InvalidSetti
 from millstream.model.pipeline import PipelineKind, Rule
 from millstream.pipelines.by_hand import RunByHand
 from millstream.pipelines.job import JobContext, Step
-from millstream.pipelines.places import places_in
+from millstream.admin.places import places_in
 from millstream.testing.pipeline_script import FreeClaim, Script, landing
 
 

@@ -1,0 +1,170 @@
+"""Queries that begin before the log does: older messages come from the landed table, without a gap or a double."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.admin.pipelines import PipelineClient
+from millstream.model.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.job import JobContext
+from millstream.pipelines.land import LandJob
+from millstream.spark.session import session
+from millstream.testing.server import Server
+from millstream.wire.client import Client
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+WAIT_S = 60.0
+FIRST_MS = 1_700_000_000_000
+# A call into the JVM that is interrupted leaves the session unusable, and the first ones take long on a slow machine.
+pytestmark = pytest.mark.timeout(900)
+
+Place = tuple[int, int]
+
+
+@pytest.fixture(scope="module")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    settings = {
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
+    }
+    started = session("millstream-beyond", master="local[2]", settings=settings)
+    started.sparkContext.setLogLevel("OFF")
+    yield started
+    started.stop()
+
+
+class Landed:
+    """A topic of two partitions that a pipeline lands, and whose log is cut."""
+
+    def __init__(self, spark: SparkSession, server: Server, topic: str, lake: Path) -> None:
+        self.spark = spark
+        self.server = server
+        self.topic = topic
+        self.settings = {"topics": topic, "lake": str(lake), "decode": "json", "schema": "n long"}
+        self.messages: dict[Place, bytes] = {}
+        self.admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+        self.admin.create_topics([NewTopic(topic, 2, 1)])[topic].result(WAIT_S)
+
+    def publish(self, count: int) -> None:
+        """Numbered messages, one second after the other; every seventh is no JSON, and goes to the quarantine."""
+        producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0})
+
+        def tell(error: object, message: Any) -> None:
+            assert error is None
+            self.messages[message.partition(), message.offset()] = message.value()
+
+        for number in range(len(self.messages), len(self.messages) + count):
+            value = b"%d" % number if number % 7 == 3 else json.dumps({"n": number}).encode()
+            stamp = FIRST_MS + 1000 * number
+            producer.produce(self.topic, value, partition=number % 2, timestamp=stamp, on_delivery=tell)
+        assert producer.flush(WAIT_S) == 0
+
+    def land(self) -> None:
+        name = f"land-{uuid.uuid4().hex[:8]}"
+        pipeline = Pipeline(pipeline_id=uuid.uuid4(), name=name, kind=PipelineKind.LAND, overrides=self.settings)
+        job = LandJob(pipeline, JobContext(spark=self.spark, brokers=self.server.kafka, lake="", folder=""))
+        try:
+            while job.step().lag:
+                pass
+        finally:
+            job.close()
+
+    async def declare(self) -> None:
+        async with Client.connect(self.server.kafka) as client:
+            await PipelineClient(client).create(f"land-{self.topic}", PipelineKind.LAND, self.settings)
+
+    def cut(self, offset: int) -> None:
+        """Take the beginning of both partitions out of the log, as retention does."""
+        wanted = [TopicPartition(self.topic, number, offset) for number in range(2)]
+        for done in self.admin.delete_records(wanted).values():
+            done.result(WAIT_S)
+
+    def read(self, **options: str) -> DataFrame:
+        return self._options(self.spark.read, **options).load()
+
+    def stream(self, folder: Path, **options: str) -> list[Any]:
+        """What a stream that takes all there is now finds, in as many batches as it wants."""
+        frame = self._options(self.spark.readStream, **options).load()
+        found: list[Any] = []
+        query = (
+            frame.writeStream.foreachBatch(lambda rows, _batch: found.extend(rows.collect()))
+            .option("checkpointLocation", str(folder))
+            .trigger(availableNow=True)
+            .start()
+        )
+        query.awaitTermination()
+        return found
+
+    def _options(self, reader: Any, **options: str) -> Any:
+        given = {"kafka.bootstrap.servers": self.server.kafka, "subscribe": self.topic, **options}
+        return reader.format("millstream").options(**given)
+
+
+def places(rows: list[Any]) -> list[tuple[Place, bytes]]:
+    return sorted(((row.partition, row.offset), bytes(row.value)) for row in rows)
+
+
+@pytest.fixture
+def landed(spark: SparkSession, server: Server, topic: str, tmp_path: Path) -> Landed:
+    return Landed(spark, server, topic, tmp_path / "lake")
+
+
+def test_what_the_log_has_no_more_comes_from_the_table(landed: Landed, tmp_path: Path) -> None:
+    from pyspark.errors import PySparkException
+
+    landed.publish(200)
+    with pytest.raises(PySparkException, match="no pipeline lands topic"):
+        landed.read(startingOffsets="earliest-landed").collect()
+    asyncio.run(landed.declare())
+    landed.land()
+    landed.cut(60)
+    landed.publish(40)
+    everything = sorted(landed.messages.items())
+    inside = [one for one in everything if one[0][1] >= 60]
+    assert places(landed.read(startingOffsets="earliest").collect()) == inside
+
+    rows = landed.read(startingOffsets="earliest-landed", includeHeaders="true").collect()
+    assert places(rows) == everything
+    assert {row.topic for row in rows} == {landed.topic}
+    assert {row.timestampType for row in rows} == {0}
+    in_order = landed.read(startingOffsets="earliest-landed").where("partition = 1").collect()
+    assert [row.offset for row in in_order] == list(range(120))
+    some = landed.read(startingOffsets="earliest-landed", columns="offset,value").where("offset between 58 and 61")
+    assert sorted(row.offset for row in some.collect()) == [58, 58, 59, 59, 60, 60, 61, 61]
+
+    late = landed.read(startingTimestamp=str(FIRST_MS + 1000 * 50)).collect()
+    assert places(late) == [one for one in everything if one[0][1] >= 25]
+    assert len(landed.read(startingTimestamp=str(FIRST_MS + 1000 * 200)).collect()) == 40
+
+    streamed = landed.stream(
+        tmp_path / "checkpoint", startingOffsets="earliest-landed", maxOffsetsPerTrigger="50", minPartitions="4"
+    )
+    assert places(streamed) == everything
+    landed.publish(10)
+    assert len(landed.stream(tmp_path / "checkpoint", startingOffsets="earliest-landed")) == 10
+
+
+def test_what_was_lost_before_it_was_landed_is_told(landed: Landed) -> None:
+    from pyspark.errors import PySparkException
+
+    landed.publish(40)
+    asyncio.run(landed.declare())
+    landed.land()
+    landed.publish(40)
+    landed.cut(30)
+    with pytest.raises(PySparkException, match="offsets 20 to 29"):
+        landed.read(startingOffsets="earliest-landed").collect()
+    rows = landed.read(startingOffsets="earliest-landed", failOnDataLoss="false").collect()
+    assert places(rows) == [one for one in sorted(landed.messages.items()) if not 20 <= one[0][1] < 30]
