@@ -92,7 +92,8 @@ class Landed:
             done.result(WAIT_S)
 
     def read(self, **options: str) -> DataFrame:
-        return self._options(self.spark.read, **options).load()
+        frame: DataFrame = self._options(self.spark.read, **options).load()
+        return frame
 
     def stream(self, folder: Path, **options: str) -> list[Any]:
         """What a stream that takes all there is now finds, in as many batches as it wants."""

@@ -113,7 +113,9 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         there = {topic: list(offsets) for topic, offsets in asked.items()}
         found = check_start(survey, asked, there, options, named=True, end=ends) if asked else asked
         ranges = ranges_between(found, {topic: {one: ends[topic][one] for one in found[topic]} for topic in found})
-        return split([*landed, *ranges], min_partitions=options.min_partitions, records_max=options.records_per_task_max)
+        return split(
+            [*landed, *ranges], min_partitions=options.min_partitions, records_max=options.records_per_task_max
+        )
 
     def commit(self, end: dict[str, Any]) -> None:
         """Spark says that everything before is done."""
