@@ -153,4 +153,6 @@ def stream_name(checkpoint: str | None) -> str:
     """
     if checkpoint is None:
         return ""
-    return sha256(f"{socket.gethostname()}\n{os.getcwd()}\n{checkpoint}".encode()).hexdigest()[:16]
+    is_whole = os.path.isabs(checkpoint) or ":" in checkpoint.partition("/")[0]
+    place = checkpoint if is_whole else os.path.abspath(checkpoint)
+    return sha256(f"{socket.gethostname()}\n{place}".encode()).hexdigest()[:16]
