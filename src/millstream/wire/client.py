@@ -110,7 +110,7 @@ class Client:
 
     async def __aenter__(self) -> Self:
         try:
-            await self._anywhere()
+            await self._first_answer()
         except BaseException:
             await self.close()
             raise
@@ -442,6 +442,18 @@ class Client:
             ) from error
         return pool
 
+    async def _first_answer(self) -> None:
+        """Find a broker that answers. One that takes connections and is silent may be starting: it has more time."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+        while True:
+            try:
+                await self._anywhere()
+                return
+            except BrokerUnreachable as error:
+                if not isinstance(error.__cause__, RequestTimedOut) or loop.time() >= deadline:
+                    raise
+
     async def _anywhere(self) -> Pool:
         """A pool whose shared connection stands: one that is open, else the first that can be opened."""
         addresses = dict.fromkeys([*((node.host, node.port) for node in self._nodes.values()), *self._bootstrap])
@@ -449,18 +461,20 @@ class Client:
             if self._pool(host, port).is_open:
                 return self._pool(host, port)
         reasons: list[str] = []
+        silent: RequestTimedOut | None = None
         for host, port in addresses:
             try:
                 await self._pool(host, port).shared()
             except (BrokerUnreachable, RequestTimedOut) as error:
                 reasons.append(str(error))
+                silent = error if isinstance(error, RequestTimedOut) else silent
             else:
                 return self._pool(host, port)
         tried = ", ".join(f"{host}:{port}" for host, port in addresses)
         raise BrokerUnreachable(
             f"no broker answered at {tried} ({'; '.join(reasons)}); start one with `millstream serve`, "
             f"or give the address of one that runs {self._given_as}"
-        )
+        ) from silent
 
     def _pool(self, host: str, port: int) -> Pool:
         if self._closed:

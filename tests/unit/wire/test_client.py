@@ -25,6 +25,7 @@ from millstream.model.ids import NodeId, Offset, PartitionIndex
 from millstream.model.topic import TopicPartition
 from millstream.records.record import NewRecord, encode_batch
 from millstream.testing.scripted_broker import (
+    API_VERSIONS,
     FETCH,
     FIND_COORDINATOR,
     LIST_OFFSETS,
@@ -34,6 +35,7 @@ from millstream.testing.scripted_broker import (
     fetched,
     produced,
 )
+from millstream.wire import client as module
 from millstream.wire import codec
 from millstream.wire.client import Client
 from millstream.wire.cluster_metadata import NodeMetadata
@@ -58,6 +60,24 @@ async def hang_up(header: codec.RequestHeader, frame: memoryview) -> Any:
 
 
 # -- connecting -----------------------------------------------------------------------------------------------
+
+
+async def test_a_broker_that_is_slow_to_answer_at_first_is_asked_again(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CONNECT_S_MAX", 0.2)
+    tell, silent = broker.handlers[API_VERSIONS], asyncio.Event()
+
+    async def slow(header: codec.RequestHeader, frame: memoryview) -> Any:
+        if broker.asked(API_VERSIONS) < 3:
+            await silent.wait()
+        return await tell(header, frame)
+
+    broker.handlers[API_VERSIONS] = slow
+    async with connect(broker, timeout_s=60):
+        pass
+    silent.set()
+    assert broker.asked(API_VERSIONS) >= 3
 
 
 async def test_nobody_there_is_told_with_what_to_do() -> None:
