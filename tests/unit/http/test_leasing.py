@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from millstream.http.leasing import Leasing
-from millstream.model.errors import BrokerUnreachable, NotFound, RequestTimedOut
+from millstream.model.errors import BrokerUnreachable, NotFound, QuotaExceeded, RequestTimedOut
 from millstream.records.record import NewRecord, encode_batch
 from millstream.wire.client import Client
 from millstream.wire.subscription_messages import (
@@ -37,6 +37,7 @@ class Node:
         self.came = asyncio.Event()
         self.hung_up = 0
         self.hangs = False
+        self.throttle_ms = 0
 
     @asynccontextmanager
     async def borrowed(self) -> AsyncIterator[Node]:
@@ -66,7 +67,7 @@ class Node:
         count = min(self.messages, request.max_records)
         self.messages -= count
         if not count:
-            return ReceiveAnswer(0, None)
+            return ReceiveAnswer(0, None, [], self.throttle_ms)
         batch = bytes(encode_batch([NewRecord(None, b"x", (), 1)] * count))
         lease = LeasedRange(0, count - 1, 1, 1000)
         return ReceiveAnswer(0, None, [PartitionMessages("t", bytes(16), self.number, [lease], batch)])
@@ -127,6 +128,17 @@ async def test_whoever_waits_gets_what_comes_to_any_node_and_hangs_up_on_the_oth
     (message,) = await waiting
     assert message.node == 2
     assert [node.hung_up for node in cluster.nodes.values()] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("wait_ms", [0, 1])
+async def test_whoever_gets_nothing_for_its_quota_is_told_so_unless_another_node_has_something(wait_ms: int) -> None:
+    cluster = Cluster(2)
+    cluster.nodes[1].throttle_ms = 5000
+    with pytest.raises(QuotaExceeded) as refused:
+        await leasing(cluster).receive(request(wait_ms=wait_ms))
+    assert refused.value.wait_s == 5
+    cluster.nodes[2].messages = 1
+    assert len(await leasing(cluster).receive(request(wait_ms=wait_ms))) == 1
 
 
 async def test_more_than_was_asked_for_goes_back() -> None:
