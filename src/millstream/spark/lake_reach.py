@@ -112,7 +112,7 @@ class LakeReach:
         if isinstance(self._options.starting, FromLake):
             raise InvalidSetting(
                 f"startingOffsets is earliest-landed, and no pipeline lands topic {topic!r}; declare one with: "
-                f"millstream pipeline create land NAME --topics {topic}"
+                f"millstream pipeline create land NAME --topic {topic}"
             )
         return None
 
