@@ -17,6 +17,7 @@ from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
 from millstream.cli.output import counted, one_line, print_answer
+from millstream.cli.pipeline_dry_run import show_dry_run
 from millstream.cli.pipeline_options import (
     Decode,
     DedupeSeconds,
@@ -38,9 +39,9 @@ from millstream.model.errors import GroupNotEmpty, InvalidPipeline, MillstreamEr
 from millstream.model.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule, check_pipeline, check_rules
 
 if TYPE_CHECKING:
+    from millstream.admin.places import Places
     from millstream.pipelines.by_hand import RunByHand
     from millstream.pipelines.claim import Claim
-    from millstream.admin.places import Places
     from millstream.pipelines.tally import Tally
     from millstream.wire.client import Client
 
@@ -56,6 +57,10 @@ TopicNames = Annotated[
     list[str] | None, typer.Argument(metavar="[TOPIC]...", help="For land: the topics.", show_default=False)
 ]
 Once = Annotated[bool, typer.Option("--once", help="Take what is there, and end. Default: go on until Ctrl-C.")]
+Dry = Annotated[
+    bool,
+    typer.Option("--dry-run", help="For a transform: show its plan and what it makes of a sample, and do nothing."),
+]
 RunName = Annotated[
     str | None,
     typer.Option(
@@ -81,6 +86,7 @@ def run(
     what: What,
     topics: TopicNames = None,
     once: Once = False,
+    dry: Dry = False,
     name: RunName = None,
     pattern: Pattern = None,
     lake: Lake = None,
@@ -116,6 +122,9 @@ def run(
     pipeline = pipeline or found
     if pipeline is None:
         raise InvalidPipeline(f"there is no pipeline {what!r}")
+    if dry:
+        show_dry_run(pipeline, brokers, master=master, memory=memory, as_json=as_json)
+        return
     by_hand = _ByHand(pipeline, places, brokers, lake=lake, folder=folder)
     by_hand.run(master, memory, once=once, as_json=as_json)
 

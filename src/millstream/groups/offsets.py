@@ -9,6 +9,7 @@ from uuid import UUID
 
 from millstream.groups.records import NO_TIME_MS, CommittedOffset, OffsetKey
 from millstream.groups.requests import FetchedOffset, FetchedOffsets
+from millstream.model.pipeline import GROUP_PREFIX
 
 TopicIds = Callable[[str], UUID | None]
 """The id of the topic that has this name now."""
@@ -107,7 +108,8 @@ def _as_fetched(committed: CommittedOffset) -> FetchedOffset:
 
 def _is_expired(group: OffsetOwner, topic: str, committed: CommittedOffset, now_ms: int, retention_ms: int) -> bool:
     base_ms = group.expiry_base_ms(committed)
-    if base_ms is None or group.consumes(topic):
+    if base_ms is None or group.consumes(topic) or group.group_id.startswith(GROUP_PREFIX):
+        # A pipeline that was stopped for long would else begin anew, and write everything once more.
         return False
     if committed.expire_ms != NO_TIME_MS:
         return now_ms >= committed.expire_ms

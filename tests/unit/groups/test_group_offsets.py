@@ -215,6 +215,16 @@ def test_a_living_group_loses_offsets_of_topics_it_no_longer_consumes() -> None:
     assert trial.committed("orders") == 2
 
 
+def test_offsets_of_pipelines_stay() -> None:
+    trial = GroupTrial()
+    trial.commit(1, group_id="pipeline-copy")
+    trial.commit(1)
+    trial.pass_ms(100 * DAY_MS)
+    trial.reload()
+    assert trial.committed() == -1
+    assert trial.committed(group_id="pipeline-copy") == 1
+
+
 def test_a_retention_that_the_client_asked_for() -> None:
     trial = GroupTrial()
     trial.commit(1, retention_ms=DAY_MS)
