@@ -21,6 +21,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction, RemoveAction
 
 from millstream.lake.columns import PARTITION_COLUMNS, added_columns
+from millstream.lake.stats import BOUNDED
 from millstream.lake.storage import Storage
 from millstream.lake.written import Written
 
@@ -28,6 +29,7 @@ _CONFIGURATION: Final = {
     # Checkpoints keep opening a table quick; old commits are deleted once a checkpoint has what they say.
     "delta.checkpointInterval": "50",
     "delta.logRetentionDuration": "interval 30 days",
+    "delta.dataSkippingStatsColumns": ",".join(BOUNDED),
 }
 
 

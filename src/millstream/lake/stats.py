@@ -1,71 +1,60 @@
-"""What is known of a file without reading it: counts, smallest and largest values, as Delta wants them."""
+"""What is known of a file without reading it, as Delta wants it: how many rows it has, and between which bounds.
+
+Only columns that every message has are given bounds. `deltalake` takes a column without bounds, in a file that has some
+for others, for one without values, and drops the file from filtered reads through Arrow: columns that came later, texts
+that are too long for a bound, flags. So a table says which columns have any, and a file has those of all, or of none.
+Groups of rows inside the files have theirs for all columns, which readers use as well.
+"""
 
 from __future__ import annotations
 
 import json
-import math
-from datetime import date, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, Final
 
 import pyarrow as pa
 
-TEXT_MAX: Final = 32
-"""Longer texts get no bounds: a bound that is cut has to be raised, and nothing here is found by long texts."""
+BOUNDED: Final = ("partition", "offset", "timestamp")
+"""The columns by which files are skipped."""
 
 
-def has_bounds(kind: pa.DataType) -> bool:
-    """Whether files are skipped by the values of columns of this type."""
-    return bool(
-        pa.types.is_integer(kind)
-        or pa.types.is_floating(kind)
-        or pa.types.is_string(kind)
-        or pa.types.is_date(kind)
-        or pa.types.is_timestamp(kind)
-    )
+def has_group_bounds(kind: pa.DataType) -> bool:
+    """Whether groups of rows have bounds for columns of this type; those of raw bytes would take room for nothing."""
+    return not (pa.types.is_binary(kind) or pa.types.is_nested(kind))
 
 
-def stats_json(schema: pa.Schema, metadata: Any) -> str:
-    """The statistics of a file that was written by a schema, from the metadata of its footer."""
-    nulls: dict[str, int] = {}
-    lowest: dict[str, Any] = {}
-    highest: dict[str, Any] = {}
+def stats_json(metadata: Any) -> str:
+    """The statistics of a file from the metadata of its footer."""
     positions = {metadata.schema.column(at).path: at for at in range(metadata.num_columns)}
-    for field in schema:
-        position = positions.get(field.name)
-        if position is None or not has_bounds(field.type):
-            continue
-        groups = [metadata.row_group(at).column(position).statistics for at in range(metadata.num_row_groups)]
-        if any(group is None or group.null_count is None for group in groups):
-            continue
-        nulls[field.name] = sum(group.null_count for group in groups)
-        bounds = _bounds(groups)
-        if bounds is not None:
-            lowest[field.name], highest[field.name] = bounds
-    stats = {"numRecords": metadata.num_rows, "minValues": lowest, "maxValues": highest, "nullCount": nulls}
+    bounds = {name: _bounds(metadata, positions[name]) for name in BOUNDED}
+    stats: dict[str, Any] = {"numRecords": metadata.num_rows}
+    if all(bounds.values()):
+        found = {name: both for name, both in bounds.items() if both is not None}
+        stats["minValues"] = {name: low for name, (low, _high) in found.items()}
+        stats["maxValues"] = {name: high for name, (_low, high) in found.items()}
+        stats["nullCount"] = dict.fromkeys(found, 0)
     return json.dumps(stats)
 
 
-def _bounds(groups: list[Any]) -> tuple[Any, Any] | None:
-    """The smallest and the largest value in all groups of rows, unless one of them cannot say."""
-    filled = [group for group in groups if group.num_values > 0]
-    if not filled or not all(group.has_min_max for group in filled):
+def _bounds(metadata: Any, position: int) -> tuple[Any, Any] | None:
+    """The smallest and the largest value of a column, unless it has nulls or values that cannot be told."""
+    groups = [metadata.row_group(at).column(position).statistics for at in range(metadata.num_row_groups)]
+    if any(group is None or not group.has_min_max or group.null_count != 0 for group in groups):
         return None
-    low, high = min(group.min for group in filled), max(group.max for group in filled)
-    if any(isinstance(bound, float) and not math.isfinite(bound) for bound in (low, high)):
+    try:
+        low, high = min(group.min for group in groups), max(group.max for group in groups)
+        return _told(low, is_upper=False), _told(high, is_upper=True)
+    except (OverflowError, ValueError):
+        # Producers send times that no calendar has.
         return None
-    if isinstance(low, str) and max(len(low), len(high)) > TEXT_MAX:
-        return None
-    return _text(low, is_upper=False), _text(high, is_upper=True)
 
 
-def _text(value: Any, *, is_upper: bool) -> Any:
+def _told(value: Any, *, is_upper: bool) -> Any:
     """A bound as JSON has it. Times have milliseconds, and those of an upper bound are rounded up."""
-    if isinstance(value, datetime):
-        fraction = value.microsecond % 1000
-        whole = value - timedelta(microseconds=fraction)
-        if fraction and is_upper:
-            whole += timedelta(milliseconds=1)
-        return whole.strftime("%Y-%m-%dT%H:%M:%S.") + f"{whole.microsecond // 1000:03d}Z"
-    if isinstance(value, date):
-        return value.isoformat()
-    return value
+    if not isinstance(value, datetime):
+        return value
+    fraction = value.microsecond % 1000
+    whole = value - timedelta(microseconds=fraction)
+    if fraction and is_upper:
+        whole = value + timedelta(microseconds=1000 - fraction)
+    return whole.replace(tzinfo=None).isoformat(timespec="milliseconds") + "Z"

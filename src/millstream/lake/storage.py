@@ -66,7 +66,7 @@ class Storage:
             self.make_parent(path)
             with contextlib.suppress(FileNotFoundError):
                 (source.folder / path).replace(self.folder / path)
-                _sync((self.folder / path).parent)
+                self.sync(path)
             return
         parent, _slash, name = self.url.rpartition("/")
         around = Storage(parent, self.options).files()
@@ -95,10 +95,12 @@ class Storage:
             (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
 
     def sync(self, path: str) -> None:
-        """Wait until a file and its name are on disk; object stores answer no sooner anyway."""
+        """Wait until a file and all names on its path are on disk; object stores answer no sooner anyway."""
         if self.folder is not None:
-            _sync(self.folder / path)
-            _sync((self.folder / path).parent)
+            file = self.folder / path
+            _sync(file)
+            for folder in file.parents[: len(file.parents) - len(self.folder.parents) + 1]:
+                _sync(folder)
 
 
 def _sync(path: Path) -> None:

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from millstream.lake.columns import APPEND_DAY, APPEND_HOUR, file_schema
-from millstream.lake.stats import has_bounds, stats_json
+from millstream.lake.stats import has_group_bounds, stats_json
 from millstream.lake.storage import Storage
 from millstream.lake.written import Written
 
@@ -117,7 +117,7 @@ class _OpenFile:
             compression="zstd",
             use_dictionary=[name for name in _REPEATED if name in names],
             column_encoding={name: "DELTA_BINARY_PACKED" for name in _COUNTED if name in names},
-            write_statistics=[field.name for field in schema if has_bounds(field.type)],
+            write_statistics=[field.name for field in schema if has_group_bounds(field.type)],
             metadata_collector=self._footers,
         )
 
@@ -135,7 +135,7 @@ class _OpenFile:
         self._stream.close()
         self._storage.sync(self._path)
         (footer,) = self._footers
-        return Written(self._path, footer.num_rows, size, stats_json(self._schema, footer), dict(values))
+        return Written(self._path, footer.num_rows, size, stats_json(footer), dict(values))
 
     def abort(self) -> None:
         self._writer.close()
