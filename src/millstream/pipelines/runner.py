@@ -173,6 +173,10 @@ class Runner:
 
     def _step(self, job: Job) -> float:
         self._around.begun()
+        if self._ended.is_set():
+            # It had to wait for its turn, and was stopped meanwhile.
+            self._around.ended(False)
+            return 0.0
         if self._state in ("starting", "waiting"):
             self._be("running")
         is_well = False

@@ -128,6 +128,18 @@ def test_one_that_was_deleted_and_made_anew_begins_after_the_end_of_the_other(sc
     assert script.closed == 1
 
 
+def test_a_suspect_that_is_stopped_while_it_waits_for_its_turn_does_nothing(scene: Scene) -> None:
+    first, second = scene.script("a"), scene.script("b", Step(rows=1))
+    scene.driver.declare([Wanted(landing("a"), is_suspect=True)])
+    assert first.at_end.wait(HANG_S)
+    scene.driver.declare([Wanted(landing("a"), is_suspect=True), Wanted(landing("b"), is_suspect=True)])
+    scene.until(lambda _said: _state(scene, "b") is not None)
+    scene.driver.declare([Wanted(landing("a"), is_suspect=True)])
+    scene.driver.declare([])
+    scene.driver.end()
+    assert second.next_line() == Step(rows=1)
+
+
 def test_suspects_take_turns_until_a_step_went_well() -> None:
     turns = Turns()
     turns.suspect("a")
