@@ -171,9 +171,9 @@ class LandJob:
             ]
 
     def _tasks(self, batches: Sequence[TopicBatch]) -> list[list[Stretch]]:
-        for batch in batches:
-            if batch.topic not in self._message_bytes:
-                self._message_bytes[batch.topic] = self._sources.message_bytes(batch.source)
+        new = [batch.source for batch in batches if batch.topic not in self._message_bytes]
+        for source, size in zip(new, self._pool.map(self._sources.message_bytes, new), strict=True):
+            self._message_bytes[source.topic] = size
         wanted = [one for batch in batches for one in batch.stretches()]
         parallelism = self._context.spark.sparkContext.defaultParallelism
         return tasks(wanted, self._message_bytes, parallelism=parallelism)
@@ -233,16 +233,20 @@ class LandJob:
     def _tidy(self, batches: Iterable[TopicBatch]) -> None:
         """Once in an hour, when there is nothing else to do: make the small files of hours that are over large."""
         hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
-        for batch in batches:
-            if not self._settings.compact or self._tidied.get(batch.topic) == hour or self._context.stopping.is_set():
-                continue
-            self._tidied[batch.topic] = hour
-            try:
-                batch.table.compact(before=hour)
-                batch.table.vacuum()
-            except (MillstreamError, DeltaError, OSError) as error:
-                # Nothing depends on it, and the next hour tries again.
-                _logger.warning("pipeline %s: table %s was not compacted: %s", self._pipeline.name, batch.topic, error)
+        due = [batch for batch in batches if self._tidied.get(batch.topic) != hour]
+        if self._settings.compact and due:
+            list(self._pool.map(lambda batch: self._tidy_one(batch, hour), due))
+
+    def _tidy_one(self, batch: TopicBatch, hour: datetime) -> None:
+        if self._context.stopping.is_set():
+            return
+        try:
+            batch.table.compact(before=hour)
+            batch.table.vacuum()
+        except (MillstreamError, DeltaError, OSError) as error:
+            # Nothing depends on it, and the next hour tries again.
+            _logger.warning("pipeline %s: table %s was not compacted: %s", self._pipeline.name, batch.topic, error)
+        self._tidied[batch.topic] = hour
 
     def _tell_group(self, batches: Sequence[TopicBatch]) -> None:
         """Show the progress as offsets of the group; the tables alone say where the next batch begins."""

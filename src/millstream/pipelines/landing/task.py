@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
@@ -22,6 +23,7 @@ from millstream.spark.rows import read_range
 from millstream.spark.shape import default_schema, shape_of
 
 _RENAMED: Final = {"timestampType": "timestamp_type"}
+_TOPICS_AT_ONCE: Final = 4
 _QUARANTINED: Final = ("partition", "offset", "timestamp", "key", "value", "headers")
 
 
@@ -49,10 +51,13 @@ class LandTasks:
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Do the tasks whose numbers come in."""
-        for batch in batches:
-            for number in batch.column(0).to_pylist():
-                for topic, stretches in groupby(self._tasks[number], key=lambda one: one.topic):
-                    yield to_arrow([self._land(topic, stretches)])
+        # While one topic waits for the broker or for the disk, another is worked on.
+        with ThreadPoolExecutor(_TOPICS_AT_ONCE, thread_name_prefix="landing") as pool:
+            for batch in batches:
+                for number in batch.column(0).to_pylist():
+                    by_topic = groupby(self._tasks[number], key=lambda one: one.topic)
+                    parts = [(topic, list(stretches)) for topic, stretches in by_topic]
+                    yield to_arrow(pool.map(lambda part: self._land(*part), parts))
 
     def _land(self, topic: str, stretches: Iterable[Stretch]) -> Report:
         landing = _Landing(topic, self._works[topic])

@@ -1,0 +1,226 @@
+"""`make bench-spark`: topics landed as tables, beside Spark copying the same rows from Parquet to Parquet.
+
+    python -m benchmarks.spark_landing [--quick] [--share OF_THE_ROWS] [--rounds N] [--out FILE]
+
+The copy has the same rows with the same columns, codec, size of row groups and statistics. Both begin with a new folder
+and end when what they wrote is committed: a table by its log, the copy as Spark commits a folder. Then the same bytes
+are landed from one topic and from a hundred. Turn about, medians of the rounds; a first turn warms up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import deltalake
+from benchmarks import machine
+from benchmarks.report import Table
+from benchmarks.spark import Numbers, WrongRows, measured, middle, open_session, ratio, shown
+from benchmarks.spark_ways import PARTITIONS, Load
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+from pyspark.sql import DataFrame, SparkSession
+from rich.console import Console
+
+from millstream.lake.task_writer import GROUP_BYTES
+from millstream.model.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.job import JobContext
+from millstream.pipelines.land import LandJob
+from millstream.testing.server import Server
+
+OUT: Final = Path("build/bench/landing.md")
+LOADS: Final = (Load(5_000_000, 100), Load(1_000_000, 1024))
+SPREAD: Final = Load(1_000_000, 1024)
+TOPICS: Final = 100
+TIMES_MAX: Final = 1.5
+"""How much longer a hundred topics may take than one with as much in it."""
+
+LANDED, COPIED = "landed from a topic", "copied from Parquet"
+ONE, MANY = "one topic", f"{TOPICS} topics"
+_WAIT_S: Final = 60.0
+
+Found = dict[str, dict[str, list[Numbers]]]
+"""By load, then by way: the rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shore:
+    """A session, a broker and a folder."""
+
+    spark: SparkSession
+    brokers: str
+    folder: Path
+
+    def create(self, count: int, partitions: int) -> list[str]:
+        """New topics."""
+        names = [f"bench-{uuid.uuid4().hex[:8]}-{number}" for number in range(count)]
+        admin = AdminClient({"bootstrap.servers": self.brokers, "log_level": 0})
+        for future in admin.create_topics([NewTopic(name, partitions, 1) for name in names]).values():
+            future.result(_WAIT_S)
+        return names
+
+    def fill(self, topics: list[str], load: Load) -> None:
+        """Publish rows whose values no codec can make much of."""
+        digests = ", ".join(f"sha2(concat(id, '/{part}'), 256)" for part in range(-(-load.size // 64)))
+        names = ", ".join(f"'{name}'" for name in topics)
+        frame = self.spark.range(0, load.rows, 1, PARTITIONS).selectExpr(
+            "cast(cast(id as string) as binary) as key",
+            f"cast(substring(concat({digests}), 1, {load.size}) as binary) as value",
+            f"element_at(array({names}), cast(id % {len(topics)} as int) + 1) as topic",
+        )
+        writer = frame.write.format("millstream").option("kafka.bootstrap.servers", self.brokers)
+        writer.mode("append").save()
+
+    def land(self, topics: list[str], lake: Path, rows: int) -> None:
+        """Land everything that topics have; raise `WrongRows` unless it was all."""
+        overrides = {"topics": ",".join(topics), "batch.max.messages": str(2 * rows)}
+        pipeline = Pipeline(pipeline_id=uuid.uuid4(), name=lake.name, kind=PipelineKind.LAND, overrides=overrides)
+        job = LandJob(pipeline, JobContext(spark=self.spark, brokers=self.brokers, lake=str(lake), folder=""))
+        landed, lag = 0, 1
+        while lag:
+            step = job.step()
+            landed, lag = landed + step.rows, step.lag
+        job.close()
+        if landed != rows:
+            raise WrongRows(f"{landed} rows of {rows} were landed")
+
+    def landing(self, topics: list[str], rows: int) -> Callable[[], Callable[[], None]]:
+        """Land into a new folder, which is taken away again."""
+
+        def work() -> Callable[[], None]:
+            lake = self.folder / f"lake-{uuid.uuid4().hex[:8]}"
+            self.land(topics, lake, rows)
+            return lambda: shutil.rmtree(lake)
+
+        return work
+
+    def copying(self, frame: DataFrame) -> Callable[[], Callable[[], None]]:
+        """Copy into a new folder, which is taken away again."""
+
+        def work() -> Callable[[], None]:
+            folder = self.folder / f"copy-{uuid.uuid4().hex[:8]}"
+            writer = frame.write.option("compression", "zstd").option("parquet.block.size", GROUP_BYTES)
+            writer.parquet(str(folder))
+            return lambda: shutil.rmtree(folder)
+
+        return work
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, tell and write it down."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.spark_landing", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a fifth of the rows, one round")
+    parser.add_argument("--share", type=float, default=1.0, help="of the rows; what is fixed weighs more with few")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--master", default=f"local[{os.cpu_count()}]")
+    parser.add_argument("--out", type=Path, default=OUT)
+    given = parser.parse_args(arguments)
+    share, rounds = (0.2, 1) if given.quick else (given.share, given.rounds)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    facts = machine.facts() | {"master": given.master, "rounds": rounds}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
+        server = stack.enter_context(Server(folder / "data"))
+        shore = Shore(open_session(stack, given.master, [], folder), server.kafka, folder)
+        loads = [Load(int(load.rows * share), load.size) for load in LOADS]
+        copies = {load.title: measure_copy(shore, load, rounds, console) for load in loads}
+        spread = measure_topics(shore, Load(int(SPREAD.rows * share), SPREAD.size), rounds, console)
+    tables = [*lines(copies, spread), targets(copies, spread)]
+    for table in tables:
+        console.print(table.rich())
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(report(facts, tables), encoding="utf-8")
+    console.print(f"Written to {given.out}.")
+    return 0
+
+
+def measure_copy(shore: Shore, load: Load, rounds: int, console: Console) -> dict[str, list[Numbers]]:
+    """A topic landed, and the landed rows copied by Spark."""
+    topics = shore.create(1, PARTITIONS)
+    shore.fill(topics, load)
+    first = shore.folder / "first"
+    shore.land(topics, first, load.rows)
+    files = deltalake.DeltaTable(str(first / topics[0])).file_uris()
+    frame = shore.spark.read.parquet(*files)
+    if frame.count() != load.rows:
+        raise WrongRows(f"the table has {frame.count()} rows of {load.rows}")
+    ways = {LANDED: shore.landing(topics, load.rows), COPIED: shore.copying(frame)}
+    found = turn_about(ways, load, rounds, console)
+    shutil.rmtree(first)
+    return found
+
+
+def measure_topics(shore: Shore, load: Load, rounds: int, console: Console) -> dict[str, list[Numbers]]:
+    """The same rows in one topic and in many."""
+    one, many = shore.create(1, PARTITIONS), shore.create(TOPICS, 1)
+    shore.fill(one, load)
+    shore.fill(many, load)
+    return turn_about({ONE: shore.landing(one, load.rows), MANY: shore.landing(many, load.rows)}, load, rounds, console)
+
+
+def turn_about(
+    ways: dict[str, Callable[[], Callable[[], None]]], load: Load, rounds: int, console: Console
+) -> dict[str, list[Numbers]]:
+    """Every way in every round; the first round warms up and is not counted."""
+    found: dict[str, list[Numbers]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, work in ways.items():
+            numbers = measured(work, load.rows)
+            if turn:
+                found[name].append(numbers)
+    for name, each in found.items():
+        console.print(f"{time.strftime('%H:%M:%S')} {load.title}, {name}: {shown(each)}")
+    return found
+
+
+def lines(copies: Found, spread: dict[str, list[Numbers]]) -> list[Table]:
+    """A table for each comparison."""
+    tables = []
+    for title, found in (*((f"{load}, raw", found) for load, found in copies.items()), (SPREAD.title, spread)):
+        first = next(iter(found.values()))
+        table = Table(title, ["", "million rows/s", "CPU s per million", "the first to this: rate", "CPU"])
+        for name, rounds in found.items():
+            row = [name, f"{middle(rounds, 'rows/s') / 1e6:.2f}", f"{middle(rounds, 'CPU s/M'):.2f}"]
+            table.rows.append([*row, *(f"{ratio(first, rounds, number):.2f}" for number in ("rows/s", "CPU s/M"))])
+        tables.append(table)
+    return tables
+
+
+def targets(copies: Found, spread: dict[str, list[Numbers]]) -> Table:
+    """What was to be reached."""
+    table = Table("Targets", ["line", "against", "wanted", "found", "verdict"], words=2)
+    for load, found in copies.items():
+        share = ratio(found[LANDED], found[COPIED], "rows/s")
+        verdict = "reached" if share > 1 else "not reached"
+        table.rows.append([f"{load}, raw", COPIED, "more than 1", f"{share:.2f}", verdict])
+    times = ratio(spread[ONE], spread[MANY], "rows/s")
+    verdict = "reached" if times <= TIMES_MAX else "not reached"
+    table.rows.append([MANY, f"{ONE}, equal bytes", f"at most {TIMES_MAX:g} times", f"{times:.2f}", verdict])
+    return table
+
+
+def report(facts: dict[str, Any], tables: Sequence[Table]) -> str:
+    """Everything as a page."""
+    text = ["# Landing: the numbers", "", _METHOD, "", *(f"- {name}: {value}" for name, value in facts.items())]
+    return "\n".join([*text, "", *(table.markdown() for table in tables)]).rstrip() + "\n"
+
+
+_METHOD: Final = (
+    "How they were found: `make bench-spark`, every way in turn in one session, medians of the rounds, the first turn "
+    "not counted. CPU is that of driver, JVM, Python workers and broker together. The copy has the same "
+    "rows, columns, codec (zstd), size of row groups and statistics; both end when what they wrote is committed."
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

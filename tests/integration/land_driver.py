@@ -1,0 +1,115 @@
+"""Lands topics until nothing is left, for the trials of landing, and dies where it is told to.
+
+    python land_driver.py '{"master": …, "brokers": …, "lake": …, "settings": {…}, "fault": …, "folder": …}'
+
+`fault` is where the process kills itself: `before-commit`, when all files are written; `between-topics`, when one of
+several tables has its commit; `before-quarantine`, when a table has its commit and its quarantine does not;
+`before-compaction` and `after-compaction`, around the commit of one. Or it strikes a task that has written its files
+and did not tell yet: `kill-worker` kills its process, `kill-executor` the executor. Everything is landed as of the hour
+before, so that there is something to compact.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pyspark import TaskContext
+
+from millstream.lake import compaction
+from millstream.lake.delta_log import DeltaLog
+from millstream.model.pipeline import Pipeline, PipelineKind
+from millstream.pipelines import land
+from millstream.pipelines.job import JobContext
+from millstream.pipelines.land import LandJob
+from millstream.pipelines.landing.manifest import Report
+from millstream.pipelines.landing.plan import Stretch
+from millstream.pipelines.landing.task import LandTasks
+from millstream.spark.session import session
+
+
+def die() -> None:
+    """Kill -9."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(wrapped: Callable[..., Any], *, after: bool, when: Callable[..., bool] = lambda *_, **__: True) -> Any:
+    """A function that kills the process before or after its work."""
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        strikes = when(*arguments, **named)
+        if strikes and not after:
+            die()
+        answer = wrapped(*arguments, **named)
+        if strikes and answer:
+            die()
+        return answer
+
+    return called
+
+
+def struck_tasks(folder: str, fault: str) -> type[LandTasks]:
+    """Tasks of which one is struck, once, when its files are written."""
+
+    class Struck(LandTasks):
+        def _land(self, topic: str, stretches: Iterable[Stretch]) -> Report:
+            report = super()._land(topic, stretches)
+            context = TaskContext.get()
+            mark = Path(folder, f"struck-{fault}")
+            if context is not None and context.partitionId() == 0 and not mark.exists():
+                mark.touch()
+                worker = psutil.Process()
+                # The process forks from a daemon, whose parent is the executor.
+                victim = worker if fault == "kill-worker" else worker.parent().parent()
+                if victim is not None:
+                    victim.kill()
+                die()
+            return report
+
+    return Struck
+
+
+def plant(fault: str, folder: str) -> None:
+    """Put a fault where it belongs."""
+    if fault == "before-commit":
+        LandJob._commit = dying(LandJob._commit, after=False)  # type: ignore[method-assign]
+    elif fault == "between-topics":
+        LandJob._commit_one = dying(LandJob._commit_one, after=True)  # type: ignore[method-assign]
+    elif fault == "before-quarantine":
+        has_quarantine = lambda *_, metadata=None, **__: metadata is not None  # noqa: E731
+        DeltaLog.commit = dying(DeltaLog.commit, after=True, when=has_quarantine)  # type: ignore[method-assign]
+    elif fault.endswith("-compaction"):
+        compaction._replaced = dying(compaction._replaced, after=fault.startswith("after"))
+    elif fault.startswith("kill-"):
+        setattr(land, "LandTasks", struck_tasks(folder, fault))  # noqa: B010
+
+
+def main() -> None:
+    """Land everything."""
+    given = json.loads(sys.argv[1])
+    plant(given["fault"], given["folder"])
+    spark = session("land-trial", master=given["master"], settings=given.get("spark", {}))
+    spark.sparkContext.setLogLevel("WARN")
+    pipeline = Pipeline(pipeline_id=uuid.uuid4(), name="trial", kind=PipelineKind.LAND, overrides=given["settings"])
+    job = LandJob(pipeline, JobContext(spark=spark, brokers=given["brokers"], lake=given["lake"], folder=""))
+    write = job._reports
+    job._reports = lambda batches, landed: write(batches, landed - timedelta(hours=1))  # type: ignore[method-assign]
+    while True:
+        step = job.step()
+        print(step, flush=True)
+        if not step.lag and not step.rows:
+            break
+    job.close()
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Landing through kills at the worst moments, two runs at once and on a cluster: every message is landed once."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import deltalake
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.testing.server import Server
+from millstream.testing.spark_cluster import WAIT_S, environment, running, spark_cluster
+
+pytestmark = [pytest.mark.trial, pytest.mark.timeout(3600)]
+
+PARTITIONS = 3
+Row = tuple[int, int, bytes]
+
+
+class Trial:
+    """Topics whose payloads change all the time, landed by the program beside this file."""
+
+    def __init__(self, server: Server, topic: str, folder: Path) -> None:
+        self.server = server
+        self.folder = folder
+        self.topics = [f"{topic}-{number}" for number in range(2)]
+        self.published: dict[str, list[Row]] = {name: [] for name in self.topics}
+        self._sent = 0
+        admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+        for future in admin.create_topics([NewTopic(name, PARTITIONS, 1) for name in self.topics]).values():
+            future.result(60)
+
+    def publish(self, count: int = 2000, size: int = 100) -> None:
+        """More messages in every topic: new fields each time, and some that do not fit."""
+        producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0, "linger.ms": 20})
+
+        def tell(error: object, message: Any) -> None:
+            assert error is None
+            self.published[message.topic()].append((message.partition(), message.offset(), message.value()))
+
+        for name in self.topics:
+            for number in range(self._sent, self._sent + count):
+                document: dict[str, Any] = {"id": number, "text": "x" * size, f"new_{self._sent}": {"a": number}}
+                # The first batch makes columns that take everything in it; later ones have to fit.
+                if number > 2000 and number % 50 == 7:
+                    document["id"] = "no number"
+                value = json.dumps(document).encode()
+                producer.produce(name, value, partition=number % PARTITIONS, on_delivery=tell)
+                producer.poll(0)
+        assert producer.flush(60) == 0
+        self._sent += count
+
+    @contextmanager
+    def driver(self, fault: str = "", master: str = "local[2,4]", **settings: str) -> Iterator[Popen[bytes]]:
+        """The program, started."""
+        given = {
+            "master": master,
+            "brokers": self.server.kafka,
+            "lake": str(self.folder / "lake"),
+            "folder": str(self.folder),
+            "fault": fault,
+            "settings": {"topics": ",".join(self.topics), "decode": "json", "batch.max.messages": "3000", **settings},
+        }
+        command = [sys.executable, str(Path(__file__).with_name("land_driver.py")), json.dumps(given)]
+        with running(command, self.log(fault), environment()) as process:
+            yield process
+
+    def log(self, fault: str) -> Path:
+        return self.folder / f"driver-{fault}.log"
+
+    def land(self, fault: str = "", **more: str) -> None:
+        """Run the program to its end."""
+        with self.driver(fault, **more) as process:
+            assert process.wait(WAIT_S) == 0, self.log(fault).read_text(errors="replace")[-3000:]
+
+    def die(self, fault: str) -> None:
+        """Run the program until it kills itself."""
+        with self.driver(fault) as process:
+            code = process.wait(WAIT_S)
+            assert code == -signal.SIGKILL, self.log(fault).read_text(errors="replace")[-3000:]
+
+    def check(self) -> None:
+        """Every message is in the table or in its quarantine, once, and decoded as it was published."""
+        for name, published in self.published.items():
+            rows = self._rows(name)
+            refused = self._rows(f"{name}__quarantine")
+            both = [(row["partition"], row["offset"], row["value"]) for row in rows + refused]
+            assert sorted(both) == sorted(published)
+            assert all(row["reason"] == 'id: "no number" is no long' for row in refused)
+            assert len(refused) == sum(b'"no number"' in value for _, _, value in published)
+            for row in rows:
+                document = json.loads(row["value"])
+                columns = {column: row[column] for column in row if row[column] is not None}
+                assert {column: columns.get(column) for column in document} == document
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        folder = self.folder / "lake" / name
+        if name.endswith("__quarantine") and not folder.exists():
+            return []
+        table = deltalake.DeltaTable(str(folder))
+        rows: list[dict[str, Any]] = table.to_pyarrow_table().to_pylist()
+        return rows
+
+    def files(self, name: str) -> int:
+        return len(deltalake.DeltaTable(str(self.folder / "lake" / name)).file_uris())
+
+
+@pytest.fixture
+def trial(server: Server, topic: str, tmp_path: Path) -> Trial:
+    return Trial(server, topic, tmp_path)
+
+
+def test_a_driver_that_is_killed_anywhere_leaves_every_message_to_be_landed_once(trial: Trial) -> None:
+    trial.publish()
+    trial.land()
+    trial.check()
+    for fault in ("before-commit", "between-topics", "before-quarantine", "before-compaction", "after-compaction"):
+        trial.publish()
+        trial.die(fault)
+    trial.publish()
+    trial.land()
+    trial.check()
+    assert [trial.files(name) for name in trial.topics] == [1, 1]
+
+
+def test_a_task_that_is_killed_with_its_files_written_is_repeated(trial: Trial) -> None:
+    trial.publish(4000)
+    trial.land("kill-worker")
+    assert (trial.folder / "struck-kill-worker").exists()
+    trial.check()
+
+
+def test_two_runs_at_once_land_every_message_once(trial: Trial) -> None:
+    trial.publish(6000)
+    with trial.driver("one", **{"batch.max.messages": "1000"}) as one, trial.driver("two") as two:
+        trial.publish(2000)
+        for process, name in ((one, "one"), (two, "two")):
+            assert process.wait(WAIT_S) == 0, trial.log(name).read_text(errors="replace")[-3000:]
+    trial.land()
+    trial.check()
+
+
+def test_a_cluster_lands_through_the_loss_of_an_executor(trial: Trial, tmp_path: Path) -> None:
+    trial.publish(4000, size=4000)
+    with spark_cluster(tmp_path) as master:
+        trial.land("kill-executor", master=master)
+    assert (trial.folder / "struck-kill-executor").exists()
+    trial.check()
