@@ -51,7 +51,7 @@ serve: $(RUN_STAMP) ## Start a broker on the default ports with its data in ./mi
 test: $(DEV_STAMP) ## Run all tests (under 10 minutes on 2 cores)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
-trials: $(DEV_STAMP) ## Run the tests that take longer: more faults, more examples, ten thousand partitions, Spark (half an hour)
+trials: $(DEV_STAMP) ## Run the tests that take longer: more faults, more examples, ten thousand partitions (10 minutes)
 	@LOG_EXAMPLES=600 $(BIN)/python -m pytest -n 2 --dist loadfile -m trial $(PYTEST_ARGS)
 	@LOG_EXAMPLES=600 $(BIN)/python -m pytest tests/unit/log $(PYTEST_ARGS)
 
@@ -81,6 +81,7 @@ bench-sdk: $(DEV_STAMP) ## Measure the Python SDK against aiokafka, confluent-ka
 
 bench-spark: $(DEV_STAMP) ## Measure Spark on topics against Parquet, a row-by-row source and Spark's own connector (25 minutes; BENCH_ARGS=--quick: 4)
 	@$(BIN)/python -m benchmarks.spark $(BENCH_ARGS)
+	@$(BIN)/python -m benchmarks.spark_landing $(filter --quick,$(BENCH_ARGS))
 
 bench-filters: $(DEV_STAMP) ## Measure what the filters of subscriptions cost per message (seconds)
 	@$(BIN)/python -m benchmarks.filters $(BENCH_ARGS)
