@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from deltalake import DeltaTable
 
 from millstream.testing.command import CommandLine
@@ -96,6 +96,23 @@ class Land:
         assert self.landed() == list(range(self.published))
 
 
+def committed(brokers: str, topic: str) -> list[int]:
+    """The payloads in the one partition of a topic, as far as they are committed."""
+    settings = {"bootstrap.servers": brokers, "group.id": topic, "enable.partition.eof": True}
+    consumer = Consumer({**settings, "isolation.level": "read_committed", "enable.auto.commit": False})
+    consumer.assign([TopicPartition(topic, 0, 0)])
+    found: list[int] = []
+    try:
+        while True:
+            message = until(lambda: consumer.poll(LOOK_S))
+            if message.error():
+                assert message.error().code() == KafkaError._PARTITION_EOF
+                return sorted(found)
+            found.append(int(message.value()))
+    finally:
+        consumer.close()
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     settings = {"group-initial-delay-ms": 100, "pipelines-master": "local[2]"}
@@ -151,6 +168,37 @@ def test_kills_of_the_driver_and_of_its_java_lose_and_double_nothing(server: Ser
     land.check()
     until(lambda: land.report().get("lag") == 0)
     assert land.report()["state"] == "running"
+
+
+@pytest.mark.trial
+def test_pipelines_of_all_kinds_share_a_driver_and_a_broken_one_is_parked(server: Server, topic: str) -> None:
+    land = Land(server.kafka, topic, server.data / "lake")
+    land.publish(300)
+    millstream = land.millstream
+    create = ("pipeline", "create")
+    sql = f"SELECT CAST(value AS string) AS value FROM `{topic}` WHERE offset % 3 = 0"
+    assert millstream(*create, "land", f"land-{topic}", "--topic", topic, "--every", "0.1").code == 0
+    transform = (*create, "transform", "good", "--decode", "none")
+    assert millstream(*transform, "--sql", sql, "--into", f"{topic}-third").code == 0
+    broken = (*create, "transform", "broken", "--decode", "none", "--into", f"{topic}-broken")
+    assert millstream(*broken, "--sql", f"SELECT nothing FROM `{topic}`").code == 0
+    assert millstream(*create, "route", "director", "--decode", "none").code == 0
+    rule = ("pipeline", "rule", "put", "director", "all", "--topic", topic, "--to", f"{topic}-queue")
+    assert millstream(*rule).code == 0
+
+    def report(name: str) -> dict[str, Any]:
+        told = millstream("pipeline", "describe", name, "--json").document
+        return {**(told["report"] or {}), "state": told["state"], "parked": told["parked"]}
+
+    parked = until(lambda: report("broken")["parked"])
+    assert "nothing" in parked
+    land.publish(300)
+    until(land.is_complete)
+    until(lambda: report("good").get("rows") == 600 and report("director").get("rows") == 600)
+    assert (report("good")["state"], report("director")["state"]) == ("running", "running")
+    assert committed(server.kafka, f"{topic}-third") == list(range(0, 600, 3))
+    assert committed(server.kafka, f"{topic}-queue") == list(range(600))
+    land.check()
 
 
 @pytest.mark.trial
