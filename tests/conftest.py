@@ -22,9 +22,9 @@ StartServer = Callable[..., Server]
 # Tests write records with old times, which only those about retention want to see deleted.
 QUICK = {"group-initial-delay-ms": 100, "pipelines-enabled": "false", "retention-check-ms": 3_600_000}
 
-# How long an example takes is no business of a test.
-hypothesis.settings.register_profile("without deadline", deadline=None)
-hypothesis.settings.load_profile("without deadline")
+# How long an example takes, to be made or to be tried, is no business of a test.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture(scope="module")
