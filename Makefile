@@ -82,6 +82,7 @@ bench-sdk: $(DEV_STAMP) ## Measure the Python SDK against aiokafka, confluent-ka
 bench-spark: $(DEV_STAMP) ## Measure Spark on topics against Parquet, a row-by-row source and Spark's own connector (25 minutes; BENCH_ARGS=--quick: 4)
 	@$(BIN)/python -m benchmarks.spark $(BENCH_ARGS)
 	@$(BIN)/python -m benchmarks.spark_landing $(filter --quick,$(BENCH_ARGS))
+	@$(BIN)/python -m benchmarks.spark_topics $(BENCH_ARGS)
 
 bench-filters: $(DEV_STAMP) ## Measure what the filters of subscriptions cost per message (seconds)
 	@$(BIN)/python -m benchmarks.filters $(BENCH_ARGS)

@@ -1,0 +1,95 @@
+"""A program for the trials: runs a transform or a route until it is killed, with a pause where it is told to.
+
+    python pipeline_driver.py '{"brokers": …, "folder": …, "pipeline": …, "pause": …}'
+
+`pause` is `before-commit` or `after-commit`: where the driver stops in its second batch and waits to be killed, when
+every task has promised its part or when the batch is decided; or `kill-worker`, which kills the process of the first
+task of the second batch when its rows are written. What happened is left as files in the folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+import millstream.pipelines.routing.task as task
+from millstream.model.pipeline import Pipeline, PipelineKind, Rule
+from millstream.pipelines.job import JobContext
+from millstream.pipelines.jobs import JOBS
+from millstream.spark.session import session
+from millstream.wire.transactions import Transactions
+
+PAUSED_BATCH = 1
+SLOW_S = 600.0
+
+_complete = Transactions.complete_batch
+
+
+def pausing(folder: Path, pause: str) -> Any:
+    """The commit of a batch, which waits to be killed before or after one of them."""
+
+    async def complete(self: Transactions, query: str, batch: int, members: Any) -> bool:
+        if batch == PAUSED_BATCH and pause == "before-commit":
+            folder.joinpath("paused").touch()
+            await asyncio.sleep(SLOW_S)
+        done = await _complete(self, query, batch, members)
+        if batch == PAUSED_BATCH and pause == "after-commit":
+            folder.joinpath("paused").touch()
+            await asyncio.sleep(SLOW_S)
+        folder.joinpath(f"done-{batch}").touch()
+        return done
+
+    return complete
+
+
+def striking(folder: Path) -> Any:
+    """What a task of a route writes, with an end of its process after the rows of one batch."""
+    routed = task.routed
+
+    def rows(ranges: Any, ways: Any, brokers: str) -> Iterator[pa.RecordBatch]:
+        yield from routed(ranges, ways, brokers)
+        if folder.joinpath("done-0").exists() and not folder.joinpath("struck").exists():
+            folder.joinpath("struck").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return rows
+
+
+def main(given: dict[str, Any]) -> None:
+    """Run steps until nothing is left."""
+    folder = Path(given["folder"])
+    settings = {"spark.sql.warehouse.dir": str(folder / "warehouse"), "spark.task.maxFailures": "4"}
+    spark = session("trial", master="local[2,4]", settings=settings)
+    spark.sparkContext.setLogLevel("ERROR")
+    Transactions.complete_batch = pausing(folder, given["pause"])  # type: ignore[method-assign]
+    if given["pause"] == "kill-worker":
+        task.routed = striking(folder)
+    told = given["pipeline"]
+    pipeline = Pipeline(
+        pipeline_id=uuid.UUID(told["id"]),
+        name=told["name"],
+        kind=PipelineKind(told["kind"]),
+        overrides=told["settings"],
+        rules=tuple(Rule(**{**rule, "targets": tuple(rule["targets"])}) for rule in told["rules"]),
+    )
+    context = JobContext(spark=spark, brokers=given["brokers"], lake="", folder=str(folder), rules=pipeline.rules)
+    job = JOBS[pipeline.kind](pipeline, context)
+    while True:
+        step = job.step()
+        if not step.rows and not step.lag:
+            break
+    job.close()
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
