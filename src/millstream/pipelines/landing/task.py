@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from millstream.lake.task_writer import TaskWriter
 from millstream.pipelines.landing.decoding import Decoder
-from millstream.pipelines.landing.inference import grown
+from millstream.pipelines.landing.inference import grown, joined_schemas
 from millstream.pipelines.landing.layout import RECORD_NAMES, column_of
 from millstream.pipelines.landing.manifest import Report, to_arrow
 from millstream.pipelines.landing.plan import Stretch
@@ -86,7 +86,8 @@ class _Landing:
             return
         decoded = self._decoder.decode(batch.column("value"))
         if decoded.found != self._work.fields:
-            self._found = grown(self._found, decoded.found)
+            # What comes first decides no more than what comes last: partitions come in no order that means anything.
+            self._found = grown(self._work.fields, joined_schemas([self._found, decoded.found]))
         if self._found != self._work.fields:
             return
         columns = [*batch.columns, *decoded.columns.flatten()]
