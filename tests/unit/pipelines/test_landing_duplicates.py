@@ -1,0 +1,89 @@
+"""Which messages repeat others, by their ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, cast
+
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.lake.table import LakeTable
+from millstream.lake.written import Written
+from millstream.pipelines.landing.duplicates import RecentIds, ids_of, repeated
+from millstream.pipelines.landing.manifest import Report, from_rows, to_arrow
+
+NOW = datetime(2026, 11, 15, 12, 30, tzinfo=UTC)
+HEADERS = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
+
+
+def headers(*rows: list[tuple[str, bytes | None]] | None) -> pa.Array:
+    return pa.array([None if row is None else [{"key": k, "value": v} for k, v in row] for row in rows], HEADERS)
+
+
+def found(*rows: tuple[int, int, int, bytes]) -> pa.Table:
+    columns = {"partition": pa.int32(), "offset": pa.int64(), "timestamp": pa.int64(), "id": pa.binary()}
+    return pa.Table.from_pylist([dict(zip(columns, row, strict=True)) for row in rows], pa.schema(columns.items()))
+
+
+def test_the_first_header_of_the_name_is_the_id() -> None:
+    rows = headers([("a", b"1"), ("id", b"x"), ("id", b"y")], None, [], [("b", b"2")], [("id", None)], [("id", b"z")])
+    assert ids_of(rows, "id").to_pylist() == [b"x", None, None, None, None, b"z"]
+    assert ids_of(rows.slice(4), "id").to_pylist() == [None, b"z"]
+    assert ids_of(headers(), "id").to_pylist() == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from([b"a", b"b", b"c", b"d"])), max_size=12),
+    st.sets(st.sampled_from([b"a", b"b", b"x"])),
+)
+def test_of_every_id_one_message_stays(messages: list[tuple[int, int, bytes]], known: set[bytes]) -> None:
+    rows = [(partition, offset, time, name) for offset, (partition, time, name) in enumerate(messages)]
+    left_out, kept = repeated(found(*rows), pa.array(sorted(known), pa.binary()))
+    dropped = {(partition, offset) for partition, offsets in left_out.items() for offset in offsets.to_pylist()}
+    wanted = set()
+    seen = set(known)
+    for partition, offset, _time, name in sorted(rows, key=lambda row: (row[2], row[0], row[1])):
+        if name in seen:
+            wanted.add((partition, offset))
+        seen.add(name)
+    assert dropped == wanted
+    assert sorted(kept.to_pylist()) == sorted(seen - known)
+
+
+class Table:
+    """What a table says of the last hours."""
+
+    def __init__(self, *hours: tuple[datetime, list[bytes]]) -> None:
+        self.hours = hours
+        self.asked = 0
+
+    def landed_since(self, moment: datetime, columns: Sequence[str]) -> Iterator[tuple[datetime, Any]]:
+        self.asked += 1
+        for hour, ids in self.hours:
+            rows = headers(*([("id", name)] for name in ids))
+            yield hour, pa.RecordBatch.from_arrays([rows], names=["headers"])
+
+
+def test_ids_are_found_in_the_table_once_and_again_after_another_run() -> None:
+    table = Table((NOW - timedelta(minutes=90), [b"old"]), (NOW - timedelta(minutes=30), [b"new"]))
+    recent = RecentIds(cast("LakeTable", table), "id", timedelta(minutes=20))
+    assert recent.known(NOW, {0: 5}).to_pylist() == [b"new"]
+    recent.landed(NOW, pa.array([b"now"]), {0: 9})
+    assert recent.known(NOW + timedelta(minutes=1), {0: 9}).to_pylist() == [b"new", b"now"]
+    assert recent.known(NOW + timedelta(minutes=21), {0: 9}).to_pylist() == []
+    assert table.asked == 1
+    recent.known(NOW, {0: 12})
+    assert table.asked == 2
+
+
+def test_reports_come_back_as_they_were() -> None:
+    reports = [
+        Report(topic="a", rows=3, files=(Written("p", 2, 10, "{}", {"append_hour": "1"}),)),
+        Report(topic="b", fields=pa.schema([pa.field("x", pa.struct([pa.field("y", pa.int64())]))])),
+    ]
+    rows = to_arrow(reports).to_pylist()
+    assert from_rows(cast("Any", [tuple(row.values()) for row in rows])) == reports
