@@ -17,6 +17,7 @@ from pyspark.sql.types import StringType, StructField, StructType
 
 from millstream.admin.transactions import ONGOING, PREPARED, list_transactions
 from millstream.model.errors import BrokerUnreachable, ProducerFenced, UnknownTopic
+from millstream.model.ids import NodeId
 from millstream.spark import link as links
 from millstream.spark import target
 from millstream.spark.link import Link, link_to
@@ -28,6 +29,7 @@ from millstream.spark.writer import TopicStreamWriter, TopicWriter
 from millstream.testing.server import Server
 from millstream.wire import channel
 from millstream.wire.client import Client
+from millstream.wire.pool import Pool
 from millstream.wire.transactions import Transactions
 
 WAIT_S = 60.0
@@ -160,3 +162,19 @@ def test_a_topic_that_nobody_makes_is_said_before_there_is_a_task(
     source = MillstreamSource({"kafka.bootstrap.servers": server.kafka, "topic": topic})
     with pytest.raises(UnknownTopic, match=f"create it with: millstream topic create {topic}"):
         source.writer(SCHEMA, False)
+
+
+def test_a_task_begins_when_the_broker_is_there_again(monkeypatch: pytest.MonkeyPatch, options: WriteOptions) -> None:
+    away = [1, 2, 3]
+
+    async def reach(self: Client, node: NodeId | None) -> Pool:
+        if away:
+            away.pop()
+            raise BrokerUnreachable("it is just started again")
+        return await found(self, node)
+
+    found = Client._reach
+    link = _link(options)
+    monkeypatch.setattr(Client, "_reach", reach)
+    assert target.knows_batches(link)
+    assert not away

@@ -176,8 +176,12 @@ class Client:
 
     async def serves(self, api_key: int) -> bool:
         """Whether the broker serves an API at all; Apache Kafka has none of Millstream's own."""
-        pool = await self._reach(None)
-        return api_key in (await pool.shared()).versions
+
+        async def attempt() -> bool:
+            pool = await self._reach(None)
+            return api_key in (await pool.shared()).versions
+
+        return await self._retrying(attempt)
 
     # -- the cluster ----------------------------------------------------------------------------------------
 
