@@ -39,7 +39,7 @@ class Trial:
         self.targets = [f"{name}-{region}" for region in ("eu", "us", "all")]
         self.folder = folder
         self.log = folder / "driver.log"
-        rules = [
+        rules: list[dict[str, Any]] = [
             {"name": region, "topic": self.source, "targets": [target], "condition": condition}
             for region, target, condition in zip(
                 ("eu", "us", "all"),
@@ -51,7 +51,7 @@ class Trial:
         sql = f"SELECT key, id, region FROM `{self.source}` WHERE region = 'eu'"
         is_route = kind == "route"
         settings = {"batch.max.messages": str(ROWS // 4)}
-        self.pipeline = {
+        self.pipeline: dict[str, Any] = {
             "id": str(uuid.uuid4()),
             "name": name,
             "kind": kind,

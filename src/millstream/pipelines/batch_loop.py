@@ -20,7 +20,7 @@ from uuid import UUID, uuid4
 
 import pyarrow as pa
 
-from millstream.model.errors import InvalidTransactionState, MillstreamError, OffsetOutOfRange
+from millstream.model.errors import InvalidTransactionState, MillstreamError, OffsetOutOfRange, TransactionRejected
 from millstream.model.pipeline import LATEST, Pipeline, PipelineSettings
 from millstream.pipelines.group_offsets import Offsets, stable_offsets
 from millstream.pipelines.job import JobContext, Step
@@ -155,6 +155,11 @@ class BatchLoop:
             members = [part.member for part in parts if part.member is not None]
             members.append(offsets.result())
             done = link.call(Transactions(link.client).complete_batch(plan.batch.query, plan.batch.number, members))
+        except TransactionRejected:
+            self._give_up(plan, offsets)
+            if self._is_taken(plan):
+                return None
+            raise
         except BaseException:
             self._give_up(plan, offsets)
             raise
@@ -174,6 +179,11 @@ class BatchLoop:
 
     def _ask(self) -> _Known:
         return self.link.call(self._look(self.link))
+
+    def _is_taken(self, plan: Plan) -> bool:
+        """Whether a batch was refused because there is one of its number: somebody else has gone on from here."""
+        link = self.link
+        return link.call(Transactions(link.client).last_batch(plan.batch.query)) >= plan.batch.number
 
     def _was_done(self, plan: Plan) -> bool:
         """Whether a batch that was committed before is this one: the answer to its commit may have been lost."""

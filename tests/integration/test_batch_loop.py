@@ -1,0 +1,126 @@
+"""The offsets and numbers of batches on a real server, without Spark: batches here have no rows to write."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewPartitions, NewTopic
+
+from millstream.model.errors import MillstreamError, OffsetOutOfRange
+from millstream.model.pipeline import Pipeline, PipelineKind, PipelineSettings
+from millstream.pipelines.batch_loop import BatchLoop, Plan
+from millstream.pipelines.group_offsets import commit_plainly, stable_offsets
+from millstream.pipelines.job import GroupMember, JobContext
+from millstream.testing.server import Server
+
+WAIT_S = 60.0
+
+
+class Trial:
+    """A topic, and loops over it that know nothing of each other."""
+
+    def __init__(self, server: Server, topic: str) -> None:
+        self.server = server
+        self.topic = topic
+        self.id = uuid.uuid4()
+        self.admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+        self.admin.create_topics([NewTopic(topic, 2, 1)])[topic].result(WAIT_S)
+
+    def publish(self, count: int, partition: int = 0) -> None:
+        producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0})
+        for number in range(count):
+            producer.produce(self.topic, b"%d" % number, partition=partition)
+        assert producer.flush(WAIT_S) == 0
+
+    def loop(self, member: GroupMember | None = None, **settings: Any) -> BatchLoop:
+        pipeline = Pipeline(pipeline_id=self.id, name=self.topic[:100], kind=PipelineKind.ROUTE)
+        nothing: Any = None
+        context = JobContext(
+            spark=nothing, brokers=self.server.kafka, lake="", folder="", member=lambda: member or GroupMember()
+        )
+        return BatchLoop(pipeline, context, PipelineSettings(**settings))
+
+    def plan(self, loop: BatchLoop) -> Plan:
+        return loop.plan([self.topic])
+
+    def ranges(self, loop: BatchLoop) -> list[tuple[int, int, int]]:
+        return [(one.partition, one.start, one.end) for one in self.plan(loop).ranges]
+
+
+@pytest.fixture
+def trial(server: Server, topic: str) -> Trial:
+    return Trial(server, topic)
+
+
+def test_a_batch_goes_on_where_the_last_one_ended(trial: Trial) -> None:
+    trial.publish(10)
+    trial.publish(4, partition=1)
+    loop = trial.loop(batch_max=7)
+    plan = trial.plan(loop)
+    assert (plan.rows, plan.lag, plan.batch.number) == (7, 7, 0)
+    assert loop.commit(plan, None) == 0
+    again = trial.plan(trial.loop(batch_max=100))
+    assert (again.rows, again.lag, again.batch.number) == (7, 0, 1)
+    assert trial.plan(loop).rows == 7
+
+
+def test_what_a_dead_run_left_undecided_is_taken_back(trial: Trial) -> None:
+    trial.publish(5)
+    dead = trial.loop()
+    dead.link.call(dead._prepare_offsets(trial.plan(dead)))
+    loop = trial.loop()
+    assert trial.ranges(loop) == [(0, 0, 5)]
+    assert loop.commit(trial.plan(loop), None) == 0
+    assert trial.ranges(loop) == []
+    assert trial.ranges(trial.loop()) == []
+
+
+def test_of_two_runs_one_commits_a_batch(trial: Trial) -> None:
+    trial.publish(5)
+    first, second = trial.loop(), trial.loop()
+    earlier = trial.plan(first)
+    trial.publish(3)
+    later = trial.plan(second)
+    assert (earlier.batch.number, later.batch.number) == (0, 0)
+    assert first.commit(earlier, None) == 0
+    assert second.commit(later, None) is None
+    assert trial.ranges(second) == [(0, 5, 8)]
+    assert trial.plan(second).batch.number == 1
+
+
+def test_a_pipeline_that_begins_at_the_end_misses_nothing_from_then_on(trial: Trial) -> None:
+    trial.publish(5)
+    loop = trial.loop(start="latest")
+    plan = trial.plan(loop)
+    assert (plan.ranges, loop.is_new(plan)) == ((), True)
+    assert loop.commit(plan, None) == 0
+    assert not loop.is_new(trial.plan(loop))
+    trial.publish(2)
+    trial.admin.create_partitions([NewPartitions(trial.topic, 3)])[trial.topic].result(WAIT_S)
+    trial.publish(1, partition=2)
+    # Whoever comes later goes on there too, and a partition that is new has all of its messages.
+    assert trial.ranges(trial.loop(start="latest")) == [(0, 5, 7), (2, 0, 1)]
+
+
+def test_whoever_was_replaced_cannot_commit(trial: Trial) -> None:
+    trial.publish(5)
+    replaced = trial.loop(GroupMember("somebody", 3))
+    with pytest.raises(MillstreamError, match="offset of group"):
+        replaced.commit(trial.plan(replaced), None)
+    loop = trial.loop()
+    assert trial.ranges(loop) == [(0, 0, 5)]
+    assert loop.commit(trial.plan(loop), None) == 0
+
+
+def test_a_topic_that_is_shorter_than_what_was_read_is_told(trial: Trial) -> None:
+    loop = trial.loop()
+    group = trial.topic[:100]
+    link = loop.link
+    link.call(commit_plainly(link.client, f"pipeline-{group}", {trial.topic: {0: 7}}, GroupMember()))
+    assert link.call(stable_offsets(link.client, f"pipeline-{group}")) == {trial.topic: {0: 7}}
+    with pytest.raises(OffsetOutOfRange, match="read up to 7"):
+        trial.plan(loop)
