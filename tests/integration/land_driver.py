@@ -1,12 +1,12 @@
 """Lands topics until nothing is left, for the trials of landing, and dies where it is told to.
 
-    python land_driver.py '{"master": …, "brokers": …, "lake": …, "settings": {…}, "fault": …, "folder": …}'
+  python land_driver.py '{"master": …, "brokers": …, "lake": …, "settings": {…}, "fault": …, "folder": …, "landed": …}'
 
 `fault` is where the process kills itself: `before-commit`, when all files are written; `between-topics`, when one of
 several tables has its commit; `before-quarantine`, when a table has its commit and its quarantine does not;
 `before-compaction` and `after-compaction`, around the commit of one. Or it strikes a task that has written its files
-and did not tell yet: `kill-worker` kills its process, `kill-executor` the executor. Everything is landed as of the hour
-before, so that there is something to compact.
+and did not tell yet: `kill-worker` kills its process, `kill-executor` the executor. Everything is landed as of the
+moment `landed`, an hour before, so that there is something to compact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterable
-from datetime import timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,8 @@ def main() -> None:
     spark.sparkContext.setLogLevel("WARN")
     pipeline = Pipeline(pipeline_id=uuid.uuid4(), name="trial", kind=PipelineKind.LAND, overrides=given["settings"])
     job = LandJob(pipeline, JobContext(spark=spark, brokers=given["brokers"], lake=given["lake"], folder=""))
-    write = job._reports
-    job._reports = lambda batches, landed: write(batches, landed - timedelta(hours=1))  # type: ignore[method-assign]
+    write, moment = job._reports, datetime.fromisoformat(given["landed"])
+    job._reports = lambda batches, landed: write(batches, moment)  # type: ignore[method-assign]
     while True:
         step = job.step()
         print(step, flush=True)

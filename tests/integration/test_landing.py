@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib import request
@@ -367,8 +367,8 @@ def test_small_files_of_hours_that_are_over_become_large(
 ) -> None:
     shore.create(topic)
     job = shore.job(topics=topic)
-    write = job._reports
-    monkeypatch.setattr(job, "_reports", lambda batches, landed: write(batches, landed - timedelta(hours=1)))
+    write, moment = job._reports, datetime.now(UTC) - timedelta(hours=1)
+    monkeypatch.setattr(job, "_reports", lambda batches, landed: write(batches, moment))
     published = []
     for number in range(4):
         published += shore.publish(topic, numbered(10, 10 * number))

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -35,6 +36,7 @@ class Trial:
         self.topics = [f"{topic}-{number}" for number in range(2)]
         self.published: dict[str, list[Row]] = {name: [] for name in self.topics}
         self._sent = 0
+        self._landed = datetime.now(UTC) - timedelta(hours=1)
         admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
         for future in admin.create_topics([NewTopic(name, PARTITIONS, 1) for name in self.topics]).values():
             future.result(60)
@@ -68,6 +70,7 @@ class Trial:
             "lake": str(self.folder / "lake"),
             "folder": str(self.folder),
             "fault": fault,
+            "landed": self._landed.isoformat(),
             "settings": {"topics": ",".join(self.topics), "decode": "json", "batch.max.messages": "3000", **settings},
         }
         command = [sys.executable, str(Path(__file__).with_name("land_driver.py")), json.dumps(given)]

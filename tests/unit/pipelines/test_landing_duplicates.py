@@ -19,7 +19,7 @@ NOW = datetime(2026, 11, 15, 12, 30, tzinfo=UTC)
 HEADERS = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
 
 
-def headers(*rows: list[tuple[str, bytes | None]] | None) -> pa.Array:
+def headers(*rows: Sequence[tuple[str, bytes | None]] | None) -> pa.Array:
     return pa.array([None if row is None else [{"key": k, "value": v} for k, v in row] for row in rows], HEADERS)
 
 
