@@ -164,7 +164,10 @@ class Subscriber:
                     raise
                 # Something that the handler waited for was cancelled, not the handler.
                 self._failed(message, error)
-            except Exception as error:
+            except (GeneratorExit, KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
+                # Also what is no `Exception`, such as what `pytest.fail` raises.
                 self._failed(message, error)
             else:
                 accept(message)

@@ -123,6 +123,21 @@ async def test_what_a_handler_waited_for_may_be_cancelled() -> None:
     }
 
 
+@pytest.mark.parametrize("is_plain", [False, True])
+async def test_what_is_no_exception_by_name_is_an_error_of_the_handler(is_plain: bool) -> None:
+    def fail(message: Message) -> None:
+        if message.offset == 0:
+            pytest.fail("one euro is missing")
+
+    async def handle(message: Message) -> None:
+        fail(message)
+
+    assert await told_of(2, fail if is_plain else handle) == {
+        0: (Verb.RELEASE, None, "Failed: one euro is missing"),
+        1: (Verb.ACCEPT, None, ""),
+    }
+
+
 async def test_a_worker_that_is_stopped_gives_its_message_back() -> None:
     source, begun = Given(1), asyncio.Event()
 

@@ -366,6 +366,19 @@ async def test_what_is_under_way_ends_before_push_does(hook: Webhook) -> None:
     assert len(hook.requests) == 1
 
 
+async def test_the_lease_of_what_is_under_way_is_extended_until_push_has_ended(hook: Webhook) -> None:
+    hook.answer = lambda _request: Reply(after_s=WAIT_S)
+    run = Run(hook, 1, share_record_lock_duration_ms="100")
+    await run.ledger.until(lambda: bool(run.ledger.of(Verb.EXTEND)))
+    run.pusher.stop()
+    before = len(run.ledger.said)
+    await run.ledger.until(lambda: len(run.ledger.said) >= before + 2)
+    run.pusher.hurry()
+    await asyncio.wait_for(run.running, WAIT_S)
+    assert set(run.ledger.said[:-1]) == {(0, Verb.EXTEND, None)}
+    assert run.ledger.said[-1] == (0, Verb.RELEASE, 0)
+
+
 async def test_an_endpoint_that_asks_for_patience_gets_it(hook: Webhook) -> None:
     hook.answer = lambda _request: Reply(429, {"retry-after": "3600"})
     run = Run(hook, 5, millstream_backoff_min_ms="10")

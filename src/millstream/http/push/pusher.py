@@ -100,6 +100,9 @@ class Pusher:
             await asyncio.wait((extending, pushing), return_when=asyncio.FIRST_COMPLETED)
             # Without leases that are kept nothing is sent: what has gone wrong there ends all of it.
             (pushing if pushing.done() else extending).result()
+            if self._in_flight:
+                # Those that were sent already keep their leases until they have their answers.
+                await asyncio.wait(self._in_flight)
         finally:
             extending.cancel()
             pushing.cancel()
