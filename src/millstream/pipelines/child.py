@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from millstream.admin.places import places_in
 from millstream.cluster.pipeline_owner import PipelineOwner
 from millstream.cluster.pipelines import Pipelines
 from millstream.config import Config
@@ -26,7 +27,6 @@ from millstream.model.errors import MillstreamError, UnknownPipeline
 from millstream.model.pipeline import Pipeline
 from millstream.pipelines.driver_messages import Options, Said, Told, Wanted
 from millstream.pipelines.installed import what_is_missing
-from millstream.admin.places import places_in
 from millstream.pipelines.roll import DEATHS_MAX, Roll
 
 _logger = logging.getLogger(__name__)

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
+from millstream.admin.places import places_in
 from millstream.cli.pipeline_run import _undeclared
 from millstream.model.errors import GroupNotEmpty, InvalidPipeline, InvalidSetting
 from millstream.model.pipeline import PipelineKind, Rule
 from millstream.pipelines.by_hand import RunByHand
 from millstream.pipelines.job import JobContext, Step
-from millstream.admin.places import places_in
 from millstream.testing.pipeline_script import FreeClaim, Script, landing
 
 
