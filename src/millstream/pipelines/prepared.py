@@ -113,7 +113,7 @@ def prepare(pipeline: Pipeline, context: JobContext, settings: TransformSettings
     nodes = list(_nodes(execution.analyzed()))
     prepared.needs_state = _remembers(nodes)
     prepared.aggregates = any(of_topic and node.nodeName() in _AGGREGATES for node, of_topic in nodes)
-    used = _used(told_plainly(statement.text, execution.optimizedPlan))
+    used = _used(execution.analyzed())
     prepared.views = {topic: view.narrowed(used) for topic, view in whole.items()}
     return prepared
 
@@ -178,7 +178,7 @@ def _children(plan: Any) -> list[Any]:
 
 
 def _used(plan: Any) -> set[str]:
-    """The columns of topics that an optimized plan looks at, by their names."""
+    """The columns of topics that a plan names, also where they turn out to make no difference."""
     outputs: set[int] = set()
     names: dict[int, str] = {one.exprId().id(): one.name() for one in elements(plan.output())}
     for node, _ in _nodes(plan):
