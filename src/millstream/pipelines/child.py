@@ -38,6 +38,8 @@ STOP_S: Final = 12.0
 """How long it may take to stop: a little longer than the driver gives its steps and Java."""
 BACKOFF_S_MIN: Final = 1.0
 PARK_PAUSE_S: Final = 5.0
+LOOK_S: Final = 5.0
+"""How often it is looked whether what was missing has been installed: nobody tells of that."""
 LINE_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
@@ -130,7 +132,11 @@ class PipelineChild(SupervisedChild):
     async def _wanted(self) -> None:
         while not self._is_called_for and not self._stopping.is_set():
             self._news.clear()
-            await self._news.wait()
+            try:
+                async with asyncio.timeout(LOOK_S if self._why_not else None):
+                    await self._news.wait()
+            except TimeoutError:
+                self._look()
 
     async def _spawn(self) -> Process:
         self._tell_board(is_running=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from importlib.util import find_spec
 from typing import Final
 
-_PACKAGES: Final = ("pyspark", "pyarrow", "deltalake")
+_PACKAGES: Final = ("pyspark", "pyarrow", "pandas", "deltalake")
 
 
 def what_is_missing() -> str:
     """What has to be installed before pipelines can be run, as a sentence; empty when all is there."""
+    importlib.invalidate_caches()  # it may have been installed since this process was started
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if not missing:
         return ""
