@@ -8,6 +8,7 @@ on disks as in object stores.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -138,6 +139,19 @@ class DeltaLog:
         hours = math.ceil(grace / timedelta(hours=1))
         deleted = table.vacuum(retention_hours=hours, dry_run=False, enforce_retention_duration=False, full=True)
         return len(deleted)
+
+    def said_with(self, version: int) -> dict[str, Any]:
+        """What was said with a commit, from its own file.
+
+        The library tells the history from its end, which another commit may have moved since the table was read.
+        """
+        try:
+            with self._files.open_input_stream(_commit_path(version)) as stream:
+                lines = stream.read().splitlines()
+        except FileNotFoundError:
+            return {}
+        actions = [json.loads(line) for line in lines if line.strip()]
+        return next((dict(action["commitInfo"]) for action in actions if "commitInfo" in action), {})
 
     def holds(self, files: Iterable[Written]) -> bool:
         """Whether the table has any of these files."""

@@ -134,7 +134,7 @@ class DeltaTable:
             quarantine = self.quarantine.require(QUARANTINE)
             if (quarantine.transaction_version(source) or 0) >= version:
                 return
-            if self.quarantine.commit(added(_manifest(table, version)), {source: version}):
+            if self.quarantine.commit(added(_manifest(self.log, version)), {source: version}):
                 return
 
 
@@ -162,9 +162,9 @@ def _is_done(current: Mapping[TopicPartition, int], offsets: Mapping[TopicPartit
     return False
 
 
-def _manifest(table: deltalake.DeltaTable, version: int) -> list[Written]:
+def _manifest(log: DeltaLog, version: int) -> list[Written]:
     """The quarantined files that a commit names."""
-    for commit in table.history(table.version() - version + 1):
-        if commit.get("version") == version and _MANIFEST in commit:
-            return from_json(str(commit[_MANIFEST]))
-    raise CorruptState(f"version {version} of {table.table_uri} does not say which files it has in quarantine")
+    said = log.said_with(version)
+    if _MANIFEST not in said:
+        raise CorruptState(f"version {version} of {log.storage.url} does not say which files it has in quarantine")
+    return from_json(str(said[_MANIFEST]))

@@ -1,0 +1,36 @@
+"""A run that is overtaken between its commit and its quarantine: it looks at its own commit, not at the last one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millstream.lake.columns import RAW
+from millstream.lake.delta_log import DeltaLog
+from millstream.lake.delta_table import DeltaTable
+from millstream.lake.storage import Storage
+from millstream.lake.table import QUARANTINE_ENDING
+from millstream.testing.lake_rows import TOPIC, delta_rows, once, rows, write, write_quarantine
+
+
+def test_a_commit_that_came_in_between_hides_no_quarantined_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage.at(str(tmp_path / "orders"))
+    mine, other = DeltaTable(storage), DeltaTable(storage)
+    commit = DeltaLog.commit
+
+    def overtaken(log: DeltaLog, *arguments: Any, **named: Any) -> bool:
+        done = commit(log, *arguments, **named)
+        if log is mine.log:
+            # As compactions do it: nothing of it says anything about the quarantine.
+            other.log.refresh()
+            assert commit(other.log, [], {})
+        return done
+
+    monkeypatch.setattr(DeltaLog, "commit", overtaken)
+    files, refused = write(mine, [rows(0, range(10))]), write_quarantine(mine, 0, range(10, 15))
+    assert mine.commit(files, {(TOPIC, 0): (0, 15)}, schema=RAW, quarantined=refused)
+    assert delta_rows(storage.beside(QUARANTINE_ENDING)) == once(0, range(10, 15))
