@@ -134,8 +134,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shore = Shore(open_session(stack, given.master, [], folder), server.kafka, folder)
         loads = [Load(int(load.rows * share), load.size) for load in LOADS]
         copies = {load.title: measure_copy(shore, load, rounds, console) for load in loads}
-        spread = measure_topics(shore, Load(int(SPREAD.rows * share), SPREAD.size), rounds, console)
-    tables = [*lines(copies, spread), targets(copies, spread)]
+        spread_load = Load(int(SPREAD.rows * share), SPREAD.size)
+        spread = measure_topics(shore, spread_load, rounds, console)
+    compared = {f"{load}, raw": found for load, found in copies.items()} | {f"{spread_load.title}, spread": spread}
+    tables = [*lines(compared), targets(copies, spread)]
     for table in tables:
         console.print(table.rich())
     given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -183,10 +185,10 @@ def turn_about(
     return found
 
 
-def lines(copies: Found, spread: dict[str, list[Numbers]]) -> list[Table]:
+def lines(compared: Found) -> list[Table]:
     """A table for each comparison."""
     tables = []
-    for title, found in (*((f"{load}, raw", found) for load, found in copies.items()), (SPREAD.title, spread)):
+    for title, found in compared.items():
         first = next(iter(found.values()))
         table = Table(title, ["", "million rows/s", "CPU s per million", "the first to this: rate", "CPU"])
         for name, rounds in found.items():
