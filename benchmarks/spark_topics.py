@@ -86,7 +86,7 @@ def kinds() -> Iterator[Kind]:
     yield "transform", PipelineKind.TRANSFORM, {"sql": sql, "into": "large", "schemas": schemas}, ()
     for count in (1, 100, 1000):
         named = [f"payload.region = 'r{number}' AND payload.total > 10" for number in range(count)]
-        yield f"route, {count:,} rules", PipelineKind.ROUTE, {}, _rules(f"q{count}", named)
+        yield f"route, {count:,} rule{'s' * (count > 1)}", PipelineKind.ROUTE, {}, _rules(f"q{count}", named)
     compared = [f"payload.total > {990 + number / 1000}" for number in range(1000)]
     yield "route, 1,000 rules that only compare", PipelineKind.ROUTE, {}, _rules("c", compared)
 
