@@ -17,6 +17,7 @@ from millstream.testing.server import Server
 
 PATIENCE_S = 60.0
 MESSAGES = "application/vnd.millstream.messages+json"
+CLOUD_EVENT_XML = "application/cloudevents+xml"
 
 
 @pytest.fixture(scope="module")
@@ -293,6 +294,7 @@ def test_groups_clients_transactions_and_the_cluster_over_http(http: httpx.Clien
         ("POST", "/topics/t/messages", {"content": b"x", "headers": {"origin": "null"}}, 403),
         ("POST", "/subscriptions", {"data": {"name": "x"}}, 415),
         ("POST", "/topics/t/messages", {"content": b"x", "headers": {"content-encoding": "gzip"}}, 415),
+        ("POST", "/topics/t/messages", {"content": b"<x/>", "headers": {"content-type": CLOUD_EVENT_XML}}, 415),
         ("POST", "/subscriptions", {"content": b"{", "headers": {"content-type": "application/json"}}, 400),
         ("POST", "/subscriptions", {"json": {"name": "s", "topics": []}}, 422),
         ("POST", "/subscriptions/s/messages:settle", {"json": {"accept": ["nonsense"]}}, 422),

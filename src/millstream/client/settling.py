@@ -345,6 +345,7 @@ class Settling:
         self._open: set[Order] = set()
         """What has no answer yet."""
         self._lately_accepted = LatelyAccepted()
+        self._unsettled: dict[str, tuple[int, int, MillstreamError]] = {}
 
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
         """Tell it; the future ends when it is durable."""
@@ -427,10 +428,7 @@ class Settling:
         else:
             self._lost(order)
             if order.verb != Verb.EXTEND and not order.is_awaited:
-                place, count = f"{order.held.topic}-{order.held.partition}", len(order.offsets)
-                _logger.warning(
-                    "%d messages of %s from %d on may not be settled: %s", count, place, order.offsets[0], error
-                )
+                self._warn(order, error)
         if order.awaited is not None:
             order.awaited.told(error)
         if not self._open:
@@ -438,6 +436,19 @@ class Settling:
             for waiting in idle:
                 if not waiting.done():
                     waiting.set_result(None)
+
+    def _warn(self, order: Order, error: MillstreamError) -> None:
+        """Tell the log, once of all that an answer refuses: after a restart that may be all that was held."""
+        if not self._unsettled:
+            self._loop.call_soon(self._warn_of_all)
+        place = f"{order.held.topic}-{order.held.partition}"
+        count, first, why = self._unsettled.get(place, (0, order.offsets[0], error))
+        self._unsettled[place] = count + len(order.offsets), min(first, order.offsets[0]), why
+
+    def _warn_of_all(self) -> None:
+        unsettled, self._unsettled = self._unsettled, {}
+        for place, (count, first, why) in unsettled.items():
+            _logger.warning("messages of %s, %d from %d on, may not be settled: %s", place, count, first, why)
 
     # -- when leaders move ----------------------------------------------------------------------------------
 

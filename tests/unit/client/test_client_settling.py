@@ -85,6 +85,19 @@ async def test_one_message_that_is_lost_is_an_error_and_the_others_are_told(offs
     assert sorted(told) == [offset for offset in offsets if offset != 5]
 
 
+async def test_the_log_is_told_once_of_all_that_an_answer_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    lost = list[int]()
+    settling = settling_at(Node(*range(200)), lost)
+    settling.tell(Order(held(), list(range(100)), Verb.ACCEPT))
+    settling.tell(Order(held(), list(range(100, 200)), Verb.ACCEPT))
+    async with asyncio.timeout(HANG_S):
+        await settling.flush()
+    await asyncio.sleep(0)
+    assert len(lost) == 200
+    (line,) = caplog.messages
+    assert line == "messages of orders-0, 200 from 0 on, may not be settled: not held"
+
+
 async def test_all_parts_are_told_before_the_answer_comes() -> None:
     node = Node()
     settling = settling_at(node)

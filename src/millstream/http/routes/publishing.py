@@ -80,8 +80,12 @@ async def publish(parts: Parts, asked: Asked[PublishQuery, bytes]) -> Any:
     topic = asked.path["topic"]
     headers = asked.headers
     parts.pressure.check_pause(parts.publishing.pause_of(topic))
-    reader = _FORMS.get(headers.get(b"content-type", b"").partition(b";")[0].strip().lower())
+    media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    reader = _FORMS.get(media)
     if reader is None:
+        if media.startswith(_EVENT_FORMATS):
+            # Stored as it is, an event in XML or Avro would be a message that nobody sees an event in.
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"events are taken as {STRUCTURED} or {BATCHED}")
         placed = from_request(headers, asked.body)
         if SPEC_HEADER in headers:
             placed = from_headers(headers, placed)
@@ -228,6 +232,7 @@ _FORMS: Final[dict[bytes, Callable[[bytes], list[Placed]]]] = {
     STRUCTURED.encode(): _read_event,
     BATCHED.encode(): _read_events,
 }
+_EVENT_FORMATS: Final = (b"application/cloudevents+", b"application/cloudevents-batch+")
 
 ROUTES: Final = (
     Route(
