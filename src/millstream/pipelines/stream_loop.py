@@ -25,7 +25,7 @@ from millstream.spark.options import BROKERS
 from millstream.spark.ranges import ranges_between
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
 WAIT_S: Final = 1
@@ -87,6 +87,7 @@ class StreamLoop:
             .outputMode("append" if watermarks or not self._prepared.aggregates else "update")
             .queryName(f"{self._pipeline.name}-{self._pipeline.pipeline_id}")
         )
+        _make_active(self._prepared.spark)
         return told_plainly(self._settings.sql, writer.start)
 
     def _stream(self, topic: str, view: TopicView, watermark: tuple[str, str] | None) -> DataFrame:
@@ -131,6 +132,12 @@ class StreamLoop:
             for number in numbers:
                 self._ends[topic].setdefault(number, 0)
         return latest
+
+
+def _make_active(spark: SparkSession) -> None:
+    """Spark looks for formats written in Python in the session of the thread, and only its first thread has one."""
+    jvm: Any = spark._jvm
+    spark._get_j_spark_session_class(jvm).setActiveSession(spark._jsparkSession)
 
 
 def _watermarks(settings: TransformSettings) -> dict[str, tuple[str, str]]:
