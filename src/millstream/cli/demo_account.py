@@ -8,6 +8,7 @@ from millstream.cli.exit_code import CommandFailed
 
 if TYPE_CHECKING:
     from rich.console import Console
+from rich.markup import escape
 
 
 class Account:
@@ -24,13 +25,13 @@ class Account:
 
     def tell(self, text: str) -> None:
         """Say something that cannot fail."""
-        self._console.print(f"   {text}", soft_wrap=True)
+        self._console.print(f"   {escape(text)}", soft_wrap=True)
 
     def check(self, held: bool, text: str, otherwise: str) -> None:
         """Say that something holds, or end the demo with the reason."""
         if not held:
             raise CommandFailed(f"the demo failed: expected that {text}, but {otherwise}")
-        self._console.print(f"   [green]✓[/green] {text}", soft_wrap=True)
+        self._console.print(f"   [green]✓[/green] {escape(text)}", soft_wrap=True)
 
     def end(self, text: str) -> None:
         """Say how it ended."""
