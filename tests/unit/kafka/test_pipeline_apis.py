@@ -199,6 +199,9 @@ async def test_rules_are_changed_together_or_not_at_all(client: PipelineClient, 
         await client.change_rules("director", [small], gone=["large"])
     with pytest.raises(NotFound, match="no subscription 'cheap'"):
         await client.create("other", "route", {}, rules=[small])
+    broken = Rule(name="odd", topic="orders", targets=("odd-orders",), condition="payload.total >")
+    with pytest.raises(InvalidRequest, match=r"rule 'odd'.*column 15"):
+        await client.change_rules("director", [broken], gone=["large"])
     await nodes.nodes[1].subscriptions.create("cheap", ["orders"], {})
     assert await client.change_rules("director", [small], validate_only=True) == 2
     assert await client.change_rules("director", [small], gone=["large"]) == 1

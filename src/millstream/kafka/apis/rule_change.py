@@ -5,19 +5,22 @@
     answer: {"error": 0, "message": null, "rules": 17}
 
 Rules are put in the place of those that have their names. All of it is done, or nothing. A rule that takes the filter
-of a subscription names it instead of a condition. What is to be deleted and is not there is RESOURCE_NOT_FOUND.
+of a subscription names it instead of a condition. A condition that is wrong is refused with the place. What is to be
+deleted and is not there is RESOURCE_NOT_FOUND.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from millstream.cluster.pipelines import Pipelines
 from millstream.cluster.subscriptions import Subscriptions
 from millstream.kafka.private import PrivateApi
+from millstream.model.errors import FilterError, InvalidPipeline
 from millstream.model.pipeline import Rule
 from millstream.wire.pipeline_messages import RULES_KEY, RuleChanges
 
@@ -42,7 +45,24 @@ class RuleChange(PrivateApi[RuleChanges]):
         return {"rules": len(changed.rules)}
 
 
-async def check_filters_of(rules: Iterable[Rule], subscriptions: Subscriptions) -> None:
-    """Raise `UnknownSubscription` when a rule takes the filter of one that is not there."""
+async def check_filters_of(rules: Collection[Rule], subscriptions: Subscriptions) -> None:
+    """Raise `UnknownSubscription` when a rule takes the filter of one that is not there.
+
+    Raise `InvalidPipeline` for a condition that is wrong: the pipeline could route nothing at all with it.
+    """
     for name in sorted({rule.subscription for rule in rules if rule.subscription}):
         await subscriptions.find(name)
+    if any(rule.condition for rule in rules):
+        # Thousands of them take seconds.
+        await asyncio.to_thread(_check_conditions, rules)
+
+
+def _check_conditions(rules: Iterable[Rule]) -> None:
+    from millstream.subscriptions.filter.filter import compile_filter
+
+    for rule in rules:
+        try:
+            if rule.condition:
+                compile_filter(rule.condition)
+        except FilterError as error:
+            raise InvalidPipeline(f"rule {rule.name!r}: {error}") from error
