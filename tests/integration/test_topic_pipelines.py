@@ -171,6 +171,16 @@ def test_a_dry_run_tells_everything_and_does_nothing(shop: Shop) -> None:
     assert shop.run(sql) == 10
 
 
+def test_all_columns_of_a_topic_are_its_messages_as_they_are(shop: Shop) -> None:
+    shop.create(shop.into)
+    shop.publish(shop.orders, [{"id": number, "total": number * 10} for number in range(4)])
+    assert shop.run("SELECT * FROM orders WHERE total > 10") == 4
+    found = {(one.key(), one.value(), one.timestamp()) for one in read_all(shop.server, shop.into)}
+    published = {(one.key(), one.value(), one.timestamp()) for one in read_all(shop.server, shop.orders)}
+    assert found == {one for one in published if json.loads(one[1])["total"] > 10}
+    assert len(found) == 2
+
+
 @pytest.mark.trial
 def test_windows_are_written_when_they_are_over_and_once(shop: Shop) -> None:
     shop.create(shop.into)

@@ -47,6 +47,8 @@ _REMEMBERS: Final = frozenset(
     }
 )
 """What means something else for the messages of one batch than for all of them."""
+_WHOLE: Final = ("key", "value", "headers", "timestamp")
+"""What is written of a message when all columns of its topic are asked for; where it goes is decided anew."""
 _AGGREGATES: Final = frozenset({"Aggregate", "Distinct"})
 _OF_TOPIC: Final = "MapInArrow"
 """What a view of a topic has in its plan, and nothing else that a statement can say."""
@@ -80,7 +82,9 @@ class Prepared:
         for table in self.tables:
             table.refresh()
         text = self.statement.text
-        return told_plainly(text, lambda: self.spark.sql(text))
+        rows = told_plainly(text, lambda: self.spark.sql(text))
+        is_whole = any(rows.columns == [one.name for one in view.columns] for view in self.whole.values())
+        return rows.select(*_WHOLE) if is_whole else rows
 
     def close(self) -> None:
         """Let go of tables."""
