@@ -71,7 +71,9 @@ def describe(
         return
     print_line(f"{one_line(name)}  ({told['kind']}, {told['state']})")
     for word, text in _facts(told).items():
-        print_line(f"{word.ljust(10)}  {one_line(text)}")
+        # What Spark says of a statement points at the place, in lines below each other.
+        for at, line in enumerate(text.splitlines() or [""]):
+            print_line(f"{('' if at else word).ljust(10)}  {one_line(line)}")
     print_line()
     for setting, value in sorted(told["settings"].items()):
         mark = "" if setting in told["overrides"] else "  (default)"
@@ -152,7 +154,7 @@ def _facts(told: dict[str, Any]) -> dict[str, str]:
         facts.update({what: f"{number:,}" for what, number in sorted(report["counts"].items())})
         if report["last_error"]:
             when = datetime.fromtimestamp(report["last_error_ms"] / 1000, UTC).isoformat(timespec="seconds")
-            facts["last error"] = f"{report['last_error']} ({when})"
+            facts["last error"] = f"({when}) {report['last_error'].rstrip()}"
     return facts
 
 
