@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,6 +32,7 @@ _SETTINGS: Final = {
     "spark.driver.extraJavaOptions": "-XX:+ExitOnOutOfMemoryError",
 }
 _closing = threading.Event()
+_folders: list[str] = []
 
 
 def open_session(
@@ -39,7 +43,7 @@ def open_session(
     What Java writes goes to the file `log`; that of the run before is kept beside it. A process that lives for the
     session ends with its Java.
     """
-    chosen = {**_SETTINGS, "spark.driver.memory": memory, **settings}
+    chosen = {**_SETTINGS, **_sockets_in_a_folder(master), "spark.driver.memory": memory, **settings}
     try:
         with _written_to(log):
             spark = session("millstream-pipelines", master=master or None, settings=chosen)
@@ -68,6 +72,22 @@ def close_session(spark: SparkSession) -> None:
         java.wait(_CLOSE_S)
     except subprocess.TimeoutExpired:
         java.kill()
+    _remove_folders()
+
+
+def _sockets_in_a_folder(master: str) -> dict[str, str]:
+    """Spark leaves the sockets of its Python workers behind; on this machine they go with the process."""
+    if master.partition("[")[0] not in ("", "local"):
+        return {}
+    _folders.append(tempfile.mkdtemp(prefix="millstream-spark-"))
+    # Registered before Spark's own, it is called after Java has ended.
+    atexit.register(_remove_folders)
+    return {"spark.python.unix.domain.socket.dir": _folders[-1]}
+
+
+def _remove_folders() -> None:
+    while _folders:
+        shutil.rmtree(_folders.pop(), ignore_errors=True)
 
 
 @contextmanager
@@ -103,4 +123,5 @@ def _java_of(spark: SparkSession) -> Any:
 def _end_with(java: Any) -> None:
     java.wait()
     if not _closing.is_set():
+        _remove_folders()
         os._exit(DIED)
