@@ -149,7 +149,7 @@ def _facts(told: dict[str, Any]) -> dict[str, str]:
     if report is not None:
         facts["node"] = str(report["node"])
         facts["rows"] = f"{report['rows']:,} in {report['batches']:,} batches, {report['rows_per_s']:,.0f} a second"
-        facts["lag"] = f"{report['lag']:,}"
+        facts["lag"] = "not known yet" if report["lag"] is None else f"{report['lag']:,}"
         facts["restarts"] = str(report["restarts"])
         facts.update({what: f"{number:,}" for what, number in sorted(report["counts"].items())})
         if report["last_error"]:

@@ -23,8 +23,8 @@ class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
     rows: int = 0
     """Messages that were taken."""
     rows_per_s: float = 0.0
-    lag: int = 0
-    """Messages that are there and were not taken yet."""
+    lag: int | None = None
+    """Messages that are there and were not taken yet; None before the first batch."""
     batches: int = 0
     restarts: int = 0
     """How often it was begun anew after a failure."""
@@ -86,7 +86,7 @@ class PipelineBoard:
         yield _gauge(
             "lag",
             "Messages that are there and that a pipeline did not take yet.",
-            [_sample(one.name, one.lag) for one in reports],
+            [_sample(one.name, one.lag) for one in reports if one.lag is not None],
         )
         yield _counter("batches", "Batches that a pipeline did.", [_sample(one.name, one.batches) for one in reports])
         yield _counter(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from millstream.kafka.pipeline_board import PipelineReport, State
-from millstream.model.errors import GroupNotEmpty, MillstreamError
+from millstream.model.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 from millstream.model.pipeline import Pipeline
 from millstream.pipelines.job import GroupMember, Job, JobContext, JobKind
 from millstream.pipelines.reason import reason_of
@@ -30,7 +30,7 @@ FAILURES_MAX: Final = 5
 BACKOFF_S_MIN: Final = 1.0
 BACKOFF_S_MAX: Final = 30.0
 OCCUPIED_S: Final = 3.0
-"""How often somebody else who runs the pipeline is looked for."""
+"""How often it is looked whether somebody else still runs the pipeline, or its topic is still missing."""
 
 
 class Held(Protocol):
@@ -120,7 +120,7 @@ class Runner:
             state=self._state,
             rows=self._tally.rows,
             rows_per_s=self._tally.rows_per_s,
-            lag=self._tally.lag,
+            lag=self._tally.lag if self._tally.is_begun else None,
             batches=self._tally.batches,
             restarts=self._restarts,
             last_error=self._error,
@@ -195,6 +195,11 @@ class Runner:
             # It was told to end, and what it did was cancelled.
             return
         self._note(error)
+        if isinstance(error, UnknownTopic):
+            # Whoever declared it may make the topic later.
+            self._be("waiting")
+            stopping.wait(self._around.occupied_s)
+            return
         self._restarts += 1
         # What happens while the broker cannot be reached says nothing about the pipeline.
         if self._claim.is_confirmed and not isinstance(error, TRANSIENT):

@@ -25,11 +25,14 @@ class Tally:
         self._counts: Counter[str] = Counter()
         self.rows = 0
         self.lag = 0
+        self.is_begun = False
+        """Whether a step was done, so that the lag is known."""
         self.batches = 0
 
     def add(self, step: Step) -> None:
         """One more step; one that took nothing is no batch."""
         self.lag = step.lag
+        self.is_begun = True
         self._counts.update(step.counts)
         if step.rows:
             self.rows += step.rows

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from millstream.model.errors import BrokerUnreachable, GroupNotEmpty, InvalidRequest
+from millstream.model.errors import BrokerUnreachable, GroupNotEmpty, InvalidRequest, UnknownTopic
 from millstream.pipelines.job import JobContext, Step
 from millstream.pipelines.reason import reason_of
 from millstream.pipelines.runner import FAILURES_MAX, Runner, Surroundings
@@ -65,6 +65,18 @@ def running(script: Script, claim: FreeClaim | None = None) -> Iterator[Watched]
         watched.runner.stop()
         watched.thread.join(HANG_S)
         assert not watched.thread.is_alive()
+
+
+def test_a_topic_that_is_missing_is_waited_for() -> None:
+    missing = [UnknownTopic("topic 'orders' does not exist")] * (FAILURES_MAX + 1)
+    script = Script(*missing, Step(rows=3))
+    with running(script) as watched:
+        assert watched.runner.report().lag is None
+        assert script.at_end.wait(HANG_S)
+        report = watched.runner.report()
+        assert (report.state, report.rows, report.lag, report.restarts) == ("running", 3, 0, 0)
+    assert "waiting" in watched.told
+    assert "parked" not in watched.told
 
 
 def test_steps_are_counted_and_told() -> None:

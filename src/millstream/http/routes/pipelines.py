@@ -92,7 +92,7 @@ class PipelineReport(msgspec.Struct, frozen=True):
     state: State
     rows: int
     rows_per_s: float
-    lag: int
+    lag: int | None
     batches: int
     restarts: int
     last_error: str
