@@ -140,7 +140,7 @@ def test_a_later_start_does_without_the_catalog_and_health_says_so(cluster: Serv
         assert code == 200, said
         command = CommandLine(node.kafka)
         for arguments in (("topic", "create", "new"), ("publish", "missing", "hello")):
-            told = command(*arguments)
+            told = command(*arguments, "--timeout", 5)
             assert (told.code, len(told.err.splitlines()), "catalog" in told.err) == (6, 1, True), told.err
         assert node.stop() == 0
     finally:
