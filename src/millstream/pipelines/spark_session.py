@@ -24,6 +24,8 @@ DIED: Final = 70
 """The exit code of a driver whose Java has died."""
 
 _CLOSE_S: Final = 4.0
+_FOLDER_BYTES_MAX: Final = 60
+"""Spark names a socket by a UUID, with a few characters around it."""
 _LOG_TAIL: Final = 1000
 _SETTINGS: Final = {
     "spark.scheduler.mode": "FAIR",
@@ -48,8 +50,10 @@ def open_session(
         with _written_to(log):
             spark = session("millstream-pipelines", master=master or None, settings=chosen)
     except MillstreamError:
+        _remove_folders()
         raise
     except Exception as error:
+        _remove_folders()
         raise SparkFailed(f"Spark did not start: {reason_of(error)}; {log} ends with: {_tail(log)}") from error
     if ends_with_java:
         threading.Thread(target=_end_with, args=(_java_of(spark),), name="watch Java", daemon=True).start()
@@ -79,10 +83,15 @@ def _sockets_in_a_folder(master: str) -> dict[str, str]:
     """Spark leaves the sockets of its Python workers behind; on this machine they go with the process."""
     if master.partition("[")[0] not in ("", "local"):
         return {}
-    _folders.append(tempfile.mkdtemp(prefix="millstream-spark-"))
+    folder = tempfile.mkdtemp(prefix="millstream-spark-")
+    if len(os.fsencode(folder)) > _FOLDER_BYTES_MAX:
+        # The path of a socket may have 107 bytes; over loopback it goes too.
+        os.rmdir(folder)
+        return {"spark.python.unix.domain.socket.enabled": "false"}
+    _folders.append(folder)
     # Registered before Spark's own, it is called after Java has ended.
     atexit.register(_remove_folders)
-    return {"spark.python.unix.domain.socket.dir": _folders[-1]}
+    return {"spark.python.unix.domain.socket.dir": folder}
 
 
 def _remove_folders() -> None:
