@@ -46,7 +46,7 @@ class LakeReach:
     def __init__(self, survey: Survey, options: ReadOptions) -> None:
         self._survey = survey
         self._options = options
-        self._opened: dict[str, LakeTable] = {}
+        self._opened: dict[str, tuple[Table, LakeTable] | None] = {}
 
     def lowered(self, start: Offsets, there: Partitions) -> dict[str, dict[int, int]]:
         """Where the query begins when what is landed counts too: never later than in the log alone."""
@@ -54,8 +54,8 @@ class LakeReach:
         position = self._options.starting
         lowered = {topic: dict(offsets) for topic, offsets in start.items()}
         for topic, offsets in lowered.items():
-            table = self._table(topic)
-            if table is None:
+            landed = self._landed(topic)
+            if landed is None:
                 continue
             for number, offset in offsets.items():
                 beginning = first[topic][number]
@@ -63,7 +63,7 @@ class LakeReach:
                     # The log itself has what is older, so nothing that is wanted lies before it.
                     continue
                 time_ms = _time_ms(position, topic, number)
-                found = self._first_in(topic, number, beginning, time_ms)
+                found = _first_in(Range(topic, number, 0, beginning, landed[0]), time_ms)
                 offsets[number] = offset if found is None else found
         return lowered
 
@@ -75,12 +75,13 @@ class LakeReach:
         for topic, offsets in starts.items():
             left[topic] = dict(offsets)
             early = [number for number, offset in offsets.items() if offset < first[topic][number]]
-            table = self._table(topic) if early else None
-            if table is None:
+            landed = self._landed(topic) if early else None
+            if landed is None:
                 continue
-            landed = self._opened_table(topic).next_offsets([(table.topic_id, number) for number in early])
+            table, opened = landed
+            nexts = opened.next_offsets([(table.topic_id, number) for number in early])
             for number in early:
-                reached = min(landed.get((table.topic_id, number), 0), first[topic][number], ends[topic][number])
+                reached = min(nexts.get((table.topic_id, number), 0), first[topic][number], ends[topic][number])
                 if reached > offsets[number]:
                     ranges.append(Range(topic, number, offsets[number], reached, table))
                     left[topic][number] = reached
@@ -102,13 +103,18 @@ class LakeReach:
         found = self._link.call(self._link.client.metadata(list(self._survey.partitions())))
         return {name: str(topic.topic_id) for name, topic in found.topics.items()}
 
-    def _table(self, topic: str) -> Table | None:
+    def _landed(self, topic: str) -> tuple[Table, LakeTable] | None:
         """The table of a topic; None if no pipeline lands it, or nothing is landed yet."""
+        if topic not in self._opened:
+            self._opened[topic] = self._open(topic)
+        return self._opened[topic]
+
+    def _open(self, topic: str) -> tuple[Table, LakeTable] | None:
         for settings, lake in self._landings:
             if settings.takes(topic):
                 table = Table(f"{lake}/{topic}", settings.format, self._topic_ids[topic])
-                opened = self._opened.setdefault(topic, open_table(table.url, format=table.format))
-                return None if opened.schema() is None else table
+                opened = open_table(table.url, format=table.format)
+                return None if opened.schema() is None else (table, opened)
         if isinstance(self._options.starting, FromLake):
             raise InvalidSetting(
                 f"startingOffsets is earliest-landed, and no pipeline lands topic {topic!r}; declare one with: "
@@ -116,23 +122,18 @@ class LakeReach:
             )
         return None
 
-    def _opened_table(self, topic: str) -> LakeTable:
-        return self._opened[topic]
 
-    def _first_in(self, topic: str, number: int, before: int, time_ms: int | None) -> int | None:
-        """The first offset that a table has before another, of messages that are not older than a time."""
-        table = self._table(topic)
-        if table is None:
-            return None
-        columns = ("offset",) if time_ms is None else ("offset", "timestamp")
-        for batch in _rows(Range(topic, number, 0, before, table), columns):
-            wanted = batch
-            if time_ms is not None:
-                stamps = batch.column("timestamp").cast(pa.int64())
-                wanted = batch.filter(pc.greater_equal(stamps, time_ms * 1000))
-            if wanted.num_rows:
-                return int(wanted.column("offset")[0].as_py())
-        return None
+def _first_in(one: Range, time_ms: int | None) -> int | None:
+    """The first offset that a table has of a range, of messages that are not older than a time."""
+    columns = ("offset",) if time_ms is None else ("offset", "timestamp")
+    for batch in _rows(one, columns):
+        wanted = batch
+        if time_ms is not None:
+            stamps = batch.column("timestamp").cast(pa.int64())
+            wanted = batch.filter(pc.greater_equal(stamps, time_ms * 1000))
+        if wanted.num_rows:
+            return int(wanted.column("offset")[0].as_py())
+    return None
 
 
 async def _landings(link: Link, lake: str | None) -> list[tuple[LandSettings, str]]:
