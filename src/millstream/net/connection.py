@@ -23,7 +23,7 @@ from typing import Any, Protocol, cast
 
 from millstream.model.errors import MillstreamError, ProtocolViolation
 from millstream.net.budget import Budget
-from millstream.net.half_frame import FRAME_COST_BYTES, LARGE_BYTES, HalfFrame, give_back
+from millstream.net.half_frame import FRAME_COST_BYTES, LARGE_BYTES, HalfFrame, give_back, impossible
 from millstream.net.hangups import Hangups
 from millstream.net.limits import ConnectionLimits as ConnectionLimits
 from millstream.net.outgoing import PIECE_BYTES, Outgoing
@@ -41,7 +41,6 @@ SCRATCH_BYTES = 128 * 1024
 START_BYTES = 20 * 1024
 """So much of a frame is copied if the one before was large: enough for a large buffer, which takes the rest."""
 
-
 WRITE_BUFFER_HIGH_BYTES = 64 * 1024
 """A client that leaves more than this unread is not served further until it has caught up; all of it then counts."""
 
@@ -55,6 +54,9 @@ SENT_AT_ONCE_MAX = 4 * 1024 * 1024
 REPLIES_WAITING_MAX = 1024
 PIECES_MAX = 4
 """More small pieces than this are joined, since each one by itself costs the transport more than its bytes."""
+
+LAST_ANSWERS_S = 5.0
+"""So long a client whose connection failed may take to read what was answered before."""
 
 _LENGTH = struct.Struct(">i")
 
@@ -144,8 +146,7 @@ class Connection(asyncio.BufferedProtocol):
         self._replies.clear()
         self._ready.clear()
         self._outgoing.clear()
-        while self._waiting:
-            self._release(self._waiting.popleft()[1])
+        self._forget_waiting()
         if self._half is not None:
             half, self._half = self._half, None
             give_back(self._budget, half.buffer)
@@ -207,9 +208,7 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way, and the client is not being held back."""
-        if self._muted is not None:
-            return False
-        if self._replies or self._ready or self._waiting or self._outgoing:
+        if self._muted is not None or self._replies or self._ready or self._waiting or self._outgoing:
             return False
         return not (self._task or self._write_paused or self._half is not None)
 
@@ -252,15 +251,21 @@ class Connection(asyncio.BufferedProtocol):
     def _unmute(self) -> None:
         self._muted = None
         self.last_activity = self._loop.time()
-        self._serve_waiting()
-        self._adjust_reading()
-        self._close_when_drained()
+        self._take_turn()
 
     def fail(self, error: BaseException) -> None:
-        """Close at once because of what this client did or what went wrong for it."""
+        """Close because of what this client did or what went wrong for it; whole answers given before still leave."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
         self._traffic.connections_failed += 1
         _logger.warning("connection closed", extra={"peer": self.peer, "reason": str(error) or type(error).__name__})
-        self.abort()
+        self._forget_waiting()
+        if self._outgoing or self._write_paused or not transport.get_write_buffer_size():
+            transport.abort()
+        else:
+            transport.close()
+            self._loop.call_later(LAST_ANSWERS_S, transport.abort)
 
     def abort(self) -> None:
         """Close at once."""
@@ -281,7 +286,7 @@ class Connection(asyncio.BufferedProtocol):
         while available - position >= 4:
             (size,) = _LENGTH.unpack_from(data, position)
             if not 0 < size <= bytes_max:
-                raise self._impossible(size)
+                raise impossible(size, bytes_max)
             start = position + 4
             position = start + size
             if position > available:
@@ -296,12 +301,6 @@ class Connection(asyncio.BufferedProtocol):
                 self._keep_for_later(bytearray(data[start:position]))
         self._length_bytes += data[position:]
         self._expects_large = False
-
-    def _impossible(self, size: int) -> ProtocolViolation:
-        return ProtocolViolation(
-            f"a request of {size} bytes was announced; 1 to {self._limits.frame_bytes_max} are allowed "
-            "(is the client speaking the Kafka protocol without TLS?)"
-        )
 
     def _fill(self, half: HalfFrame, nbytes: int) -> None:
         if half.fill(nbytes):
@@ -434,6 +433,10 @@ class Connection(asyncio.BufferedProtocol):
                 self.fail(error)
                 return
 
+    def _forget_waiting(self) -> None:
+        while self._waiting:
+            self._release(self._waiting.popleft()[1])
+
     # -- replies --------------------------------------------------------------------------------------------
 
     def _answer(self, buffers: Buffers) -> None:
@@ -469,7 +472,7 @@ class Connection(asyncio.BufferedProtocol):
     def _flush_replies(self) -> None:
         """Send every reply that is ready and has nothing unanswered before it."""
         transport = self._transport
-        if transport is None:
+        if transport is None or transport.is_closing():
             return
         if not self._outgoing:
             self._send_ready(transport)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from millstream.model.errors import ProtocolViolation
 from millstream.net.budget import Budget
 from millstream.net.frame_buffers import BUFFER_BYTES, FrameBuffers
 
@@ -63,3 +64,11 @@ def give_back(budget: Budget, buffer: bytearray) -> None:
     """The buffer of a frame is not needed any more."""
     _buffers.give_back(buffer)
     budget.give_back(len(buffer) + FRAME_COST_BYTES)
+
+
+def impossible(size: int, bytes_max: int) -> ProtocolViolation:
+    """What is wrong with a frame of that size."""
+    return ProtocolViolation(
+        f"a request of {size} bytes was announced; 1 to {bytes_max} are allowed "
+        "(is the client speaking the Kafka protocol without TLS?)"
+    )
