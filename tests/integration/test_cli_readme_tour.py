@@ -16,12 +16,13 @@ from typing import NamedTuple, Self
 
 import pytest
 
+from millstream.testing.command import TIMEOUT_VARIABLE
 from millstream.testing.server import Server
 
 README = Path(__file__).parents[2] / "README.md"
 BLOCK = re.compile(r"^```(sh|python) tour ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DEFAULT_KAFKA, DEFAULT_HTTP, DEFAULT_WEBHOOK = "127.0.0.1:9092", "127.0.0.1:8080", "8090"
-COMMAND_S_MAX = 60.0
+COMMAND_S_MAX = 120.0
 BESIDE = "beside"
 
 # A reader types more slowly than this happens; a test has to wait until the programs beside it have said so.
@@ -90,6 +91,7 @@ class Terminals:
             **os.environ,
             "PATH": f"{commands}:{os.environ['PATH']}",
             "MILLSTREAM_BROKERS": server.kafka,
+            TIMEOUT_VARIABLE: str(COMMAND_S_MAX / 2),
         }
 
     def __enter__(self) -> Self:
@@ -112,6 +114,8 @@ class Terminals:
             self._beside[command] = subprocess.Popen(
                 ["sh", "-c", f"exec {command}"], cwd=self.folder, env=self._environment, stdout=said, stderr=said
             )
+        if "webhook" in command:
+            self._wait_until_listening(self._beside[command])
 
     def run(self, command: str) -> str:
         ended = subprocess.run(
@@ -133,6 +137,20 @@ class Terminals:
             assert time.monotonic() < deadline, f"{command}: {said}\n{self._said.read_text()}"
         return said
 
+    def _wait_until_listening(self, process: subprocess.Popen[bytes]) -> None:
+        """A reader types more slowly than a program starts; what is pushed before is pushed again only later."""
+        address = ("127.0.0.1", int(self._instead[DEFAULT_WEBHOOK]))
+        deadline = time.monotonic() + COMMAND_S_MAX
+        while True:
+            try:
+                socket.create_connection(address, COMMAND_S_MAX).close()
+            except OSError:
+                assert process.poll() is None, self._said.read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            else:
+                return
+
     def wait_for(self, words: str) -> None:
         deadline = time.monotonic() + COMMAND_S_MAX
         while words not in self._said.read_text():
@@ -145,7 +163,7 @@ class Terminals:
         return text
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_the_tour_works_as_written(server: Server, tmp_path: Path) -> None:
     with Terminals(tmp_path, server) as terminals:
         for step in steps():
