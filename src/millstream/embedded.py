@@ -143,6 +143,7 @@ class ConnectOptions(TypedDict, total=False):
 
     client_id: str
     timeout: float
+    connect_timeout: float
     publish_timeout: float
     linger: float
     compression: str

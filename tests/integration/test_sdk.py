@@ -226,7 +226,7 @@ async def test_listening_gets_what_comes_and_keeps_nothing(ms: millstream.Connec
     got = Gathering(1)
     subscriber = await ms.subscribe(topic, got, live=True)
     async with ms.listen([topic]) as stream:
-        await ms.publish(topic, "now", headers={"a": 1})
+        await ms.publish(topic, "now", headers={"a": "1"})
         message = await anext(stream)
         assert (message.text, message.attempt, message.subscription, message.deadline) == ("now", 0, None, None)
         await message.ack()

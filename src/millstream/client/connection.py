@@ -50,6 +50,7 @@ def connect(
     *addresses: str,
     client_id: str = "millstream-python",
     timeout: float = 30.0,
+    connect_timeout: float = 10.0,
     publish_timeout: float = 120.0,
     linger: float = 0.0,
     compression: str = "none",
@@ -60,6 +61,7 @@ def connect(
 ) -> Connection:
     """A connection to the cluster of which one node at least listens at the addresses; enter it to connect.
 
+    If nobody listens there it is tried again for `connect_timeout` seconds: broker and program may start together.
     `timeout` holds for questions, in seconds, and `publish_timeout` for a publish, which is repeated through failures
     until then. `linger` has messages wait for others that long; without, they go at once and batches grow under load.
     `acks` is "all" (or -1) for every replica in sync, 1 for the leader alone, 0 for no answer at all.
@@ -68,7 +70,13 @@ def connect(
     needed = ACKS_ALL if acks == "all" else acks
     _check_options(addresses, needed, compression, receipts)
     check_text("client_id", client_id)
-    for name, seconds in {"timeout": timeout, "publish_timeout": publish_timeout, "linger": linger}.items():
+    times = {
+        "timeout": timeout,
+        "connect_timeout": connect_timeout,
+        "publish_timeout": publish_timeout,
+        "linger": linger,
+    }
+    for name, seconds in times.items():
         check_number(name, seconds)
     check_whole("batch_bytes", batch_bytes, 1)
     check_whole("buffer_bytes", buffer_bytes, 1)
@@ -76,6 +84,7 @@ def connect(
         ",".join(addresses),
         client_id=client_id,
         timeout_s=timeout,
+        connect_s=connect_timeout,
         waiting_max=_WAITING_MAX,
         given_as="to millstream.connect",
     )

@@ -20,7 +20,7 @@ _JSON: Final[Headers] = ((CONTENT_TYPE, b"application/json"),)
 _TEXT: Final[Headers] = ((CONTENT_TYPE, b"text/plain; charset=utf-8"),)
 
 Delay = float | timedelta | datetime
-HeaderValue = str | bytes | int | float | None
+HeaderValue = str | bytes | None
 GivenHeaders = Mapping[str, HeaderValue] | Sequence[tuple[str, HeaderValue]]
 
 _encode = msgspec.json.Encoder().encode
@@ -133,10 +133,10 @@ def _pairs(given: Any) -> Sequence[tuple[str, HeaderValue]]:
 
 
 def _header(name: str, value: HeaderValue) -> bytes | None:
-    if not isinstance(name, str):
-        raise InvalidRequest(f"headers must have texts as names, not {name!r}")
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(f"headers must have texts as names that are not empty, not {name!r}")
     if value is None or isinstance(value, bytes):
         return value
-    if isinstance(value, str | int | float):
-        return str(value).encode()
-    raise InvalidRequest(f"header {name!r} is a text, bytes or a number, not {type(value).__name__}")
+    if isinstance(value, str):
+        return value.encode()
+    raise InvalidRequest(f"header {name!r} must be a text, bytes or None, not {value!r}")

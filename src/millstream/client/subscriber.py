@@ -51,6 +51,9 @@ class Subscriber:
         self._forget = forget
         """Called at the end, and with True when the subscription itself is to be deleted."""
         self._workers: list[asyncio.Task[None]] = []
+        self._bystander: asyncio.Task[None] | None = None
+        """Does nothing: it is cancelled only by whoever cancels every task of the program, to end it."""
+        self._is_ending = False
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._draining = False
         self._is_deleted = False
@@ -64,6 +67,7 @@ class Subscriber:
         """Begin to handle messages."""
         await self._source.start()
         loop = asyncio.get_running_loop()
+        self._bystander = loop.create_task(self._stand_by())
         for _ in range(self._concurrency):
             self._workers.append(loop.create_task(self._work()))
             self._workers[-1].add_done_callback(self._ended)
@@ -84,7 +88,8 @@ class Subscriber:
             async with asyncio.timeout(timeout):
                 self._source.put_back()
                 await self._source.stop()
-                await asyncio.gather(*self._workers, return_exceptions=True)
+                if self._workers:
+                    await asyncio.wait(self._workers)  # Unlike `gather`, it cancels none of them when the time is up.
                 await self._source.settling.flush()
         except TimeoutError:
             _logger.warning("subscription %r was not drained within %g s", self.name, timeout)
@@ -119,7 +124,11 @@ class Subscriber:
         if self._source.error is not None:
             raise self._source.error
 
+    async def _stand_by(self) -> None:
+        await asyncio.shield(self._stopped)
+
     async def _end(self) -> None:
+        self._is_ending = True
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
@@ -131,6 +140,8 @@ class Subscriber:
             self._threads.shutdown(wait=False)
         if not self._stopped.done():
             self._stopped.set_result(None)
+        if self._bystander is not None:
+            await asyncio.gather(self._bystander, return_exceptions=True)
 
     def _ended(self, worker: asyncio.Task[None]) -> None:
         if not worker.cancelled() and (error := worker.exception()) is not None:
@@ -140,7 +151,7 @@ class Subscriber:
 
     async def _work(self) -> None:
         source, handler, working_on = self._source, self._handler, tracing.working_on
-        take, accept = source.take, source.accept
+        take, accept, cancelling = source.take, source.accept, _cancelling()
         handled = 0
         is_plain = self._is_async and not tracing.is_on()
         while True:
@@ -159,10 +170,10 @@ class Subscriber:
                 else:
                     await self._call(message)
             except asyncio.CancelledError as error:
-                if _is_cancelled():
+                if cancelling() and not await self._goes_on():
                     source.tell(message, Verb.RELEASE, 0, "the worker was stopped")
                     raise
-                # Something that the handler waited for was cancelled, not the handler.
+                # Something that the handler waited for was cancelled, or the handler by itself.
                 self._failed(message, error)
             except (GeneratorExit, KeyboardInterrupt, SystemExit):
                 raise
@@ -171,11 +182,25 @@ class Subscriber:
                 self._failed(message, error)
             else:
                 accept(message)
+            if cancelling() and not await self._goes_on():
+                return
             handled += 1
             if handled == _TURN:
                 handled = 0
                 is_plain = self._is_async and not tracing.is_on()
                 await asyncio.sleep(0)
+
+    async def _goes_on(self) -> bool:
+        """Whether a worker is still wanted after it was cancelled: if its handler did that, it is undone."""
+        task, bystander = asyncio.current_task(), self._bystander
+        if self._is_ending or task is None or bystander is None or bystander.done() or bystander.cancelling():
+            return False
+        while task.uncancel():
+            pass
+        with suppress(asyncio.CancelledError):
+            # A handler that did not wait for anything afterwards has left it to us to hear of it.
+            await asyncio.sleep(0)
+        return not task.cancelling()
 
     async def _call(self, message: Message) -> None:
         with tracing.handling(message):
@@ -206,9 +231,11 @@ class Subscriber:
             tell(message, Verb.RELEASE, None, reason)
 
 
-def _is_cancelled() -> bool:
+def _cancelling() -> Callable[[], int]:
     task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    if task is None:
+        raise RuntimeError("a worker is a task")
+    return task.cancelling
 
 
 def _is_async(handler: Handler) -> bool:

@@ -11,6 +11,7 @@ raises the errors of `model/errors.py`. Records go in and come out as whole batc
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Final, NamedTuple, Self, TypeVar
@@ -37,6 +38,8 @@ from millstream.wire.primitives import Buffer
 from millstream.wire.producing import Produced
 from millstream.wire.refusal import TRANSIENT, refusal
 from millstream.wire.shape import reshape
+
+_logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -76,12 +79,15 @@ class Client:
         *,
         client_id: str,
         timeout_s: float,
+        connect_s: float = 0.0,
         waiting_max: int = BORROWED_MAX,
         given_as: str = _GIVEN_AS,
     ) -> None:
         self._bootstrap = tuple(bootstrap)
         self._client_id = client_id
         self._timeout_s = timeout_s
+        self._connect_s = connect_s
+        """For how long somebody is looked for at the addresses before nobody is there."""
         self._waiting_max = waiting_max
         self._given_as = given_as
         """How addresses are given, for whoever is told that nobody answers there."""
@@ -97,16 +103,25 @@ class Client:
         *,
         client_id: str = "millstream",
         timeout_s: float = 30.0,
+        connect_s: float = 0.0,
         waiting_max: int = BORROWED_MAX,
         given_as: str = _GIVEN_AS,
     ) -> Self:
         """Prepare a client from `host:port,host:port`; entering it connects to the first that answers.
 
-        So many requests may wait at one node for records or messages, each on a connection of its own.
+        If nobody does it tries again for `connect_s` seconds, since a broker may be starting. So many requests may wait
+        at one node for records or messages, each on a connection of its own.
         """
         parts = [part.strip() for part in addresses.split(",") if part.strip()]
         bootstrap = [parse_address(part, name="the broker address") for part in parts or [addresses]]
-        return cls(bootstrap, client_id=client_id, timeout_s=timeout_s, waiting_max=waiting_max, given_as=given_as)
+        return cls(
+            bootstrap,
+            client_id=client_id,
+            timeout_s=timeout_s,
+            connect_s=connect_s,
+            waiting_max=waiting_max,
+            given_as=given_as,
+        )
 
     async def __aenter__(self) -> Self:
         try:
@@ -447,18 +462,28 @@ class Client:
         return pool
 
     async def _first_answer(self) -> None:
-        """Find a broker that answers. One that takes connections and is silent may be starting: it has more time."""
+        """Find a broker that answers, as long as one may be starting: one that is silent has the time of an answer."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeout_s
+        begun = loop.time()
+        pause_s = BACKOFF_S_MIN
         while True:
             try:
-                await self._anywhere()
+                await self._anywhere(f" within {self._connect_s:g} s" if self._connect_s else "")
                 return
             except BrokerUnreachable as error:
-                if not isinstance(error.__cause__, RequestTimedOut) or loop.time() >= deadline:
+                is_silent = isinstance(error.__cause__, RequestTimedOut)
+                left_s = begun - loop.time() + max(self._connect_s, self._timeout_s if is_silent else 0.0)
+                if left_s <= 0:
                     raise
+                if not is_silent and pause_s == BACKOFF_S_MIN:
+                    _logger.warning(
+                        "nobody answers at %s yet; trying for %.3g s more", _places(self._bootstrap), left_s
+                    )
+            # Whoever was silent has been waited for already.
+            await asyncio.sleep(0.0 if is_silent else min(pause_s, left_s))
+            pause_s = min(pause_s * 2, BACKOFF_S_MAX)
 
-    async def _anywhere(self) -> Pool:
+    async def _anywhere(self, within: str = "") -> Pool:
         """A pool whose shared connection stands: one that is open, else the first that can be opened."""
         addresses = dict.fromkeys([*((node.host, node.port) for node in self._nodes.values()), *self._bootstrap])
         for host, port in addresses:
@@ -474,7 +499,7 @@ class Client:
                 silent = error if isinstance(error, RequestTimedOut) else silent
             else:
                 return self._pool(host, port)
-        tried = ", ".join(f"{host}:{port}" for host, port in addresses)
+        tried = _places(addresses) + ("" if silent else within)
         raise BrokerUnreachable(
             f"no broker answered at {tried} ({'; '.join(reasons)}); start one with `millstream serve`, "
             f"or give the address of one that runs {self._given_as}"
@@ -536,6 +561,10 @@ async def _call(pool: Pool, channel: Channel, request: Any, timeout_s: float) ->
 
 class _AnswerLost(MillstreamError):
     """The connection broke after a request was sent and before its answer came."""
+
+
+def _places(addresses: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{host}:{port}" for host, port in addresses)
 
 
 def _timedelta(seconds: float) -> Any:

@@ -30,6 +30,7 @@ from millstream.testing.producer_ledger import ProducerLedger
         ({"linger": math.nan}, "linger must be"),
         ({"timeout": "30"}, "timeout must be"),
         ({"publish_timeout": -1}, "publish_timeout must be"),
+        ({"connect_timeout": None}, "connect_timeout must be"),
         ({"buffer_bytes": 0}, "buffer_bytes must be"),
         ({"batch_bytes": 1.5}, "batch_bytes must be a whole number"),
         ({"client_id": 5}, "client_id must be a text"),
@@ -55,9 +56,11 @@ def test_all_is_what_acks_is_called_elsewhere() -> None:
 
 
 async def test_whoever_connects_to_nobody_is_told_what_python_can_do() -> None:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     with pytest.raises(BrokerUnreachable, match=r"to millstream\.connect") as told:
-        async with millstream.connect(f"127.0.0.1:{free_ports(1)[0]}"):
+        async with millstream.connect(address, connect_timeout=0.1):
             pass
+    assert f"no broker answered at {address} within 0.1 s ({address}: connection refused)" in str(told.value)
     assert "--brokers" not in str(told.value)
 
 

@@ -123,6 +123,46 @@ async def test_what_a_handler_waited_for_may_be_cancelled() -> None:
     }
 
 
+@pytest.mark.parametrize("when", ["at once", "later", "without waiting", "and goes on"])
+async def test_a_handler_that_cancels_its_own_task_has_failed(when: str) -> None:
+    async def handle(message: Message) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        assert not task.cancelling()
+        if message.offset == 0:
+            asyncio.get_running_loop().call_soon(task.cancel) if when == "later" else task.cancel()
+            if when == "and goes on":
+                with pytest.raises(asyncio.CancelledError):
+                    await asyncio.sleep(HANG_S)
+            elif when != "without waiting":
+                await asyncio.sleep(HANG_S)
+        await asyncio.sleep(0) if message.offset else None
+
+    told = await told_of(3, handle)
+    is_done = when in ("without waiting", "and goes on")
+    assert told == {
+        0: (Verb.ACCEPT, None, "") if is_done else (Verb.RELEASE, None, "CancelledError: CancelledError"),
+        1: (Verb.ACCEPT, None, ""),
+        2: (Verb.ACCEPT, None, ""),
+    }
+
+
+def test_a_program_that_ends_is_not_held_up_by_a_handler() -> None:
+    sources: list[Given] = []
+
+    async def handle(message: Message) -> None:
+        await asyncio.sleep(HANG_S)
+
+    async def main() -> None:
+        sources.append(Given(1))
+        await Subscriber(sources[0], handle, concurrency=1, forget=forget).start()
+        while sources[0].messages:
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert sources[0].told == {0: (Verb.RELEASE, 0, "the worker was stopped")}
+
+
 @pytest.mark.parametrize("is_plain", [False, True])
 async def test_what_is_no_exception_by_name_is_an_error_of_the_handler(is_plain: bool) -> None:
     def fail(message: Message) -> None:

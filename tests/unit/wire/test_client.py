@@ -94,6 +94,20 @@ async def test_nobody_there_is_told_with_what_to_do() -> None:
     assert "--brokers" in said
 
 
+async def test_a_broker_that_starts_meanwhile_is_found(
+    broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    await broker.stop()
+    client = Client.connect(broker.address, connect_s=60)
+    connecting = asyncio.get_running_loop().create_task(client.__aenter__())
+    while "nobody answers" not in caplog.text:
+        await asyncio.sleep(0)
+    await broker.start()
+    async with asyncio.timeout(60), await connecting:
+        assert broker.connections == 1
+    assert [line for line in caplog.messages if broker.address in line] == caplog.messages[:1]
+
+
 async def test_one_of_several_addresses_is_enough(broker: ScriptedBroker) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
