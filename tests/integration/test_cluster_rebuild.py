@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,3 +100,37 @@ def test_everything_acknowledged_is_there_after_etcd_was_rebuilt(tmp_path: Path,
             until(lambda: in_sync(admin) == [3, 3, 3])
             assert sorted(read(cluster, len(values))) == sorted(values)
             produce(cluster, [b"more"])
+
+
+@pytest.mark.trial
+def test_a_node_that_lost_its_folder_with_etcd_gets_its_copies_back(tmp_path: Path, postgres: PostgresServer) -> None:
+    values = [b"%d" % number for number in range(300)]
+    catalog = postgres.new_database()
+    with EtcdServer() as lost:
+        cluster = ServerGroup(tmp_path, lost.url, catalog, settings={"lease-ms": 1000})
+        with cluster:
+            admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
+            for name, copies in ((TOPIC, 3), ("single", 1)):
+                admin.create_topics([NewTopic(name, 3, copies)], operation_timeout=WAIT_S)[name].result()
+            produce(cluster, values)
+    shutil.rmtree(cluster[3].data)
+    with EtcdServer() as empty:
+        for node in cluster:
+            node.settings["etcd"] = empty.url
+        shared = ["--etcd", empty.url, "--catalog", catalog, "--cluster", str(cluster[1].settings["cluster"])]
+        left = ["--data", str(cluster[1].data), "--data", str(cluster[2].data), "--replace", "3"]
+        rebuild = ["cluster", "rebuild", *shared, *left]
+        refused = call_command(rebuild)
+        assert (refused.code, "--accept-loss" in refused.err) == (1, True)
+        assert "Without --accept-loss this is refused" in call_command([*rebuild, "--dry-run"]).out
+        done = call_command([*rebuild, "--accept-loss", "--json"])
+        assert (done.code, done.document["nodes"], done.document["fewer"]) == (0, [1, 2], [])
+        assert len(done.document["missing"]) == 1
+        assert {f"{TOPIC}-{index}" for index in range(3)} <= set(done.document["short"])
+        with cluster:
+            admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
+            until(lambda: in_sync(admin) == [3, 3, 3])
+            assert sorted(read(cluster, len(values))) == sorted(values)
+            produce(cluster, [b"more"])
+            until(lambda: len(admin.list_topics("single", timeout=WAIT_S).topics["single"].partitions) == 3)
+            assert "does not know" not in cluster[2].log.read_text()

@@ -21,6 +21,7 @@ from millstream.cli.output import counted, print_json, print_line, print_note, p
 
 if TYPE_CHECKING:
     from millstream.admin.cluster_status import ClusterStatus
+    from millstream.cli.cluster_rebuild import Outcome
     from millstream.cli.cluster_up import LocalCluster
 
 NODES_MAX = 32
@@ -229,6 +230,15 @@ def rebuild(
     accept_loss: Annotated[
         bool, typer.Option("--accept-loss", help="Go on without nodes that may be the only ones with some messages.")
     ] = False,
+    replaced: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--replace",
+            metavar="ID",
+            min=0,
+            help="A node that is gone and comes again with an empty folder: it gets a copy of what lacks one.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -243,17 +253,32 @@ def rebuild(
     given = {"etcd": etcd, "catalog": catalog, "cluster": cluster}
     settings = Config.load(flags={name: text for name, text in given.items() if text}, file=config)
     folders = [one.absolute() for one in data or ()]
-    outcome = asyncio.run(rebuild_etcd(settings, folders, told or (), accept_loss=accept_loss, dry_run=dry_run))
+    work = rebuild_etcd(
+        settings, folders, told or (), replaced=replaced or (), accept_loss=accept_loss, dry_run=dry_run
+    )
+    outcome = asyncio.run(work)
     if as_json:
         print_json(outcome.described())
-        return
+    else:
+        _tell_rebuilt(outcome)
+
+
+def _tell_rebuilt(outcome: Outcome) -> None:
     rebuilt = outcome.rebuilt
     what = f"{counted(len(rebuilt.states), 'partition')} of {counted(len(outcome.nodes), 'node')}"
-    print_line(f"{'Would write' if dry_run else 'Wrote'} {what}.")
-    for names, what in ((rebuilt.missing, "without any log, which begin empty"), (rebuilt.short, "with logs missing")):
+    print_line(f"{'Wrote' if outcome.written else 'Would write'} {what}.")
+    lists = (
+        (rebuilt.missing, "without any log, which begin empty"),
+        (rebuilt.short, "with logs missing"),
+        (rebuilt.fewer, "with fewer copies than declared; --replace ID gives them back to a node that begins anew"),
+    )
+    for names, what in lists:
         if names:
-            print_line(f"{counted(len(names), 'partition')} {what}: {', '.join(names[:ROWS_MAX])}")
+            more = ", …" if len(names) > ROWS_MAX else ""
+            print_line(f"{counted(len(names), 'partition')} {what}: {', '.join(names[:ROWS_MAX])}{more}")
     if rebuilt.strangers:
         print_line(f"{counted(len(rebuilt.strangers), 'topic')} on disk that the catalog does not know: left alone.")
-    if not dry_run:
+    if outcome.written:
         print_line("Start the nodes now.")
+    elif not rebuilt.is_safe:
+        print_line("Without --accept-loss this is refused, since logs are missing.")

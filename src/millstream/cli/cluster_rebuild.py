@@ -19,6 +19,7 @@ from millstream.config import Config
 from millstream.log.files import DiskFiles
 from millstream.model.clock import SystemClock
 from millstream.model.errors import ClusterMismatch, CorruptState, InvalidSetting
+from millstream.model.ids import NodeId
 
 _NAMED_MAX = 10
 
@@ -38,6 +39,7 @@ class Outcome:
             "partitions": len(self.rebuilt.states),
             "missing": self.rebuilt.missing,
             "short": self.rebuilt.short,
+            "fewer": self.rebuilt.fewer,
             "strangers": sorted(map(str, self.rebuilt.strangers)),
             "written": self.written,
         }
@@ -49,7 +51,13 @@ async def inventory_of(data: Path) -> Inventory:
 
 
 async def rebuild(
-    config: Config, folders: Sequence[Path], files: Sequence[Path], *, accept_loss: bool, dry_run: bool
+    config: Config,
+    folders: Sequence[Path],
+    files: Sequence[Path],
+    *,
+    replaced: Sequence[int],
+    accept_loss: bool,
+    dry_run: bool,
 ) -> Outcome:
     """Work out what the nodes had agreed on, and put it into an etcd that knows nothing of it."""
     if not config.etcd or not config.catalog:
@@ -63,7 +71,7 @@ async def rebuild(
         inventories += [await inventory_of(folder) for folder in folders]
         _check_cluster(inventories, config)
         catalog.prepare()
-        rebuilt = work_out(inventories, catalog.topics(), catalog.deleted_topic_ids())
+        rebuilt = work_out(inventories, catalog.topics(), catalog.deleted_topic_ids(), _node_ids(replaced))
         if not dry_run:
             _check_safe(rebuilt, accept_loss=accept_loss)
             await write(store, rebuilt, inventories[0].cluster_id or catalog.cluster_id)
@@ -90,6 +98,10 @@ def _inventory(file: Path) -> Inventory:
         raise CommandFailed(f"cannot read {file}: {error.strerror}", ExitCode.NOT_FOUND) from error
     except CorruptState as error:
         raise CorruptState(f"{file}: {error}; `millstream cluster inventory` makes one") from error
+
+
+def _node_ids(numbers: Sequence[int]) -> list[NodeId]:
+    return [NodeId(number) for number in sorted(set(numbers))]
 
 
 def _check_cluster(inventories: Sequence[Inventory], config: Config) -> None:

@@ -96,7 +96,9 @@ class ClusterTopics(Topics):
             self._remove_files(topic_id)
         for partition in tuple(self._view.removed):
             self._remove_replica(partition)
-        self._warn_of_strangers([*self._view.topics, *self._view.deleted])
+        # After a rebuild, a topic is told when the controller has made the partitions of it that were lost.
+        placed = {topic_id for topic_id, _ in self._view.states}
+        self._warn_of_strangers({*self._view.topics, *self._view.deleted, *placed})
         self._view.listen(self.apply)
 
     def activate(self) -> None:

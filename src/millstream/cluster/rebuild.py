@@ -45,6 +45,8 @@ class Rebuilt:
     """Partitions of which no log was found: they would begin empty."""
     short: list[str] = field(default_factory=list)
     """Partitions of which fewer logs were found than they have replicas: the best one may be elsewhere."""
+    fewer: list[str] = field(default_factory=list)
+    """Partitions that get fewer replicas than are declared, since no node was named in place of those gone."""
     strangers: set[UUID] = field(default_factory=set)
     """Topics with files that the catalog does not know; they are left alone."""
 
@@ -54,9 +56,17 @@ class Rebuilt:
         return not self.missing and not self.short
 
 
-def work_out(inventories: Sequence[Inventory], topics: Iterable[Topic], deleted: Collection[UUID]) -> Rebuilt:
-    """The states of all partitions that the catalog declares, or of which it has a deletion record."""
-    _check_one_cluster(inventories)
+def work_out(
+    inventories: Sequence[Inventory],
+    topics: Iterable[Topic],
+    deleted: Collection[UUID],
+    replaced: Collection[NodeId] = (),
+) -> Rebuilt:
+    """The states of all partitions that the catalog declares, or of which it has a deletion record.
+
+    Nodes that are `replaced` lost their folder and begin with an empty one: they get a copy of what lacks one.
+    """
+    _check_one_cluster(inventories, replaced)
     rebuilt = Rebuilt(admitted={NodeId(one.node_id): one.whole or NOT_WHOLE for one in inventories})
     found: dict[PartitionKey, dict[NodeId, ReplicaFound]] = {}
     for one in inventories:
@@ -67,7 +77,7 @@ def work_out(inventories: Sequence[Inventory], topics: Iterable[Topic], deleted:
     for topic in topics:
         known.add(topic.topic_id)
         whole = [
-            _add(rebuilt, topic, index, found.get((topic.topic_id, index), {}))
+            _add(rebuilt, topic, index, found.get((topic.topic_id, index), {}), replaced)
             for index in map(PartitionIndex, range(topic.partitions))
         ]
         if all(whole):
@@ -80,14 +90,19 @@ def work_out(inventories: Sequence[Inventory], topics: Iterable[Topic], deleted:
     return rebuilt
 
 
-def state_of(found: Found, index: int, replication: int) -> PartitionState:
-    """The state of a partition of which these logs were found. Nobody leads it until the controller has elected one."""
+def state_of(found: Found, index: int, replication: int, replaced: Collection[NodeId] = ()) -> PartitionState:
+    """The state of a partition of which these logs were found. Nobody leads it until the controller has elected one.
+
+    Where there are fewer logs than replicas, nodes that are `replaced` fill up: out of sync, since they have nothing.
+    """
     best = max((log.epoch, log.end) for log in found.values())
     same = [node for node, log in found.items() if (log.epoch, log.end) == best]
     # One whose disk lost something would not get it back if it led.
     in_sync = [node for node in same if not found[node].damaged] or same
     by_worth = sorted(found, key=lambda node: (node in in_sync, found[node].epoch, found[node].end), reverse=True)
-    kept = sorted(by_worth[:replication])
+    turn = index % max(len(replaced), 1)
+    others = [node for node in (*sorted(replaced)[turn:], *sorted(replaced)[:turn]) if node not in found]
+    kept = sorted([*by_worth, *others][:replication])
     turned = index % len(kept)
     replicas = tuple(kept[turned:] + kept[:turned])
     return PartitionState(
@@ -98,7 +113,7 @@ def state_of(found: Found, index: int, replication: int) -> PartitionState:
     )
 
 
-def _add(rebuilt: Rebuilt, topic: Topic, index: PartitionIndex, found: Found) -> bool:
+def _add(rebuilt: Rebuilt, topic: Topic, index: PartitionIndex, found: Found, replaced: Collection[NodeId]) -> bool:
     """Add the state of a partition; False when there is no log of it."""
     name = f"{topic.name}-{index}"
     if not found:
@@ -106,12 +121,19 @@ def _add(rebuilt: Rebuilt, topic: Topic, index: PartitionIndex, found: Found) ->
         return False
     if len(found) < topic.replication:
         rebuilt.short.append(name)
-    rebuilt.states[topic.topic_id, index] = state_of(found, index, topic.replication)
+    state = rebuilt.states[topic.topic_id, index] = state_of(found, index, topic.replication, replaced)
+    if len(state.replicas) < topic.replication:
+        rebuilt.fewer.append(name)
     return True
 
 
-def _check_one_cluster(inventories: Sequence[Inventory]) -> None:
+def _check_one_cluster(inventories: Sequence[Inventory], replaced: Collection[NodeId]) -> None:
     nodes = [one.node_id for one in inventories]
+    both = set(replaced) & set(nodes)
+    if both:
+        raise ClusterMismatch(
+            f"node {min(both)} is to be replaced, but its folder is given, too: leave one of them out"
+        )
     twice = {node for node in nodes if nodes.count(node) > 1}
     if twice:
         raise ClusterMismatch(f"node {min(twice)} is given twice; give each node's folder once, the newest")

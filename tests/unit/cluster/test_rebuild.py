@@ -102,6 +102,24 @@ def test_logs_that_are_missing_are_told() -> None:
     assert rebuilt.topics == []
 
 
+def test_nodes_that_are_replaced_get_copies_and_are_out_of_sync() -> None:
+    gone, also_gone = NodeId(3), NodeId(4)
+    left = [node(one, *(log(0, 5, partition=index) for index in range(4))) for one in (1, 2)]
+    fewer = work_out(left, [topic(partitions=4)], set())
+    assert fewer.fewer == fewer.short == [f"orders-{index}" for index in range(4)]
+    rebuilt = work_out(left, [topic(partitions=4)], set(), [gone])
+    assert (rebuilt.short, rebuilt.fewer, rebuilt.is_safe) == (fewer.short, [], False)
+    # It is not let in as a node that has something.
+    assert set(rebuilt.admitted) == {1, 2}
+    states = list(rebuilt.states.values())
+    assert all((sorted(state.replicas), sorted(state.in_sync)) == ([1, 2, 3], [1, 2]) for state in states)
+    assert [state.preferred for state in states] == [1, 2, 3, 1]
+    shared = work_out(left, [topic(partitions=4)], set(), [gone, also_gone])
+    assert [gone in state.replicas for state in shared.states.values()] == [True, False, True, False]
+    with pytest.raises(ClusterMismatch, match="node 2 is to be replaced"):
+        work_out(left, [topic(partitions=4)], set(), [NodeId(2)])
+
+
 def test_folders_have_to_be_of_one_cluster_each_once() -> None:
     with pytest.raises(ClusterMismatch, match="node 1 is given twice"):
         work_out([node(1), node(1)], [], set())
