@@ -225,8 +225,8 @@ def test_a_stream_of_a_subscription_is_settled_like_what_is_pulled(http: httpx.C
 
 
 def test_topics_over_http(http: httpx.Client, topic: str) -> None:
-    made = http.post("/topics", json={"name": topic, "partitions": 2, "owner": "shop"})
-    assert (made.status_code, made.json()["partitions"]) == (201, 2)
+    made = http.post("/topics", json={"topic": topic, "partitions": 2, "owner": "shop"})
+    assert (made.status_code, made.json()["topic"], made.json()["partitions"]) == (201, topic, 2)
     assert http.post("/topics", json={"name": topic}).status_code == 409
     changed = http.patch(f"/topics/{topic}", json={"partitions": 3, "settings": {"retention.ms": "60000"}})
     described = http.get(f"/topics/{topic}").json()
@@ -303,6 +303,8 @@ def test_groups_clients_transactions_and_the_cluster_over_http(http: httpx.Clien
         ("GET", "/topics/nobody/events", {}, 404),
         ("GET", "/nothing", {}, 404),
         ("PUT", "/topics", {}, 405),
+        ("POST", "/topics", {"json": {"partitions": 1}}, 422),
+        ("POST", "/topics", {"json": {"topic": "a", "name": "a"}}, 422),
     ],
 )
 def test_what_is_refused_is_a_problem_that_says_why(

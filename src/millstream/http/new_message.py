@@ -111,10 +111,11 @@ def from_request(headers: Mapping[bytes, bytes], body: bytes) -> Placed:
                 stored.append((name[len(_HEADER_PREFIX) :].decode("latin-1"), value))
             elif name == b"message-partition":
                 partition = _partition(value)
-            elif name == b"message-deliver-at":
-                due_ms = _time_ms(value.decode("latin-1"))
-            elif name == b"message-delay":
-                due_ms = _after_ms(_delay(value))
+            elif name in (b"message-deliver-at", b"message-delay"):
+                if due_ms is not None:
+                    raise invalid("a message has Message-Delay or Message-Deliver-At, not both")
+                is_time = name == b"message-deliver-at"
+                due_ms = _time_ms(value.decode("latin-1")) if is_time else _after_ms(_delay(value))
             else:
                 raise invalid(f"header {name.decode('latin-1')!r} is not known; others begin with Message-Header-")
         elif name in _KNOWN:
@@ -134,6 +135,8 @@ def from_batch(message: NewMessage) -> Placed:
     if message.correlation_id is not None:
         stored.append((CORRELATION_ID, message.correlation_id.encode()))
     if message.deliver_at is not None or message.delay is not None:
+        if message.deliver_at is not None and message.delay is not None:
+            raise invalid("a message has `delay` or `deliver_at`, not both")
         due_ms = _time_ms(message.deliver_at) if message.deliver_at is not None else _after_ms(message.delay or 0)
         stored.append((DELIVER_AT, b"%d" % due_ms))
     if message.headers:

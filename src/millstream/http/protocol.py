@@ -17,9 +17,14 @@ HEAD_BYTES_MAX: Final = 64 * 1024
 HEAD_S_MAX: Final = 30.0
 """A connection that has not brought the head of its first request by then, or of another one that it has begun, is
 closed."""
+REFUSED_S_MAX: Final = 5.0
+REFUSED_BYTES_MAX: Final = 16 * 1024 * 1024
+"""A client that is refused may go on sending for so long and so much: hung up on earlier, it would not see why."""
 WRITE_S_MAX: Final = 30.0
 WRITE_BYTES_MIN: Final = 64 * 1024
 """A client that takes less than this of an answer in that time, while more is there, is hung up on."""
+
+_HEAD_TOO_LARGE: Final = f"the path and the headers of a request take at most {HEAD_BYTES_MAX} bytes"
 
 
 class Protocol(HttpToolsProtocol):
@@ -29,6 +34,8 @@ class Protocol(HttpToolsProtocol):
     _is_in_head = True
     _is_begun = False
     _expected: asyncio.TimerHandle | None = None
+    _refused_bytes = -1
+    """How much has come since the connection was refused; negative while it is not."""
     _stuck: asyncio.TimerHandle | None = None
     _joined: JoinedTransport
 
@@ -37,7 +44,8 @@ class Protocol(HttpToolsProtocol):
         self._joined = JoinedTransport(transport)
         super().connection_made(cast("asyncio.Transport", self._joined))
         if len(self.connections) > CONNECTIONS_MAX:
-            self._end(HTTPStatus.SERVICE_UNAVAILABLE, f"{CONNECTIONS_MAX} connections are open already")
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{CONNECTIONS_MAX} connections are open already")
+            self.transport.close()
             return
         self._expect_head()
 
@@ -49,15 +57,15 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take in what has arrived."""
+        if self._refused_bytes >= 0:
+            self._let_go_by(len(data))
+            return
         self._head_bytes += len(data)
         super().data_received(data)
-        if not self._is_in_head or self.transport.is_closing():
+        if not self._is_in_head or self._refused_bytes >= 0 or self.transport.is_closing():
             return
         if self._head_bytes > HEAD_BYTES_MAX:
-            self._end(
-                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-                f"the path and the headers of a request take at most {HEAD_BYTES_MAX} bytes",
-            )
+            self._end(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _HEAD_TOO_LARGE)
         elif self._is_begun and self._expected is None:
             # Only for a head that comes in pieces: most come whole, and then there is nothing to wait for.
             self._expect_head()
@@ -68,7 +76,10 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
+        """The head is whole; if so much came at once that it may be too large, it is measured."""
+        if self._head_bytes > HEAD_BYTES_MAX and self._head_size() > HEAD_BYTES_MAX:
+            self._end(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _HEAD_TOO_LARGE)
+            raise ValueError(_HEAD_TOO_LARGE)  # Nothing of the request is read any further.
         self._is_begun = False
         self._is_in_head = False
         self._head_came()
@@ -121,10 +132,32 @@ class Protocol(HttpToolsProtocol):
             self._expected = None
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP."""
-        self._end(HTTPStatus.BAD_REQUEST, "this is no HTTP request")
+        """Answer what is no HTTP, unless it was refused while it was read."""
+        if self._refused_bytes < 0:
+            self._end(HTTPStatus.BAD_REQUEST, "this is no HTTP request")
+
+    def _head_size(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
     def _end(self, status: HTTPStatus, detail: str) -> None:
+        """Refuse all that comes on this connection: to close it while the client sends would keep this from it."""
+        self._refused_bytes = 0
+        self._head_came()
+        if self.cycle is not None and not self.cycle.response_complete:
+            # An answer is under way, into which this one would be mixed.
+            self.transport.close()
+            return
+        self._answer(status, detail)
+        self._joined.answered()
+        self._joined.write_eof()
+        self._expected = self.loop.call_later(REFUSED_S_MAX, self.transport.abort)
+
+    def _let_go_by(self, size: int) -> None:
+        self._refused_bytes += size
+        if self._refused_bytes > REFUSED_BYTES_MAX:
+            self.transport.abort()
+
+    def _answer(self, status: HTTPStatus, detail: str) -> None:
         content = msgspec.json.encode(problem_document("", status, detail, {}))
         head: list[Any] = [
             STATUS_LINE[status],
@@ -135,4 +168,3 @@ class Protocol(HttpToolsProtocol):
             content,
         ]
         self.transport.write(b"".join(head))
-        self.transport.close()

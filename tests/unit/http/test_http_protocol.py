@@ -78,6 +78,45 @@ async def test_a_connection_that_says_nothing_is_closed(door: Door, monkeypatch:
     writer.close()
 
 
+@pytest.mark.parametrize("size", [100_000, 200_000, 4_000_000])
+async def test_a_head_that_is_too_large_is_told_so(door: Door, size: int) -> None:
+    reader, writer = await asyncio.open_connection(*door.address)
+    async with asyncio.timeout(WAIT_S):
+        for _ in range(2):
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\nxx")
+        door.served.clear()
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\na: " + b"a" * size + b"\r\n\r\nhello")
+        await writer.drain()
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert b"take at most 65536 bytes" in answer
+    assert answer.count(b"HTTP/1.1") == 1
+    assert not door.served.is_set()
+    writer.close()
+
+
+async def test_a_large_body_is_no_large_head(door: Door) -> None:
+    reader, writer = await asyncio.open_connection(*door.address)
+    writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" + b"x" * 200_000)
+    async with asyncio.timeout(WAIT_S):
+        assert (await reader.readuntil(b"\r\n\r\nxx")).startswith(b"HTTP/1.1 200 ")
+    writer.close()
+
+
+@pytest.mark.parametrize("too", ["long", "much"])
+async def test_whoever_goes_on_after_that_is_hung_up_on(door: Door, monkeypatch: pytest.MonkeyPatch, too: str) -> None:
+    monkeypatch.setattr(bounds, *(("REFUSED_S_MAX", 0.01) if too == "long" else ("REFUSED_BYTES_MAX", 10_000)))
+    reader, writer = await asyncio.open_connection(*door.address)
+    writer.write(b"this is no request\r\n\r\n")
+    async with asyncio.timeout(WAIT_S):
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        while not door.made[0].transport.is_closing():
+            writer.write(b"x" * 5000 if too == "much" else b"")
+            await asyncio.sleep(0)
+    writer.close()
+
+
 async def test_whoever_does_not_take_the_answer_is_hung_up_on(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "WRITE_S_MAX", 0.01)
     door.size = LARGE

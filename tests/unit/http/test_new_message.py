@@ -64,6 +64,7 @@ def test_a_delay_counts_from_now() -> None:
         {b"message-delay": b"-1"},
         {b"message-delay": b"nan"},
         {b"message-deliver-at": b"tomorrow"},
+        {b"message-deliver-at": b"5", b"message-delay": b"5"},
         {b"message-deliver-at": b"2026-01-31T12:00:00"},
         {b"message-partition": b"-1"},
         {b"message-id": b""},
@@ -84,6 +85,7 @@ def test_what_cannot_be_meant_is_refused(headers: dict[bytes, bytes]) -> None:
         {"base64": "***"},
         {"key": "a", "key_base64": "YQ=="},
         {"deliver_at": "soon"},
+        {"deliver_at": "5", "delay": 0},
     ],
 )
 def test_a_message_of_a_batch_has_one_value_and_one_key(said: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from http import HTTPStatus
 from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from millstream.admin.pipelines import land_topic
 from millstream.admin.topic_document import CARD, describe_topic, replication_of
@@ -56,7 +56,11 @@ class TopicList(msgspec.Struct, frozen=True):
 class NewTopic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A topic to be made; what is left out is as the node's defaults have it."""
 
-    name: TopicName
+    topic: TopicName | UnsetType = UNSET
+    name: (
+        Annotated[TopicName, Meta(description="Another word for `topic`.", extra_json_schema={"deprecated": True})]
+        | UnsetType
+    ) = UNSET
     partitions: Number | None = None
     replication: Copies | None = None
     owner: str | None = None
@@ -64,6 +68,19 @@ class NewTopic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     contract: str | None = None
     settings: dict[str, str] = {}
     land: Annotated[bool, Meta(description="Keep a lake table of it, by a pipeline called land-NAME.")] = False
+
+    def __post_init__(self) -> None:
+        """Refuse what is called nothing, or twice."""
+        if (self.topic is UNSET) == (self.name is UNSET):
+            raise ValueError("`topic` has to say what the topic is called")
+
+    @property
+    def called(self) -> str:
+        """The name, by whichever word it was given."""
+        return f"{self.name if self.topic is UNSET else self.topic}"
+
+
+_Topic = Annotated[NewTopic, Meta(extra_json_schema={"oneOf": [{"required": ["topic"]}, {"required": ["name"]}]})]
 
 
 class TopicChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,17 +139,17 @@ async def create(parts: Parts, asked: Asked[Nothing, NewTopic]) -> TopicSummary:
     new = asked.body
     settings = {**new.settings, **_card(new)}
     if new.land:
-        await land_topic(parts.client, new.name, validate_only=True)
+        await land_topic(parts.client, new.called, validate_only=True)
     await create_topic(
         parts.client,
-        new.name,
+        new.called,
         partitions=new.partitions or BROKER_DECIDES,
         replication=new.replication or BROKER_DECIDES,
         settings={key: text for key, text in settings.items() if text},
     )
     if new.land:
-        await land_topic(parts.client, new.name)
-    return _summary(await find_topic(parts.client, new.name))
+        await land_topic(parts.client, new.called)
+    return _summary(await find_topic(parts.client, new.called))
 
 
 async def describe(parts: Parts, asked: Asked[Nothing, Nothing]) -> TopicDescription:
@@ -191,7 +208,7 @@ ROUTES: Final = (
         summary="Create a topic",
         handle=create,
         query=Nothing,
-        body=NewTopic,
+        body=_Topic,
         answer=TopicSummary,
         status=HTTPStatus.CREATED,
         **_SHARED,
