@@ -22,7 +22,7 @@ from kafka.errors import TopicAlreadyExistsError, UnknownTopicOrPartitionError
 
 from millstream.testing.server import Server
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

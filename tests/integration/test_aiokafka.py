@@ -13,7 +13,7 @@ from aiokafka.errors import MessageSizeTooLargeError
 
 from millstream.testing.server import Server
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @asynccontextmanager
@@ -143,7 +143,7 @@ async def test_two_members_share_the_partitions(server: Server, topic: str) -> N
 async def test_a_waiting_fetch_is_woken_by_an_append(server: Server, topic: str) -> None:
     async with producer_of(server) as producer:
         await producer.send_and_wait(topic, b"0")
-        async with consumer_of(server, topic, fetch_max_wait_ms=25_000) as consumer:
+        async with consumer_of(server, topic, fetch_max_wait_ms=35_000) as consumer:
             await receive(consumer, 1)
             for number in range(1, 4):
                 await producer.send_and_wait(topic, b"%d" % number)

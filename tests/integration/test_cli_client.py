@@ -13,7 +13,7 @@ from confluent_kafka import Consumer, Producer
 from millstream.testing.command import CommandLine
 from millstream.testing.server import Server
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from millstream.testing.server import Server
 
 StartServer = Callable[..., Server]
 FREE = ("--kafka", "127.0.0.1:0", "--http", "127.0.0.1:0")
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def eventually(what: Callable[[], bool]) -> None:

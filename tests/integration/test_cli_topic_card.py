@@ -14,7 +14,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 from millstream.testing.command import CommandLine
 from millstream.testing.server import Server
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 CONTRACT = "https://contracts.example/orders.yaml"
 
 

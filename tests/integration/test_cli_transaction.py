@@ -22,7 +22,7 @@ from millstream.wire.client import Client
 from millstream.wire.fetching import READ_COMMITTED
 from millstream.wire.transactions import TransactionalProducer, Transactions
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")

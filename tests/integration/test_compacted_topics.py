@@ -14,7 +14,7 @@ from confluent_kafka.cimpl import NewTopic
 
 from millstream.testing.server import Server
 
-WAIT_S = 40.0
+WAIT_S = 60.0
 TOPIC = "prices"
 QUIET = {"log_level": 0, "reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 200}
 SETTINGS = {

@@ -20,7 +20,7 @@ from confluent_kafka import (
 
 from millstream.testing.server import Server
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def send(server: Server, topic: str, messages: list[dict[str, Any]], **settings: Any) -> list[Message]:

@@ -19,7 +19,7 @@ from confluent_kafka.cimpl import NewTopic
 from millstream.testing.server import Server
 
 PARTITIONS = 4
-WAIT_S = 40.0
+WAIT_S = 60.0
 ALL = set(range(PARTITIONS))
 
 

@@ -20,7 +20,7 @@ from millstream.testing.command import CommandLine
 from millstream.testing.server import Server
 
 PARTITIONS = 4
-WAIT_S = 40.0
+WAIT_S = 60.0
 ALL = set(range(PARTITIONS))
 SETTINGS = {
     "group-initial-delay-ms": 100,

@@ -47,7 +47,7 @@ def test_removed_segments_are_told_and_the_rest_is_served(start_server: StartSer
     (partition,) = millstream("topic", "describe", "harmed", "--json").document["partitions"]
     assert partition["damage"] == [{"first": 0, "next": end_of_first}, {"first": start_of_active, "next": 9}]
     assert f"DAMAGED  {lost[0]}" in millstream("topic", "describe", "harmed").out
-    metrics = urllib.request.urlopen(f"http://{server.http}/metrics", timeout=10).read().decode()
+    metrics = urllib.request.urlopen(f"http://{server.http}/metrics", timeout=60).read().decode()
     assert "\nmillstream_log_damaged_ranges 2.0\n" in metrics
 
     millstream("publish", "harmed", "after")

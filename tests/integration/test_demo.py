@@ -69,7 +69,7 @@ def test_the_whole_story_holds_and_can_be_kept(demo_folder: Path) -> None:
         address = re.search(r"127\.0\.0\.1:\d+", demo.read_until("Kafka clients:"))
         assert address is not None
         admin = AdminClient({"bootstrap.servers": address.group(), "log_level": 0})
-        assert "orders" in admin.list_topics(timeout=30).topics
+        assert "orders" in admin.list_topics(timeout=60).topics
         demo.read_until("Ctrl-C")
         assert demo.end(signal.SIGINT) == 0, demo.text
     assert "one for each message of the log" in demo.text

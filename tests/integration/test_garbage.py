@@ -12,7 +12,7 @@ from confluent_kafka import Producer
 
 from millstream.testing.server import Server
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 API_VERSIONS, PRODUCE, METADATA = 18, 0, 3
 
 

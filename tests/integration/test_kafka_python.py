@@ -13,7 +13,7 @@ from kafka.errors import MessageSizeTooLargeError
 
 from millstream.testing.server import Server
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 CODECS = {"gzip": has_gzip, "snappy": has_snappy, "lz4": has_lz4, "zstd": has_zstd}
 
 

@@ -25,7 +25,7 @@ from millstream.testing.finding import Kind
 from millstream.testing.kill_trial import KillTrial, Plan
 from millstream.testing.server import Server, ServerFailed
 
-WAIT_S = 40.0
+WAIT_S = 60.0
 QUIET = {"log_level": 0, "reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 200}
 PARTITIONS = 3
 

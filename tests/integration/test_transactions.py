@@ -16,7 +16,7 @@ from confluent_kafka.cimpl import NewTopic
 
 from millstream.testing.server import Server
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")

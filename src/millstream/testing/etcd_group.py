@@ -42,7 +42,7 @@ class EtcdGroupMember(LocalEtcd):
     def leads(self) -> bool:
         """Whether it leads the others."""
         request = urllib.request.Request(f"{self.url}/v3/maintenance/status", data=b"{}")
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             status = json.loads(answer.read())
         return bool(status["leader"] == status["header"]["member_id"])
 

@@ -27,7 +27,7 @@ from millstream.model.ids import NodeId
 from millstream.testing.files import MemoryFiles
 from millstream.wire.replica_fetching import ReplicaAnswers, ReplicaFetch
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 FOLDER = Path("/data")
 
 

@@ -160,7 +160,7 @@ async def test_a_handler_that_is_cancelled_gives_its_claim_back(tmp_path: Path) 
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await worker(Taken("1"))
 
 

@@ -253,7 +253,7 @@ async def test_quotas_hold_on_every_node(tmp_path: Path) -> None:
         told = asyncio.Event()
         there.when_changed(told.set)
         while there.find(PRODUCER_BYTE_RATE, "reports") is None:
-            await asyncio.wait_for(told.wait(), 20)
+            await asyncio.wait_for(told.wait(), 60)
             told.clear()
 
 

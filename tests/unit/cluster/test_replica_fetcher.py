@@ -147,7 +147,7 @@ class SlowFiles(MemoryFiles):
     def sync(self, descriptor: int) -> None:
         """Sync when it may be."""
         self.threads.add(threading.get_ident())
-        assert self.may_sync.wait(30)
+        assert self.may_sync.wait(60)
         super().sync(descriptor)
 
 

@@ -43,7 +43,7 @@ def marker(epoch: int = 1, *, commit: bool = True) -> Marker:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -400,7 +400,7 @@ async def test_the_loop_fires_timers_by_itself() -> None:
 
     await shard.run(later)
 
-    await asyncio.wait_for(fired.wait(), 10)
+    await asyncio.wait_for(fired.wait(), 60)
 
 
 async def test_a_defect_in_a_timer_reloads_the_state(caplog: pytest.LogCaptureFixture) -> None:

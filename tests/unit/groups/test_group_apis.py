@@ -423,7 +423,7 @@ async def test_offset_commit_with_a_retention(broker: Broker, version: int) -> N
         while await broker.groups.fetch("g", None):
             await asyncio.sleep(0)
 
-    await asyncio.wait_for(gone(), 10)
+    await asyncio.wait_for(gone(), 60)
 
 
 @pytest.mark.parametrize("version", versions_of(OffsetFetch))

@@ -116,7 +116,7 @@ async def test_sessions_end_by_themselves(groups: GroupCoordinator) -> None:
         while (await groups.describe("g")).state != "Empty":
             await asyncio.sleep(0.01)
 
-    await asyncio.wait_for(emptied(), 30)
+    await asyncio.wait_for(emptied(), 60)
 
 
 async def test_the_offsets_topic_is_made_on_first_use(groups: GroupCoordinator, topics: MemoryTopics) -> None:
@@ -158,7 +158,7 @@ async def test_offsets_of_a_deleted_topic_go(groups: GroupCoordinator, topics: M
         while await groups.list_groups():
             await asyncio.sleep(0)
 
-    await asyncio.wait_for(gone(), 10)
+    await asyncio.wait_for(gone(), 60)
 
 
 async def test_deleting_groups_and_offsets(groups: GroupCoordinator) -> None:

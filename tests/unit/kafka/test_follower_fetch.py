@@ -353,7 +353,7 @@ class TestWaiting:
         await asyncio.sleep(0.01)
         assert not waiting.done()
         then()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await waiting
 
     async def test_an_append_ends_the_wait(self, leader: Leader) -> None:
@@ -398,7 +398,7 @@ class TestWaiting:
         waiting = asyncio.ensure_future(fetcher.ask(wait_ms=60_000))
         await asyncio.sleep(0.01)
         await Fetcher(leader).ask({0: at(0)})
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert (await waiting).code == ErrorCode.fetch_session_id_not_found
 
 
@@ -409,6 +409,6 @@ async def test_a_follower_that_leaves_is_waited_for_no_longer(leader: Leader) ->
     await asyncio.sleep(0.01)
     assert not waiting.done()
     fetcher.presence.leave()
-    assert not (await asyncio.wait_for(waiting, 30)).partitions
+    assert not (await asyncio.wait_for(waiting, 60)).partitions
     # What it has sent before it left is answered without a wait as well.
-    assert not (await asyncio.wait_for(fetcher.ask(wait_ms=300_000), 30)).partitions
+    assert not (await asyncio.wait_for(fetcher.ask(wait_ms=300_000), 60)).partitions

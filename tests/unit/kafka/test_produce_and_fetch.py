@@ -340,7 +340,7 @@ async def test_what_comes_before_a_long_poll_has_begun_to_wait_is_seen(tmp_path:
         frame = memoryview(bytearray(write_request(7, "test", request)[4:]))
         answer = fetch_api(topics).handle_frame(frame, read_request_header(frame), CLIENT)
         await topics.partition("t", 1).append(bytearray(batch(b"x")))
-        reply = await asyncio.wait_for(settled(answer), 30)
+        reply = await asyncio.wait_for(settled(answer), 60)
         found = read_response(1, 12, (reply or b"")[4:]).responses[0].partitions
         assert {one.partition_index: values(one) for one in found} == {0: [], 1: [b"x"], 2: []}
 
@@ -367,7 +367,7 @@ async def test_a_long_poll_looks_only_at_what_has_moved_and_sends_all_there_is(t
                 assert not waiting.done()
                 await topics.partition("t", index).append(bytearray(batch(b"x")))
                 await asyncio.sleep(0.01)
-            response = await asyncio.wait_for(waiting, 30)
+            response = await asyncio.wait_for(waiting, 60)
         assert sorted(looked) == [3, 3, 7, 7, 7]
         found = {one.partition_index: values(one) for one in response.responses[0].partitions}
         assert found == {index: [b"x"] * {3: 1, 7: 2}.get(index, 0) for index in range(20)}
@@ -384,10 +384,10 @@ async def test_a_client_that_leaves_ends_its_long_poll(tmp_path: Path) -> None:
         await asyncio.sleep(0.01)
         assert not waiting.done()
         client.presence.leave()
-        response = await asyncio.wait_for(waiting, 30)
+        response = await asyncio.wait_for(waiting, 60)
         assert values(response.responses[0].partitions[0]) == [b"little"]
         assert not fetch._waits
-        assert len((await asyncio.wait_for(ask(fetch, request, client), 30)).responses) == 1
+        assert len((await asyncio.wait_for(ask(fetch, request, client), 60)).responses) == 1
 
 
 async def test_a_deleted_topic_ends_a_long_poll(tmp_path: Path) -> None:

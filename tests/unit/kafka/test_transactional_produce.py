@@ -226,7 +226,7 @@ async def test_a_long_poll_is_woken_by_the_marker(tmp_path: Path) -> None:
         await asyncio.sleep(0)
         assert not poll.done()
         await broker.end()
-        found = await asyncio.wait_for(poll, 30)
+        found = await asyncio.wait_for(poll, 60)
         assert len(found.records) > 0
         assert found.aborted_transactions == ()
 
@@ -251,7 +251,7 @@ async def test_what_is_written_behind_an_open_transaction_wakes_nobody(tmp_path:
                 await broker.write(sequence)
             assert looks == before > 0
             await broker.end()
-            assert len((await asyncio.wait_for(poll, 30)).records) > 0
+            assert len((await asyncio.wait_for(poll, 60)).records) > 0
 
 
 async def test_what_comes_behind_an_open_transaction_waits(tmp_path: Path) -> None:

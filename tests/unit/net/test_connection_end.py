@@ -102,7 +102,7 @@ async def test_a_long_poll_ends_with_what_there_is_when_the_client_ends_its_side
         writer.write(framed(b"first") + framed(b"poll") + framed(b"poll") + framed(b"last"))
         await until_polling(service)
         writer.write_eof()
-        assert await asyncio.wait_for(reader.read(), 30) == (
+        assert await asyncio.wait_for(reader.read(), 60) == (
             framed(b"first") + framed(b"what there is") * 2 + framed(b"last")
         )
         await until_closed(listener)
@@ -117,7 +117,7 @@ async def test_a_client_that_closes_leaves_nothing_that_waits(kind: bytes) -> No
         writer.write(framed(kind))
         await until_polling(service)
         writer.close()
-        await asyncio.wait_for(until_closed(listener), 30)
+        await asyncio.wait_for(until_closed(listener), 60)
         assert service.given_up == (kind == b"join")
 
 
@@ -128,7 +128,7 @@ async def test_what_is_given_up_has_no_answer_and_what_comes_behind_it_has() -> 
         writer.write(framed(b"join") + framed(b"last"))
         await until_polling(service)
         writer.write_eof()
-        assert await asyncio.wait_for(reader.read(), 30) == framed(b"last")
+        assert await asyncio.wait_for(reader.read(), 60) == framed(b"last")
         await until_closed(listener)
         writer.close()
 
@@ -147,7 +147,7 @@ async def test_the_end_is_noticed_while_nothing_is_read(kind: bytes) -> None:
             await asyncio.sleep(0)
         writer.write_eof()
         expected = b"".join(framed(b"%d" % number) for number in range(count))
-        received = await asyncio.wait_for(reader.read(), 30)
+        received = await asyncio.wait_for(reader.read(), 60)
         assert received == (framed(b"what there is") if kind == b"poll" else b"") + expected
         await until_closed(listener)
         writer.close()
@@ -162,9 +162,9 @@ async def test_the_end_is_noticed_while_there_is_no_memory_to_read() -> None:
         writer.write(framed(b"poll"))
         await until_polling(service)
         writer.close()
-        await asyncio.wait_for(until_polling_ends(listener), 30)
+        await asyncio.wait_for(until_polling_ends(listener), 60)
         budget.give_back(10_000)
-        await asyncio.wait_for(until_closed(listener), 30)
+        await asyncio.wait_for(until_closed(listener), 60)
 
 
 async def until_polling_ends(listener: Listener) -> None:
@@ -183,7 +183,7 @@ async def test_what_is_promised_is_kept_after_the_client_ended_its_side() -> Non
         await asyncio.sleep(0.01)
         assert listener.connections
         service.promises[0].keep([framed(b"kept")])
-        assert await asyncio.wait_for(reader.read(), 30) == framed(b"kept") + framed(b"last")
+        assert await asyncio.wait_for(reader.read(), 60) == framed(b"kept") + framed(b"last")
         writer.close()
 
 

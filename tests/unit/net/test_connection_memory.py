@@ -124,7 +124,7 @@ async def test_a_connection_that_ended_its_side_closes_once_its_replies_are_read
         # The first reply fills the buffers, so the others wait; the last one needs no reply that could notice the end.
         writer.write(framed(b"a") * 20 + framed(b"S"))
         writer.write_eof()
-        received = await asyncio.wait_for(reader.read(), 30)
+        received = await asyncio.wait_for(reader.read(), 60)
         assert len(received) == 20 * (4 + (1 << 20))
         while listener.connections:
             await asyncio.sleep(0.001)

@@ -333,7 +333,7 @@ async def test_leases_are_stored_with_what_comes_next_or_by_themselves_and_when_
     await delivery.settle("one", settle(0, Verb.ACCEPT))
     assert are_stored()
     delivery.try_receive(wanted())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not are_stored():
             await asyncio.sleep(LEASES_S)
     delivery.try_receive(wanted())

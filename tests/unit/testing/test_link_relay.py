@@ -14,7 +14,7 @@ from millstream.testing.link_relay import LinkRelay, RelayThread, client_id_of
 from millstream.testing.stepped_serve import SteppedClock, step
 from millstream.wire.codec import request_head
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 QUIET_S = 0.2
 
 

@@ -14,7 +14,7 @@ from millstream.testing.trial_clients import TrialFailed
 from millstream.testing.trial_worker import TrialWorker
 
 NOBODY = "127.0.0.1:1"
-WAIT_S = 30
+WAIT_S = 60
 
 
 @pytest.fixture
