@@ -6,12 +6,12 @@ import uuid
 from typing import Any
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from millstream.model.errors import MillstreamError, OffsetOutOfRange
-from millstream.model.pipeline import Pipeline, PipelineKind, PipelineSettings
+from millstream.model.pipeline import SKIP, Pipeline, PipelineKind, RouteSettings
 from millstream.pipelines.batch_loop import BatchLoop, Plan
 from millstream.pipelines.group_offsets import commit_plainly, stable_offsets
 from millstream.pipelines.job import GroupMember, JobContext
@@ -42,7 +42,7 @@ class Trial:
         context = JobContext(
             spark=nothing, brokers=self.server.kafka, lake="", folder="", member=lambda: member or GroupMember()
         )
-        return BatchLoop(pipeline, context, PipelineSettings(**settings))
+        return BatchLoop(pipeline, context, RouteSettings(**settings))
 
     def plan(self, loop: BatchLoop) -> Plan:
         return loop.plan([self.topic])
@@ -66,6 +66,21 @@ def test_a_batch_goes_on_where_the_last_one_ended(trial: Trial) -> None:
     again = trial.plan(trial.loop(batch_max=100))
     assert (again.rows, again.lag, again.batch.number) == (7, 0, 1)
     assert trial.plan(loop).rows == 7
+
+
+def test_what_retention_has_deleted_unread_is_left_out_and_counted_on_request(trial: Trial) -> None:
+    trial.publish(10)
+    trial.publish(4, partition=1)
+    loop = trial.loop(batch_max=4, on_lost=SKIP)
+    assert loop.commit(trial.plan(loop), None) == 0
+    gone = TopicPartition(trial.topic, 0, 8)
+    trial.admin.delete_records([gone])[gone].result(WAIT_S)
+    assert trial.plan(trial.loop()).lost == 0
+    plan = trial.plan(trial.loop(on_lost=SKIP))
+    first = {one.partition: one.start for one in plan.ranges}
+    assert (first[0], plan.lost, plan.counts(routed=1)) == (8, 6, {"routed": 1, "lost": 6})
+    assert loop.commit(trial.plan(loop), None) == 0
+    assert trial.plan(loop).counts(routed=1) == {"routed": 1}
 
 
 def test_what_a_dead_run_left_undecided_is_taken_back(trial: Trial) -> None:

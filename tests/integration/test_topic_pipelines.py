@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +13,17 @@ import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
+from pyspark.sql.types import StructType
 
 from millstream.admin.groups import committed_offsets
 from millstream.model.errors import FilterError, InvalidSetting, UnknownGroup
+from millstream.model.payload_columns import ColumnType, PayloadColumn, parse_columns
 from millstream.model.pipeline import Pipeline, PipelineKind, Rule
+from millstream.model.select_statement import read_select
 from millstream.pipelines.dry_run import dry_run
 from millstream.pipelines.job import JobContext
 from millstream.pipelines.route import RouteJob
+from millstream.pipelines.statement import read_statement
 from millstream.pipelines.transform import TransformJob
 from millstream.spark.session import session
 from millstream.testing.server import Server
@@ -212,7 +216,7 @@ def test_windows_are_written_when_they_are_over_and_once(shop: Shop) -> None:
 @pytest.mark.parametrize(
     ("sql", "said"),
     [
-        ("INSERT INTO orders SELECT 1", "PARSE_SYNTAX_ERROR"),
+        ("INSERT INTO orders SELECT 1", "a SELECT and nothing else"),
         ("SELECT 1", "reads no topic"),
         ("SELECT id FROM a.orders", "backquotes"),
         ("SELECT id FROM orders WHERE id IN (SELECT id FROM orders)", "join it instead"),
@@ -226,8 +230,36 @@ def test_statements_that_cannot_be_run(shop: Shop, sql: str, said: str) -> None:
         shop.run(sql, schemas=json.dumps({shop.orders: "id long, total double"}))
 
 
+def test_spark_reads_statements_and_columns_as_nodes_do_without_it(spark: SparkSession) -> None:
+    for sql in (
+        "WITH Big AS (SELECT * FROM a WHERE x IS DISTINCT FROM y), m(p) AS (TABLE big) SELECT * FROM m, b JOIN c;",
+        "SELECT trim(BOTH 'x' FROM s), ';' FROM (`d-e` CROSS JOIN f), range(3) LATERAL VIEW explode(y) t AS p, q -- ;",
+    ):
+        assert sorted(read_statement(sql, (), spark).topics) == sorted(read_select(sql).reads)
+    text = (
+        "a long, `b c`: array<struct<d:decimal(5,2), e numeric>> NOT NULL COMMENT 'x', order map<string, timestamp>,"
+        "f real, g struct<h byte, i short>, j integer, k timestamp_ltz, l timestamp_ntz, m date, n binary /* x */"
+    )
+    assert StructType.fromDDL(text).simpleString() == f"struct<{simple_text(parse_columns(text))}>"
+
+
+def simple_text(columns: Iterable[PayloadColumn]) -> str:
+    """Columns as Spark prints them."""
+    return ",".join(f"{column.name}:{simple_type(column.type)}" for column in columns)
+
+
+def simple_type(kind: ColumnType) -> str:
+    if kind.numbers:
+        return f"{kind.name}({','.join(map(str, kind.numbers))})"
+    if kind.name == "struct":
+        return f"struct<{simple_text(kind.parts)}>"
+    parts = ",".join(simple_type(part.type) for part in kind.parts)
+    return f"{kind.name}<{parts}>" if parts else kind.name
+
+
 async def test_rows_and_offsets_are_one(shop: Shop) -> None:
-    sql = "SELECT key, id, total * 2 AS double, customer.tier AS tier, payload_key FROM orders WHERE id % 2 = 0"
+    # A statement that a file holds may end as statements do.
+    sql = "SELECT key, id, total * 2 AS double, customer.tier AS tier, payload_key FROM orders WHERE id % 2 = 0;"
     shop.publish(shop.orders, orders(0, 100))
     assert shop.run(sql) == 100
     found = sorted(shop.read(), key=lambda row: row["id"])

@@ -22,10 +22,11 @@ from millstream.lake.delta_log import DeltaLog, added
 from millstream.lake.recent import landed_since
 from millstream.lake.scan import Rows, scan
 from millstream.lake.storage import Storage
-from millstream.lake.table import GRACE, QUARANTINE_ENDING, TopicPartition
+from millstream.lake.table import GRACE, TopicPartition
 from millstream.lake.task_writer import TaskWriter
 from millstream.lake.written import Written, from_json, to_json
 from millstream.model.errors import Conflict, CorruptState, StalePlan
+from millstream.model.lake_place import QUARANTINE_ENDING
 
 ATTEMPTS_MAX: Final = 100
 _PAUSE_S: Final = 0.05

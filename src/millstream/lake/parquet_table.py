@@ -18,9 +18,10 @@ from millstream.lake.delta_table import DeltaTable
 from millstream.lake.recent import landed_since
 from millstream.lake.scan import Rows, scan
 from millstream.lake.storage import Storage
-from millstream.lake.table import GRACE, QUARANTINE_ENDING, TopicPartition
+from millstream.lake.table import GRACE, TopicPartition
 from millstream.lake.task_writer import TaskWriter
 from millstream.lake.written import Written
+from millstream.model.lake_place import QUARANTINE_ENDING
 
 
 class ParquetTable:

@@ -14,9 +14,9 @@ import pyarrow.fs
 from deltalake.fs import DeltaStorageHandler
 
 from millstream.model.errors import InvalidSetting
+from millstream.model.lake_place import check_place
 
 STAGED: Final = "_staged"
-SCHEMES: Final = ("file", "s3", "s3a", "gs", "az", "abfs", "abfss")
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,12 @@ class Storage:
     @classmethod
     def at(cls, url: str, options: Mapping[str, str] | None = None) -> Storage:
         """The storage at a path or a URL; raises `InvalidSetting` for URLs that mean nothing here."""
-        scheme, colon, rest = url.partition("://")
+        check_place(url)
+        scheme, colon, _rest = url.partition("://")
         if not colon:
             return cls(str(Path(url).absolute()))
-        if scheme not in SCHEMES:
-            raise InvalidSetting(f"tables are kept in folders and at {', '.join(SCHEMES[1:])}://, not at {url!r}")
         if scheme == "file":
             return cls(unquote(urlsplit(url).path).rstrip("/") or "/")
-        if not rest.strip("/"):
-            raise InvalidSetting(f"{url!r} names no bucket")
         return cls(url.rstrip("/"), _with_plain_http(options or {}))
 
     @property

@@ -17,7 +17,6 @@ from millstream.lake.compaction import SMALL_BYTES, Compacted
 from millstream.lake.task_writer import TaskWriter
 from millstream.lake.written import Written
 
-QUARANTINE_ENDING: Final = "__quarantine"
 GRACE: Final = timedelta(days=7)
 
 TopicPartition = tuple[str, int]

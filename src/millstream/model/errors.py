@@ -514,12 +514,15 @@ class BrokerUnreachable(MillstreamError):
 class LostData(MillstreamError):
     """Offsets that a reader was to have are gone: each stretch as topic, partition, first, and the one after it."""
 
+    REMEDY = "set failOnDataLoss to false"
+    """What a query does to go on without them; whoever runs it for others says what they can do."""
+
     def __init__(self, lost: Sequence[tuple[str, int, int, int]]) -> None:
         listed = ", ".join(f"{topic}-{number}: offsets {first} to {end - 1}" for topic, number, first, end in lost[:10])
         more = f" and {len(lost) - 10} more partitions" if len(lost) > 10 else ""
         super().__init__(
             f"data is lost for this reader: {listed}{more}; retention has deleted them, or the topic was made anew. "
-            "To go on without them, set failOnDataLoss to false"
+            f"To go on without them, {self.REMEDY}"
         )
         self.lost = list(lost)
 

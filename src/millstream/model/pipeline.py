@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,7 +12,10 @@ from uuid import UUID
 
 from millstream.model.errors import InvalidPipeline, InvalidSetting
 from millstream.model.expression import compile_expression
+from millstream.model.lake_place import QUARANTINE_ENDING, check_place
 from millstream.model.nearest import suggestion
+from millstream.model.payload_columns import check_landed, parse_columns
+from millstream.model.select_statement import read_select
 from millstream.model.setting import setting, settings_of
 from millstream.model.topic import check_topic_name
 
@@ -20,11 +25,23 @@ TARGETS_MAX: Final = 1000
 CONDITION_LENGTH_MAX: Final = 8192
 TEXT_LENGTH_MAX: Final = 64 * 1024
 GROUP_PREFIX: Final = "pipeline-"
+GROUP_TYPE: Final = "pipeline"
+"""The protocol type of these groups. Not "consumer": that forgets offsets of topics that no member says it reads."""
 LAND_PREFIX: Final = "land-"
 """With the topic's name behind it, the pipeline of a topic that is made with `--land`."""
 
 EARLIEST: Final = "earliest"
 LATEST: Final = "latest"
+FAIL: Final = "fail"
+SKIP: Final = "skip"
+ON_LOST: Final = "on.lost"
+
+_DELAY: Final = re.compile(
+    r"(?:interval\s+)?(?:\d+(?:\.\d+)?\s+"
+    r"(?:year|month|week|day|hour|minute|second|millisecond|microsecond)s?(?:\s+|$))+",
+    re.IGNORECASE,
+)
+"""A time in Spark's words."""
 
 S = TypeVar("S", bound="PipelineSettings")
 
@@ -84,6 +101,18 @@ class Pipeline:
         """Its settings; worked out anew each time."""
         return SETTINGS[self.kind].from_strings(self.overrides)
 
+    def flows(self) -> dict[str, set[str]]:
+        """The topics that it reads by name, as far as it can be told without Spark, and those each of them leads to."""
+        found: dict[str, set[str]] = {}
+        settings = self.settings
+        if isinstance(settings, LandSettings):
+            return {topic: set() for topic in settings.topic_names}
+        if isinstance(settings, TransformSettings):
+            return {topic: {settings.into} for topic in settings.topics()}
+        for rule in self.rules:
+            found.setdefault(rule.topic, set()).update(rule.targets)
+        return found
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSettings:
@@ -126,6 +155,25 @@ class PipelineSettings:
 
     def _check(self) -> None:
         """Raise `InvalidSetting` for settings that do not go together."""
+
+    def check_texts(self) -> None:
+        """Raise `InvalidSetting` for texts that nothing could be run with; asked when they are given.
+
+        Those that are stored are not asked any more, so that they can be shown and changed whatever they say.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovingSettings(PipelineSettings):
+    """What pipelines from topics to topics have."""
+
+    on_lost: str = setting(
+        ON_LOST,
+        FAIL,
+        "What to do when retention has deleted messages before they were read: `fail`, or `skip` them and count them.",
+        choices=(FAIL, SKIP),
+        needs_restart=False,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +250,19 @@ class LandSettings(PipelineSettings):
         if self.schema and self.decode == "none":
             raise InvalidSetting("a `schema` is for payloads that are decoded: set decode=json with it")
 
+    def check_texts(self) -> None:
+        """Raise `InvalidSetting` for a schema that no table can have, for names that clash, and for odd places."""
+        if self.lake:
+            check_place(self.lake)
+        if self.schema:
+            check_landed(parse_columns(self.schema))
+        names = self.topic_names
+        for name in names:
+            if names.count(name) > 1:
+                raise InvalidSetting(f"`topics` names {name!r} twice")
+            if self.decode != "none" and name + QUARANTINE_ENDING in names:
+                raise InvalidSetting(f"topic {name + QUARANTINE_ENDING!r} has the name of the quarantine of {name!r}")
+
     @property
     def topic_names(self) -> list[str]:
         """The topics that are named."""
@@ -215,7 +276,7 @@ class LandSettings(PipelineSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransformSettings(PipelineSettings):
+class TransformSettings(MovingSettings):
     """How topics become a topic, by a statement of SQL."""
 
     sql: str = setting(
@@ -257,9 +318,42 @@ class TransformSettings(PipelineSettings):
             raise InvalidSetting("a transform needs `sql`, a SELECT statement, and `into`, the topic for its rows")
         check_topic_name(self.into)
 
+    def check_texts(self) -> None:
+        """Raise `InvalidSetting` for what is no statement, reads nothing or what it writes, and for odd documents."""
+        if self.schemas.strip() and self.decode == "none":
+            raise InvalidSetting("`schemas` are for payloads that are decoded: set decode=json with them")
+        for topic, text in named_texts("schemas", self.schemas).items():
+            parse_columns(text, about=f"the schema of {topic!r}")
+        self.delays()
+        for place in named_texts("tables", self.tables).values():
+            check_place(place)
+        statement = read_select(self.sql)
+        topics = self.topics()
+        if not topics and statement.is_clear:
+            raise InvalidSetting("the statement reads no topic: topics stand in it as tables, by their names")
+        if self.into in topics:
+            raise InvalidSetting(f"the statement reads the topic {self.into!r} that it writes, and would never end")
+
+    def topics(self) -> tuple[str, ...]:
+        """The topics that the statement reads, as far as it can be told without Spark."""
+        tables = named_texts("tables", self.tables)
+        return tuple(name for name in read_select(self.sql).reads if name not in tables)
+
+    def delays(self) -> dict[str, tuple[str, str]]:
+        """The watermarks by topic: a column, and how late its rows may come."""
+        found: dict[str, tuple[str, str]] = {}
+        for topic, text in named_texts("watermarks", self.watermarks).items():
+            column, _, delay = text.strip().partition(" ")
+            if not _DELAY.fullmatch(delay.strip()):
+                raise InvalidSetting(
+                    f"the watermark of {topic!r} is a column and a time, such as `placed_at 10 minutes`, not {text!r}"
+                )
+            found[topic] = (column, delay.strip())
+        return found
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouteSettings(PipelineSettings):
+class RouteSettings(MovingSettings):
     """How messages are put into consumer queues, by rules that the catalog keeps beside the pipeline."""
 
     decode: str = setting(
@@ -299,7 +393,22 @@ def check_pipeline(name: str, kind: PipelineKind, overrides: Mapping[str, str]) 
     longest = max((len(text) for text in overrides.values()), default=0)
     if longest > TEXT_LENGTH_MAX:
         raise InvalidSetting(f"a setting of a pipeline has at most {TEXT_LENGTH_MAX} characters, not {longest}")
-    return SETTINGS[kind].from_strings(overrides)
+    settings = SETTINGS[kind].from_strings(overrides)
+    settings.check_texts()
+    return settings
+
+
+def named_texts(setting_name: str, text: str) -> dict[str, str]:
+    """A setting that is a JSON object of texts; raise `InvalidSetting` if it is none."""
+    if not text.strip():
+        return {}
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise InvalidSetting(f"{setting_name} is a JSON object: {error}") from None
+    if not isinstance(document, dict) or not all(isinstance(one, str) for one in document.values()):
+        raise InvalidSetting(f"{setting_name} is a JSON object whose values are texts")
+    return document
 
 
 def check_rules(kind: PipelineKind, rules: Iterable[Rule]) -> None:

@@ -21,7 +21,7 @@ from uuid import UUID, uuid4
 import pyarrow as pa
 
 from millstream.model.errors import InvalidTransactionState, MillstreamError, OffsetOutOfRange, TransactionRejected
-from millstream.model.pipeline import LATEST, Pipeline, PipelineSettings
+from millstream.model.pipeline import LATEST, SKIP, MovingSettings, Pipeline
 from millstream.pipelines.group_offsets import Offsets, stable_offsets
 from millstream.pipelines.job import JobContext, Step
 from millstream.spark.link import Link
@@ -57,6 +57,12 @@ class Plan:
     end: Offsets
     rows: int
     lag: int
+    lost: int = 0
+    """How many offsets lie before it that retention has deleted unread."""
+
+    def counts(self, **more: int) -> dict[str, int]:
+        """What is counted of it when it is committed."""
+        return {**more, "lost": self.lost} if self.lost else more
 
     def numbers(self, spark: SparkSession) -> DataFrame:
         """The numbers of the ranges, shared out among so many tasks as are worth it."""
@@ -83,7 +89,7 @@ def query_of(pipeline_id: UUID) -> str:
 class BatchLoop:
     """Plans batches over topics, and commits them."""
 
-    def __init__(self, pipeline: Pipeline, context: JobContext, settings: PipelineSettings) -> None:
+    def __init__(self, pipeline: Pipeline, context: JobContext, settings: MovingSettings) -> None:
         self._pipeline = pipeline
         self._context = context
         self._settings = settings
@@ -111,17 +117,19 @@ class BatchLoop:
         known = self._known or self._ask()
         partitions = survey.partitions()
         latest = survey.latest(partitions)
-        start = self._start(survey, known, partitions, latest)
+        start, lost = self._start(survey, known, partitions, latest)
         self._known = known
         end = admitted(start, latest, self._settings.batch_max)
         batch = Batch(self._query, known.number, uuid4().hex[:12])
         ranges = tuple(ranges_between(start, end))
-        return Plan(batch, ranges, end, sum(map(len, ranges)), sum(map(len, ranges_between(end, latest))))
+        return Plan(batch, ranges, end, sum(map(len, ranges)), sum(map(len, ranges_between(end, latest))), lost)
 
-    def _start(self, survey: Survey, known: _Known, partitions: Partitions, latest: Offsets) -> Offsets:
+    def _start(self, survey: Survey, known: _Known, partitions: Partitions, latest: Offsets) -> tuple[Offsets, int]:
+        """Where the batch begins, and how many offsets it leaves out."""
         has_all = all(n in known.offsets.get(topic, {}) for topic, numbers in partitions.items() for n in numbers)
-        # Whether offsets are still there that are known is found out when they are fetched.
-        earliest = latest if has_all else survey.earliest(partitions)
+        skips = self._settings.on_lost == SKIP
+        # Whether offsets are still there that are known is found out when they are fetched, unless that may be so.
+        earliest = latest if has_all and not skips else survey.earliest(partitions)
         start: dict[str, dict[int, int]] = {}
         for topic, numbers in partitions.items():
             committed = known.offsets.get(topic, {})
@@ -130,7 +138,7 @@ class BatchLoop:
             otherwise = (latest if at_end else earliest)[topic]
             start[topic] = {number: committed.get(number, otherwise[number]) for number in numbers}
         _check_reached(start, latest)
-        return start
+        return _skipping(start, earliest) if skips else (start, 0)
 
     def is_new(self, plan: Plan) -> bool:
         """Whether a plan names partitions that the group has no offset for yet: they are committed even without rows.
@@ -240,6 +248,15 @@ def read_part(row: bytes | bytearray) -> Part:
     if not isinstance(part, Part):
         raise TypeError(f"a task gave {type(part).__name__} and not a part of a batch")
     return part
+
+
+def _skipping(start: Offsets, earliest: Offsets) -> tuple[Offsets, int]:
+    """Where to begin without what is deleted, and how many offsets that leaves out."""
+    moved = {
+        topic: {number: max(offset, earliest[topic][number]) for number, offset in offsets.items()}
+        for topic, offsets in start.items()
+    }
+    return moved, sum(map(len, ranges_between(start, moved)))
 
 
 def _check_reached(start: Offsets, latest: Offsets) -> None:

@@ -22,8 +22,9 @@ import pyarrow.compute as pc
 from deltalake.exceptions import DeltaError
 
 from millstream.lake.opening import open_table
-from millstream.lake.table import QUARANTINE_ENDING, LakeTable
+from millstream.lake.table import LakeTable
 from millstream.model.errors import InvalidSetting, MillstreamError, StalePlan, UnknownTopic
+from millstream.model.lake_place import QUARANTINE_ENDING
 from millstream.model.pipeline import LATEST, LandSettings, Pipeline
 from millstream.pipelines.group_offsets import commit_plainly
 from millstream.pipelines.job import JobContext, Step

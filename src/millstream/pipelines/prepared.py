@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pyspark.sql.types import StructType
 
 from millstream.model.errors import InvalidSetting
-from millstream.model.pipeline import Pipeline, TransformSettings
+from millstream.model.pipeline import Pipeline, TransformSettings, named_texts
 from millstream.pipelines.batch_loop import BatchLoop, Plan
 from millstream.pipelines.job import JobContext
 from millstream.pipelines.lake_view import LakeView
@@ -101,7 +100,7 @@ def prepare(pipeline: Pipeline, context: JobContext, settings: TransformSettings
     spark = context.spark.newSession()
     for name, value in _SETTINGS.items():
         spark.conf.set(name, value)
-    tables = as_document(settings.tables, "tables")
+    tables = named_texts("tables", settings.tables)
     statement = read_statement(settings.sql, tables, spark)
     schemas = _schemas(spark, pipeline, context, settings, loop, statement)
     if schemas is None:
@@ -122,19 +121,6 @@ def prepare(pipeline: Pipeline, context: JobContext, settings: TransformSettings
     return prepared
 
 
-def as_document(text: str, setting: str) -> dict[str, str]:
-    """A setting that is a JSON object of texts."""
-    if not text.strip():
-        return {}
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise InvalidSetting(f"{setting} is a JSON object: {error}") from None
-    if not isinstance(document, dict) or not all(isinstance(one, str) for one in document.values()):
-        raise InvalidSetting(f"{setting} is a JSON object whose values are texts")
-    return document
-
-
 def _schemas(
     spark: SparkSession,
     pipeline: Pipeline,
@@ -145,7 +131,7 @@ def _schemas(
 ) -> dict[str, StructType] | None:
     if settings.decode == "none":
         return {topic: StructType() for topic in statement.topics}
-    given = parse_schemas(as_document(settings.schemas, "schemas"))
+    given = parse_schemas(named_texts("schemas", settings.schemas))
     kept = KeptSchemas(Path(context.folder, str(pipeline.pipeline_id)))
     found = kept.read()
     missing = [topic for topic in statement.topics if topic not in given and topic not in found]

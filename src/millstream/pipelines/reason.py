@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from millstream.model.errors import MillstreamError
+from millstream.model.errors import LostData, MillstreamError
+from millstream.model.pipeline import ON_LOST, SKIP
 
 LENGTH_MAX: Final = 4000
+
+LOSS_REMEDY: Final = f"set {ON_LOST}={SKIP} for the pipeline: millstream pipeline update NAME --set {ON_LOST}={SKIP}"
+"""What the owner of a pipeline does about lost messages: the options of its queries are not in reach."""
 
 _TRACEBACK: Final = "Traceback (most recent call last):"
 _JVM_TRACE: Final = "\n\tat "
@@ -19,6 +23,7 @@ def reason_of(error: BaseException) -> str:
         said = _without_traces(said)
         if not said.startswith(type(error).__name__):
             said = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    said = said.replace(LostData.REMEDY, LOSS_REMEDY)
     return said if len(said) <= LENGTH_MAX else f"{said[:LENGTH_MAX]} …"
 
 

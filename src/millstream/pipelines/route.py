@@ -50,7 +50,7 @@ class RouteJob:
         sent = self._loop.commit(plan, self._parts(plan) if plan.ranges else None)
         if sent is None:
             return Step(lag=plan.lag + plan.rows)
-        return Step(rows=plan.rows, lag=plan.lag, counts={"routed": sent})
+        return Step(rows=plan.rows, lag=plan.lag, counts=plan.counts(routed=sent))
 
     def close(self) -> None:
         """There is nothing that a batch leaves behind."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from millstream.model.errors import InvalidSetting
+from millstream.model.select_statement import read_select
+from millstream.model.text_place import place_in
 
 if TYPE_CHECKING:
     from pyspark.errors import PySparkException
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SHOWN_MAX: Final = 120
 _RELATION: Final = "UnresolvedRelation"
 _WITH: Final = "UnresolvedWith"
 
@@ -36,13 +37,14 @@ class Statement:
 
 def read_statement(text: str, tables: Collection[str], spark: SparkSession) -> Statement:
     """Find out what a statement reads; raise `InvalidSetting` with Spark's message and the place if it is broken."""
+    text = read_select(text).text
     parser: Any = spark._jsparkSession.sessionState().sqlParser()
     plan = told_plainly(text, lambda: parser.parseQuery(text))
     own: set[str] = set()
     found: dict[str, bool] = {}
     for name, is_hidden in _relations(plan, own, is_hidden=False):
         found[name] = is_hidden or found.get(name, False)
-    read = [name for name in found if name not in own]
+    read = [name for name in found if name.lower() not in own]
     topics = tuple(name for name in read if name not in tables)
     if not topics:
         raise InvalidSetting("the statement reads no topic: topics stand in it as tables, by their names")
@@ -65,7 +67,8 @@ def _relations(plan: Any, own: set[str], *, is_hidden: bool) -> Iterator[tuple[s
         yield _name(elements(plan.multipartIdentifier())), is_hidden
     if kind == _WITH:
         for named in elements(plan.cteRelations()):
-            own.add(named._1())
+            # Names of one's own are found without regard to capital letters, as all names of SQL.
+            own.add(named._1().lower())
             yield from _relations(named._2(), own, is_hidden=is_hidden)
     for child in elements(plan.children()):
         yield from _relations(child, own, is_hidden=is_hidden)
@@ -104,12 +107,8 @@ def _place(text: str, error: PySparkException) -> str:
     start = _start(text, error)
     if start is None:
         return ""
-    line_at = text.rfind("\n", 0, start) + 1
-    line = text[line_at:].partition("\n")[0]
-    number, column = text.count("\n", 0, start) + 1, start - line_at + 1
-    shown_at = max(0, column - _SHOWN_MAX // 2)
-    shown = line[shown_at : shown_at + _SHOWN_MAX]
-    return f"\nline {number}, column {column}:\n  {shown}\n  {' ' * (column - 1 - shown_at)}^"
+    place = place_in(text, start, start + 1)
+    return f"\nline {place.line}, column {place.column}:\n{place.picture}"
 
 
 def _start(text: str, error: PySparkException) -> int | None:

@@ -12,13 +12,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.model.errors import InvalidSetting
-from millstream.model.pipeline import Pipeline, TransformSettings
+from millstream.model.pipeline import SKIP, Pipeline, TransformSettings
 from millstream.pipelines.batch_loop import CLIENT_ID, BatchLoop
 from millstream.pipelines.group_offsets import commit_plainly, stable_offsets
 from millstream.pipelines.job import JobContext, Step
 from millstream.pipelines.output_rows import as_messages
-from millstream.pipelines.prepared import Prepared, as_document
+from millstream.pipelines.prepared import Prepared
 from millstream.pipelines.statement import told_plainly
 from millstream.pipelines.topic_view import TopicView, decoding
 from millstream.spark.options import BROKERS
@@ -74,7 +73,7 @@ class StreamLoop:
             topic: {number: committed.get(topic, {}).get(number, first[topic][number]) for number in numbers}
             for topic, numbers in there.items()
         }
-        watermarks = _watermarks(self._settings)
+        watermarks = self._settings.delays()
         for topic, view in self._prepared.views.items():
             self._stream(topic, view, watermarks.get(topic)).createOrReplaceTempView(f"`{topic}`")
         frame = as_messages(self._prepared.frame(), self._loop.options_for(self._settings.into))
@@ -100,6 +99,7 @@ class StreamLoop:
             .option("startingOffsets", json.dumps({topic: self._ends[topic]}))
             .option("maxOffsetsPerTrigger", str(self._settings.batch_max))
             .option("columns", ",".join(sorted(wanted)))
+            .option("failOnDataLoss", str(self._settings.on_lost != SKIP).lower())
             .load()
         )
         decoded = stream.mapInArrow(decoding(view), view.schema)
@@ -138,16 +138,6 @@ def _make_active(spark: SparkSession) -> None:
     """Spark looks for formats written in Python in the session of the thread, and only its first thread has one."""
     jvm: Any = spark._jvm
     spark._get_j_spark_session_class(jvm).setActiveSession(spark._jsparkSession)
-
-
-def _watermarks(settings: TransformSettings) -> dict[str, tuple[str, str]]:
-    found: dict[str, tuple[str, str]] = {}
-    for topic, text in as_document(settings.watermarks, "watermarks").items():
-        column, _, delay = text.strip().partition(" ")
-        if not delay.strip():
-            raise InvalidSetting(f"the watermark of {topic!r} is a column and a time, such as `placed_at 10 minutes`")
-        found[topic] = (column, delay.strip())
-    return found
 
 
 def _offsets(text: Any) -> Ends:

@@ -55,6 +55,9 @@ class TransformJob:
         prepared = self._prepared = prepare(self._pipeline, self._context, self._settings, self._loop)
         if prepared is None:
             return None
+        if self._settings.into in prepared.statement.topics:
+            # What could not be told when it was declared.
+            raise InvalidSetting(f"the statement reads the topic {self._settings.into!r} that it writes")
         first = prepared.statement.topics[0]
         partitions = len(self._loop.survey([first]).partitions()[first])
         make_topics(self._loop.link, [self._settings.into], partitions)
@@ -70,8 +73,6 @@ class _Batches:
         self._loop = loop
         self._prepared = prepared
         self._options = loop.options_for(settings.into)
-        if settings.into in prepared.statement.topics:
-            raise InvalidSetting(f"the statement reads the topic {settings.into!r} that it writes, and would never end")
 
     def step(self) -> Step:
         """Take what there is, up to the limit of a batch."""
@@ -81,7 +82,7 @@ class _Batches:
         sent = self._loop.commit(plan, self._parts(plan) if plan.ranges else None)
         if sent is None:
             return Step(lag=plan.lag + plan.rows)
-        return Step(rows=plan.rows, lag=plan.lag, counts={"written": sent})
+        return Step(rows=plan.rows, lag=plan.lag, counts=plan.counts(written=sent))
 
     def close(self) -> None:
         """There is nothing that a batch leaves behind."""

@@ -18,8 +18,9 @@ import pyarrow.compute as pc
 from millstream.admin.pipelines import PipelineClient
 from millstream.admin.places import places_of
 from millstream.lake.opening import open_table
-from millstream.lake.table import QUARANTINE_ENDING, LakeTable
+from millstream.lake.table import LakeTable
 from millstream.model.errors import InvalidSetting, MillstreamError
+from millstream.model.lake_place import QUARANTINE_ENDING
 from millstream.model.pipeline import LandSettings, PipelineKind
 from millstream.spark.link import Link
 from millstream.spark.options import ReadOptions

@@ -11,7 +11,7 @@ from millstream.lake.columns import RAW
 from millstream.lake.delta_log import DeltaLog
 from millstream.lake.delta_table import DeltaTable
 from millstream.lake.storage import Storage
-from millstream.lake.table import QUARANTINE_ENDING
+from millstream.model.lake_place import QUARANTINE_ENDING
 from millstream.testing.lake_rows import TOPIC, delta_rows, once, rows, write, write_quarantine
 
 

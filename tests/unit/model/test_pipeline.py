@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from uuid import UUID
 
 import pytest
 
-from millstream.model.errors import InvalidPipeline, InvalidRequest, InvalidTopicName
+from millstream.model.errors import InvalidPipeline, InvalidRequest, InvalidSetting, InvalidTopicName
 from millstream.model.pipeline import (
     CONDITION_LENGTH_MAX,
     RULES_MAX,
+    Pipeline,
     PipelineKind,
     Rule,
     check_pipeline,
@@ -32,7 +34,11 @@ def test_kinds_have_names() -> None:
         ("land", {"topics": "orders, bills"}),
         ("land", {"pattern": "orders.*", "decode": "json", "schema": "id long"}),
         ("transform", {"sql": "SELECT * FROM orders", "into": "copies"}),
-        ("route", {}),
+        (
+            "transform",
+            {"sql": "SELECT * FROM orders", "into": "copies", "watermarks": '{"orders": "at 1 hour 5 minutes"}'},
+        ),
+        ("route", {"on.lost": "skip"}),
     ],
 )
 def test_what_can_be_declared(kind: str, settings: dict[str, str]) -> None:
@@ -55,6 +61,49 @@ def test_what_can_be_declared(kind: str, settings: dict[str, str]) -> None:
 def test_what_cannot_be_declared(kind: str, settings: dict[str, str]) -> None:
     with pytest.raises(InvalidRequest):
         check_pipeline("mine", kind_of(kind), settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"schema": "id lnog", "decode": "json"}, "`schema`, line 1, column 4: 'lnog' is no type"),
+        ({"schema": "tags map<string, string>", "decode": "json"}, "not landed as"),
+        ({"topics": "orders, bills,orders"}, "names 'orders' twice"),
+        ({"topics": "orders,orders__quarantine", "decode": "json"}, "the quarantine of 'orders'"),
+        ({"lake": "ftp://lake"}, "not at 'ftp://lake'"),
+    ],
+)
+def test_what_cannot_be_landed_is_refused_when_it_is_declared(settings: dict[str, str], said: str) -> None:
+    given = {"topics": "orders", **settings}
+    with pytest.raises(InvalidSetting, match=said):
+        check_pipeline("mine", PipelineKind.LAND, given)
+    # One that is stored can be shown, whatever it says.
+    stored = Pipeline(pipeline_id=UUID(int=1), name="mine", kind=PipelineKind.LAND, overrides=given)
+    assert stored.settings.as_strings()["topics"] == given["topics"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"sql": "SELECT 1"}, "reads no topic"),
+        ({"sql": "SELECT * FROM lake", "tables": '{"lake": "/lake"}'}, "reads no topic"),
+        ({"sql": "SELECT * FROM orders o JOIN copies c ON o.id = c.id"}, "reads the topic 'copies' that it writes"),
+        ({"sql": "SELECT 1 FROM a; SELECT 2 FROM b"}, "a second statement"),
+        ({"tables": "/lake"}, "tables is a JSON object"),
+        ({"tables": '{"lake": "hdfs://lake"}'}, "not at 'hdfs://lake'"),
+        ({"schemas": '{"orders": 1}'}, "whose values are texts"),
+        ({"schemas": '{"orders": "id lnog"}'}, "the schema of 'orders', line 1, column 4"),
+        ({"schemas": '{"orders": "id long"}', "decode": "none"}, "set decode=json"),
+        ({"watermarks": '{"orders": "at"}'}, "a column and a time"),
+        ({"watermarks": '{"orders": "at soon"}'}, "not 'at soon'"),
+    ],
+)
+def test_what_cannot_be_transformed_is_refused_when_it_is_declared(settings: dict[str, str], said: str) -> None:
+    given = {"sql": "SELECT * FROM orders", "into": "copies", **settings}
+    with pytest.raises(InvalidSetting, match=said):
+        check_pipeline("mine", PipelineKind.TRANSFORM, given)
+    stored = Pipeline(pipeline_id=UUID(int=1), name="mine", kind=PipelineKind.TRANSFORM, overrides=given)
+    assert stored.settings.as_strings()["into"] == "copies"
 
 
 def test_a_kind_is_no_name() -> None:

@@ -75,7 +75,7 @@ def test_one_that_is_not_declared_has_a_name_under_which_it_goes_on() -> None:
     names = [
         _undeclared(PipelineKind.LAND, {"topics": "orders,bills"}, (), None),
         _undeclared(PipelineKind.LAND, {"pattern": "o.*"}, (), None),
-        _undeclared(PipelineKind.TRANSFORM, {"sql": "SELECT 1", "into": "large"}, (), None),
+        _undeclared(PipelineKind.TRANSFORM, {"sql": "SELECT * FROM orders", "into": "large"}, (), None),
         _undeclared(PipelineKind.ROUTE, {}, (rule,), None),
         _undeclared(PipelineKind.LAND, {"topics": "orders"}, (), "mine"),
     ]

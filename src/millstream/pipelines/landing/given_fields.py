@@ -1,15 +1,28 @@
-"""The columns of payloads that a pipeline is given, in Spark's notation."""
+"""The columns of payloads that a pipeline is given, as a table has them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final
+
 import pyarrow as pa
-from pyspark.errors import PySparkException
-from pyspark.sql.pandas.types import to_arrow_type
-from pyspark.sql.types import DataType, StructType
 
 from millstream.lake.columns import widest
-from millstream.model.errors import InvalidSetting
-from millstream.pipelines.landing.layout import is_legal
+from millstream.model.payload_columns import ColumnType, PayloadColumn, check_landed, parse_columns
+
+_SIMPLE: Final[Mapping[str, pa.DataType]] = {
+    "boolean": pa.bool_(),
+    "tinyint": pa.int8(),
+    "smallint": pa.int16(),
+    "int": pa.int32(),
+    "bigint": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "string": pa.string(),
+    "date": pa.date32(),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+    "timestamp_ntz": pa.timestamp("us"),
+}
 
 
 def given_fields(text: str) -> pa.Schema:
@@ -17,31 +30,20 @@ def given_fields(text: str) -> pa.Schema:
 
     Whole numbers become long and others double, as where fields are found: a column cannot be widened later.
     """
-    try:
-        kind = DataType.fromDDL(text)
-    except PySparkException as error:
-        raise InvalidSetting(f"`schema` is not in Spark's notation: {error}") from error
-    if not isinstance(kind, StructType) or not kind.fields:
-        raise InvalidSetting(f"`schema` has to name columns, as in `id long, name string`, not {text!r}")
-    fields = pa.schema([pa.field(one.name, widest(to_arrow_type(one.dataType, timezone="UTC"))) for one in kind.fields])
-    names = [name.lower() for name in fields.names]
-    if len(set(names)) < len(names):
-        raise InvalidSetting("`schema` has two columns whose names differ in nothing but case")
-    for field in fields:
-        _check(field)
-    return fields
+    columns = parse_columns(text)
+    check_landed(columns)
+    return pa.schema([_field(column) for column in columns])
 
 
-def _check(field: pa.Field) -> None:
-    kind = field.type
-    if not is_legal(field.name):
-        raise InvalidSetting(f"`schema` names {field.name!r}, which cannot be a column of a table")
-    if pa.types.is_struct(kind):
-        for inner in kind:
-            _check(inner)
-    elif pa.types.is_list(kind):
-        _check(kind.value_field)
-    elif pa.types.is_map(kind) or pa.types.is_binary(kind) or pa.types.is_null(kind):
-        raise InvalidSetting(
-            f"`schema` has {field.name} as {kind}, which payloads are not decoded into; as string it keeps its JSON"
-        )
+def _field(column: PayloadColumn) -> pa.Field:
+    return pa.field(column.name, widest(_arrow_type(column.type)))
+
+
+def _arrow_type(kind: ColumnType) -> pa.DataType:
+    if kind.name == "decimal":
+        return pa.decimal128(*kind.numbers)
+    if kind.name == "struct":
+        return pa.struct([_field(part) for part in kind.parts])
+    if kind.name == "array":
+        return pa.list_(_field(kind.parts[0]))
+    return _SIMPLE[kind.name]

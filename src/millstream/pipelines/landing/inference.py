@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from millstream.pipelines.landing.layout import is_legal
+from millstream.model.payload_columns import is_legal
 
 LEAVES_MAX: Final = 1000
 """How many columns, counted with those inside of others, are made of what is found; the rest stays in `value`."""

@@ -13,13 +13,6 @@ RECORD_NAMES: Final = ("partition", "offset", "timestamp", "timestampType", "key
 
 _PREFIX: Final = "payload_"
 _TAKEN: Final = frozenset(RAW.names)
-_ILLEGAL: Final = frozenset(" ,;{}()\n\t=")
-"""What the name of a column cannot have in Parquet as Spark and Delta Lake write it."""
-
-
-def is_legal(name: str) -> bool:
-    """Whether a field can be a column, or part of one."""
-    return bool(name) and name.isprintable() and _ILLEGAL.isdisjoint(name)
 
 
 def column_of(field: str) -> str:

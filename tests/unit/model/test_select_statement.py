@@ -1,0 +1,100 @@
+"""SELECT statements, read without Spark: what they read, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.model.errors import InvalidSetting
+from millstream.model.select_statement import read_select
+
+READS = {
+    "SELECT * FROM a": "a",
+    "TABLE a": "a",
+    "(SELECT x FROM a) UNION ALL TABLE b": "a b",
+    "FROM a |> WHERE x > 1": "a",
+    "select A.x, b.from from A join b using (x, y), c order by x, d": "A b c",
+    "SELECT * FROM `orders-eu` AS o(x, y), (SELECT z, w FROM `a.b`) q, c WHERE x IN (1, 2)": "orders-eu a.b c",
+    "SELECT * FROM (a LEFT JOIN b ON a.x = f(b.x, 1), c)": "a b c",
+    "SELECT extract(year FROM t), trim(BOTH 'x' FROM s), substring(s FROM 2), overlay(s PLACING r FROM 3) FROM o": "o",
+    "SELECT x FROM a WHERE x IS NOT DISTINCT FROM b AND y IS DISTINCT FROM c": "a",
+    "SELECT x FROM a LATERAL VIEW explode(y) t AS p, q": "a",
+    "SELECT * FROM a JOIN LATERAL (SELECT * FROM b), range(3), c": "a b c",
+    "WITH Big AS (SELECT * FROM a), more(x, y) AS (SELECT 1, z FROM big) SELECT * FROM BIG, more": "a",
+    "SELECT window.start, count(*) FROM a GROUP BY window(at, '1 minute'), b": "a",
+    "SELECT ';', 'it''s FROM x', r'\\', \"FROM y\" FROM a -- FROM b;\n /* FROM /* c */ */ ;": "a",
+    "SELECT * FROM a WHERE EXISTS (SELECT 1 FROM b WHERE b.x = a.x)": "a b",
+}
+
+
+@pytest.mark.parametrize("text", READS)
+def test_what_is_read(text: str) -> None:
+    found = read_select(text)
+    assert (" ".join(found.reads), found.is_clear) == (READS[text], True)
+
+
+@pytest.mark.parametrize(
+    "text", ["SELECT * FROM STREAM a", "SELECT * FROM IDENTIFIER('a')", "SELECT * FROM VALUES (1), ('b')"]
+)
+def test_what_is_not_clear_is_left_to_spark(text: str) -> None:
+    assert not read_select(text).is_clear
+
+
+def test_a_semicolon_may_end_it() -> None:
+    assert read_select("SELECT 1 FROM a ; -- done\n").text == "SELECT 1 FROM a"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (" \n", "is empty"),
+        ("-- nothing", "is empty"),
+        (";", "is empty"),
+        ("SELECT 1 FROM a; SELECT 2", "column 18: a second statement begins here"),
+        ("INSERT INTO b SELECT * FROM a", "column 1: a statement of a transform is a SELECT"),
+        ("SELECT x,\n  (y FROM a", "line 2, column 3: this '(' is not closed"),
+        ("SELECT y) FROM a", "nothing is closed by this ')'"),
+        ("SELECT 'y FROM a", "this quote is not closed"),
+        ("SELECT * FROM orders-eu.x o", "write `orders-eu.x` in backquotes"),
+        (
+            "SELECT * FROM 'orders'",
+            "names stand in backquotes, not in quotes\n  SELECT * FROM 'orders'\n                ^^^^^^^^",
+        ),
+        ("SELECT * FROM größen", "write `größen` in backquotes"),
+    ],
+)
+def test_what_is_refused(text: str, said: str) -> None:
+    with pytest.raises(InvalidSetting) as refused:
+        read_select(text)
+    assert said in str(refused.value)
+
+
+WORDS = [
+    "SELECT",
+    "FROM",
+    "a",
+    ",",
+    "(",
+    ")",
+    ".",
+    ";",
+    "'x'",
+    "AS",
+    "WITH",
+    "JOIN",
+    "TABLE",
+    "`b`",
+    "-",
+    "WHERE",
+    "trim",
+]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.sampled_from(WORDS), max_size=12))
+def test_nothing_else_is_raised_by_statements(words: list[str]) -> None:
+    try:
+        read_select(" ".join(words))
+    except InvalidSetting:
+        return
