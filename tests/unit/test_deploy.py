@@ -28,6 +28,11 @@ def test_the_service_starts_a_node_of_a_cluster() -> None:
     unit = (DEPLOY / "systemd" / "millstream.service").read_text()
     (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
     assert int(stop_s) * 1000 > config.leave_ms + config.shutdown_ms
+    # Nothing else is writable: the data, and what is compiled.
+    folders = {f"{one}Directory": "millstream" for one in ("State", "Cache")}
+    assert folders.items() <= dict(re.findall(r"^(\w+)=(\S+)$", unit, re.MULTILINE)).items()
+    assert config.data.startswith("/var/lib/millstream/")
+    assert "NUMBA_CACHE_DIR=/var/cache/millstream\n" in unit
 
 
 def test_the_composed_nodes_differ_in_what_must_differ() -> None:

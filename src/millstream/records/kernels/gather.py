@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from numba import int64, njit, uint8, uint64
+from numba import int64, uint8, uint64
 
+from millstream.records.kernels.compiled import compiled
 from millstream.records.layout import Bytes, Int32s
 
 INT32_MAX = 2**31 - 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def lay_out(lengths: Int32s, offsets: Int32s, validity: Bytes) -> tuple[int, int]:
     """Fill the offsets of a column and its validity, a bit a row; return its bytes (-1: too many) and its nulls."""
     total = 0
@@ -29,7 +30,7 @@ def lay_out(lengths: Int32s, offsets: Int32s, validity: Bytes) -> tuple[int, int
     return total, nulls
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def copy_fields(data: Bytes, positions: Int32s, offsets: Int32s, column: Bytes) -> None:
     """Copy the bytes of every field to its place in the column."""
     for row in range(positions.size):
@@ -40,7 +41,7 @@ def copy_fields(data: Bytes, positions: Int32s, offsets: Int32s, column: Bytes) 
             column[target + index] = data[source + index]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _utf8_follows(data: Bytes, position: int, end: int) -> int:
     """The bytes of the well-formed character that begins with the non-ASCII byte at `position`; 0 if there is none."""
     first = data[position]
@@ -60,7 +61,7 @@ def _utf8_follows(data: Bytes, position: int, end: int) -> int:
     return size
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def all_utf8(data: Bytes, offsets: Int32s) -> bool:
     """Whether every single value of the column is well-formed UTF-8."""
     for row in range(offsets.size - 1):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from numba import int64, njit
+from numba import int64
 
+from millstream.records.kernels.compiled import compiled
 from millstream.records.layout import Bytes, Int32s
 
 SEED = 0x9747B28C
@@ -11,7 +12,7 @@ MULTIPLIER = 0x5BD1E995
 MASK = 0xFFFFFFFF
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _word(data: Bytes, position: int, size: int) -> int:
     """Up to four bytes, the lowest first."""
     word = 0
@@ -20,7 +21,7 @@ def _word(data: Bytes, position: int, size: int) -> int:
     return word
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _murmur2(data: Bytes, position: int, length: int) -> int:
     """The 32-bit hash of `length` bytes."""
     value = (SEED ^ length) & MASK
@@ -36,7 +37,7 @@ def _murmur2(data: Bytes, position: int, length: int) -> int:
     return value ^ (value >> 15)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def choose_partitions(data: Bytes, positions: Int32s, lengths: Int32s, partitions: int, chosen: Int32s) -> None:
     """Write the partition of every key; -1 where the key is null."""
     for row in range(positions.size):

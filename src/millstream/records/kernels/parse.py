@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from numba import int64, njit
+from numba import int64
 
+from millstream.records.kernels.compiled import compiled
 from millstream.records.layout import Bytes, Int16s, Int64s, Row, Table
 
 RECORD_BYTES_MIN = 7
@@ -30,7 +31,7 @@ FAULTS = {
 """What each fault means, as the end of a sentence. Faults are negative, so that they can stand for a position."""
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _read_varint(data: Bytes, position: int, end: int) -> tuple[int, int]:
     """A zigzag number of at most 32 bits, and the position after it or a fault."""
     value = 0
@@ -47,7 +48,7 @@ def _read_varint(data: Bytes, position: int, end: int) -> tuple[int, int]:
     return 0, NUMBER_TOO_LARGE
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _read_varlong(data: Bytes, position: int, end: int) -> tuple[int, int]:
     """A zigzag number of at most 64 bits, and the position after it or a fault."""
     value = 0
@@ -65,7 +66,7 @@ def _read_varlong(data: Bytes, position: int, end: int) -> tuple[int, int]:
     return 0, NUMBER_TOO_LARGE
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _read_length(data: Bytes, position: int, end: int, least: int) -> tuple[int, int]:
     """The length of a field whose bytes lie before `end`, and the position of these bytes or a fault."""
     length, position = _read_varint(data, position, end)
@@ -74,7 +75,7 @@ def _read_length(data: Bytes, position: int, end: int, least: int) -> tuple[int,
     return length, position
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _skip_headers(data: Bytes, position: int, end: int, count: int) -> int:
     """Check all headers of a record; return the position after them or a fault."""
     for _ in range(count):
@@ -88,7 +89,7 @@ def _skip_headers(data: Bytes, position: int, end: int, count: int) -> int:
     return position
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _find_fields(data: Bytes, position: int, end: int, record: Row) -> int:
     """Note where key, value and headers of a record lie; return 0 or a fault."""
     length, position = _read_length(data, position, end, -1)
@@ -114,7 +115,7 @@ def _find_fields(data: Bytes, position: int, end: int, record: Row) -> int:
     return 0 if position == end else RECORD_END
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _parse_record(data: Bytes, parsing: Row, batch: Row, record: Row) -> tuple[int, int]:
     """Check the record where the parser stands and step over it; return its timestamp, and 0 or a fault."""
     length, position = _read_varint(data, parsing["position"], batch["records_end"])
@@ -145,7 +146,7 @@ def _parse_record(data: Bytes, parsing: Row, batch: Row, record: Row) -> tuple[i
     return timestamp, 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _begin_batch(parsing: Row, batch: Row) -> int:
     """Stand before the first record of a batch; return 0 or a fault."""
     parsing["position"] = batch["records_at"]
@@ -155,7 +156,7 @@ def _begin_batch(parsing: Row, batch: Row) -> int:
     return 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def parse_records(
     data: Bytes,
     batches: Table,
@@ -202,7 +203,7 @@ def parse_records(
     return row, 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def find_headers(data: Bytes, records: Table, headers: Table) -> int:
     """Note where the fields of all headers lie, as many as the parsed records have; return how many were found."""
     row = 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from numba import int8, int64, njit
+from numba import int8, int64
 
+from millstream.records.kernels.compiled import compiled
 from millstream.records.layout import Bytes, Row, Table
 
 HEADER_BYTES = 61
@@ -22,7 +23,7 @@ FAULTS = {
 """What each fault means, as the end of a sentence. Kernels return faults, callers raise."""
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _read_big_endian(data: Bytes, position: int, size: int) -> int:
     """A signed number of `size` bytes; the caller has checked that they are there."""
     value: int = int64(int8(data[position]))
@@ -31,7 +32,7 @@ def _read_big_endian(data: Bytes, position: int, size: int) -> int:
     return value
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def count_batches(data: Bytes) -> tuple[int, int]:
     """How many whole batches there are, and 0 or a fault behind them; a last batch that is cut off is ignored."""
     count = 0
@@ -49,7 +50,7 @@ def count_batches(data: Bytes) -> tuple[int, int]:
     return count, 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _read_header(data: Bytes, position: int, batch: Row) -> int:
     """Read the header of a whole batch; return 0 or a fault."""
     batch["start"] = position
@@ -70,7 +71,7 @@ def _read_header(data: Bytes, position: int, batch: Row) -> int:
     return 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def scan_batches(data: Bytes, batches: Table) -> tuple[int, int]:
     """Fill a table of as many batches as `count_batches` found; return the row it ended at, and 0 or a fault."""
     position = 0

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from numba import int64, njit, uint8, uint64
+from numba import int64, uint8, uint64
 
+from millstream.records.kernels.compiled import compiled
 from millstream.records.layout import Bytes, Int32s, Int64s, Row, Table
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _varint_bytes(value: int) -> int:
     """How many bytes the number takes."""
     rest = (value << 1) ^ (value >> 63)
@@ -21,7 +22,7 @@ def _varint_bytes(value: int) -> int:
     return size
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _write_varint(target: Bytes, position: int, value: int) -> int:
     """Write a zigzag number and return the position after it."""
     rest = (value << 1) ^ (value >> 63)
@@ -34,13 +35,13 @@ def _write_varint(target: Bytes, position: int, value: int) -> int:
     return position + 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _field_bytes(length: int) -> int:
     """What a field of this length takes together with its length."""
     return _varint_bytes(length) + max(length, 0)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _write_field(target: Bytes, position: int, data: Bytes, start: int, length: int) -> int:
     """Write a field and its length, -1 for null; return the position after it."""
     position = _write_varint(target, position, length)
@@ -54,7 +55,7 @@ def _write_field(target: Bytes, position: int, data: Bytes, start: int, length: 
     return position + length
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _body_bytes(record: Row, headers: Table, timestamp_delta: int, offset_delta: int) -> int:
     """The bytes of a record behind its length."""
     size = 1 + _varint_bytes(timestamp_delta) + _varint_bytes(offset_delta)
@@ -66,7 +67,7 @@ def _body_bytes(record: Row, headers: Table, timestamp_delta: int, offset_delta:
     return size
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def measure_batch(
     records: Table, headers: Table, offsets: Int64s, timestamps: Int64s, first: int, bytes_max: int, lengths: Int32s
 ) -> tuple[int, int, int]:
@@ -93,7 +94,7 @@ def measure_batch(
     return records.size, size, max_timestamp
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def write_batch(
     records: Table,
     headers: Table,
