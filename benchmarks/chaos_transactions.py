@@ -1,6 +1,6 @@
 """`make chaos-transactions`: kill programs and brokers at least 100 times, and check that each effect is there once.
 
-    python -m benchmarks.chaos_transactions [--kills N] [--seed S] [--minutes M] [--nodes 1] [--keep FOLDER]
+    python -m benchmarks.chaos_transactions [--kills N] [--seed S] [--minutes M] [--nodes 1] [--groups NAMES]
 
 What is tried, and how it is judged: `src/millstream/testing/transaction_trial.py`. With `--nodes 1` there is no
 cluster, and nobody takes over. The exit code is 1, and the seed is told, when something is wrong, or when something
@@ -20,15 +20,19 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from conformance.client import Unavailable
+from conformance.java_client import transaction_program
+
 from millstream.cli.exit_code import CommandFailed
 from millstream.testing.cluster_faults import KINDS
 from millstream.testing.cluster_network import NamespaceNetwork, RelayNetwork, may_have_namespaces
 from millstream.testing.server import ServerFailed
-from millstream.testing.transaction_trial import SETTINGS, Plan, Round, TransactionTrial
+from millstream.testing.transaction_trial import JAVA, SETTINGS, Plan, Round, TransactionTrial
 from millstream.testing.trial_clients import TrialFailed
 from millstream.testing.trial_cluster import TrialCluster
 from millstream.testing.trial_solo import TrialSolo
 
+JAVA_CLIENT = "4.4.0"
 ALONE = ("kill", "stop", "pause")
 """What can happen to a node that has no others."""
 
@@ -41,6 +45,10 @@ def main() -> int:
         plan.seed = arguments.seed
     if arguments.kinds:
         plan.node_kinds = {kind: KINDS[kind][1] for kind in arguments.kinds.split(",")}
+    if arguments.java:
+        add_java(plan, arguments.java)
+    if arguments.groups:
+        plan.groups = tuple(group for group in plan.groups if group in arguments.groups.split(","))
     if arguments.nodes == 1:
         plan.node_kinds = {kind: weight for kind, weight in plan.node_kinds.items() if kind in ALONE}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -59,11 +67,25 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="repeat the random choices of another run")
     parser.add_argument("--nodes", type=int, default=3, help="how many nodes; the default is 3, and 1 is no cluster")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds to catch up after a round; default: 90")
+    parser.add_argument(
+        "--java", default=JAVA_CLIENT, help=f"the version of Apache Kafka's client, '' for none; default: {JAVA_CLIENT}"
+    )
+    parser.add_argument("--groups", default="", help="only these groups of programs, of classic,consumer,aiokafka,java")
     kinds = ",".join(kind for kind in KINDS if kind != "disk")
     parser.add_argument("--kinds", default="", help=f"what happens to nodes, of {kinds}")
     parser.add_argument("--keep", type=Path, help="leave the data, the logs and the history in this folder")
     parser.add_argument("--json", type=Path, help="write what happened to this file")
     return parser.parse_args()
+
+
+def add_java(plan: Plan, version: str) -> None:
+    """Have programs with Apache Kafka's own client, whose transactions are those of the newer protocol."""
+    try:
+        plan.java = tuple(transaction_program(version))
+    except Unavailable as error:
+        tell(f"no programs with Apache Kafka's client: {error}")
+    else:
+        plan.groups = (*plan.groups, JAVA)
 
 
 def cluster_of(plan: Plan, nodes: int, folder: Path) -> TrialCluster:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from conformance.client import BUILT, HERE, Program, Unavailable, run_builder
 
@@ -18,6 +19,7 @@ _CURRENT = tuple(
 )
 _OLD = ("old.OldAdministration",)
 _FRAMEWORKS = ("frameworks.Connecting", "frameworks.Streaming")
+_MODEST = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 # How Maven and the network below it speak of a registry that cannot be reached.
 _OFFLINE = ("Could not transfer", "Unknown host", "UnknownHost", "Connection refused", "in offline mode", "timed out")
 
@@ -64,19 +66,33 @@ class JavaFrameworks:
         return [address, served, only, *_FRAMEWORKS]
 
 
+def transaction_program(version: str) -> Sequence[str]:
+    """The command of the program that the trial of transactions kills; its arguments follow."""
+    output = _compile(f"java-{version}", version, "-Dleft.out=old")
+    quiet = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"
+    return ["java", *_MODEST, quiet, "-cp", _class_path(output), "millstream.conformance.current.TransactionProgram"]
+
+
 def _build(folder: str, version: str, *settings: str) -> Program:
+    output = _compile(folder, version, *settings)
+    log = output / "client.log"
+    log.unlink(missing_ok=True)
+    logging = ["-Dorg.slf4j.simpleLogger.defaultLogLevel=info", f"-Dorg.slf4j.simpleLogger.logFile={log}"]
+    return Program(["java", *_MODEST, *logging, "-cp", _class_path(output), "millstream.conformance.Trial"], log)
+
+
+def _compile(folder: str, version: str, *settings: str) -> Path:
     _check_java()
     if shutil.which("mvn") is None:
         raise Unavailable("Maven (mvn) is not on the PATH")
     output = BUILT / folder
     command = ["mvn", "-q", "-B", f"-Dkafka.version={version}", f"-Doutput={output}", *settings, "compile"]
     run_builder(command, folder=HERE / "java", offline_marks=_OFFLINE)
-    log = output / "client.log"
-    log.unlink(missing_ok=True)
-    logging = ["-Dorg.slf4j.simpleLogger.defaultLogLevel=info", f"-Dorg.slf4j.simpleLogger.logFile={log}"]
-    modest = ["-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
-    path = f"{output / 'classes'}:{output / 'lib' / '*'}"
-    return Program(["java", *modest, *logging, "-cp", path, "millstream.conformance.Trial"], log)
+    return output
+
+
+def _class_path(output: Path) -> str:
+    return f"{output / 'classes'}:{output / 'lib' / '*'}"
 
 
 def _check_java() -> None:

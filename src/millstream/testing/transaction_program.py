@@ -2,9 +2,9 @@
 
     python -m millstream.testing.transaction_program TASK
 
-TASK is a file with a `Task` as JSON. SIGTERM ends the program between two transactions. The exit code is 0 then,
-`RENEW` when it needs a new life (fenced, or an error after which clients begin anew), and `STUCK` when something was
-tried in vain for longer than the task says.
+TASK is a file with a `Task` as JSON; one with a command of its own becomes that program. SIGTERM ends the program
+between two transactions. The exit code is 0 then, `RENEW` when it needs a new life (fenced, or an error after which
+clients begin anew), and `STUCK` when something was tried in vain for longer than the task says.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from millstream.testing.transaction_worker import RENEW, STUCK, Renew, Stuck, Task, Worker
+from millstream.testing.transaction_worker import BATCH_MAX, RENEW, STUCK, Renew, Stuck, Task, Worker
 
 _PR_SET_PDEATHSIG = 1
 
@@ -26,6 +26,8 @@ def main() -> int:
     """Run one task."""
     die_with_parent()
     task = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Task)
+    if task.command:
+        os.execvp(task.command[0], [*task.command, *_arguments(task)])
     worker = _worker(task)
     signal.signal(signal.SIGTERM, lambda *_: worker.stopping.set())
     try:
@@ -37,6 +39,26 @@ def main() -> int:
         print(f"{task.producer} is stuck: {error}", file=sys.stderr)
         return STUCK
     return 0
+
+
+def _arguments(task: Task) -> list[str]:
+    """A task as a program in another language gets it."""
+    plain = {
+        "producer": task.producer,
+        "brokers": task.brokers,
+        "group": task.group,
+        "transactional_id": task.transactional_id,
+        "source": task.source,
+        "outputs": ",".join(f"{topic}:{partitions}" for topic, partitions in task.outputs.items()),
+        "file": task.file,
+        "seed": task.seed,
+        "abort_share": task.abort_share,
+        "timeout_ms": task.timeout_ms,
+        "stuck_s": task.stuck_s,
+        "batch_max": BATCH_MAX,
+    }
+    settings = {f"{of}.{name}": value for of, given in task.settings.items() for name, value in given.items()}
+    return [f"{name}={value}" for name, value in {**plain, **settings}.items()]
 
 
 def _worker(task: Task) -> Worker:

@@ -1,12 +1,13 @@
 """The trial of transactions: programs consume, transform and produce while they and the brokers are killed.
 
-An idempotent producer fills a topic. Three groups of programs work on all of it, each message once for each group: one
-of the classic protocol and one of the newer one with confluent-kafka, one with aiokafka. Each program is a process of
-its own (`transaction_program.py`) that writes to several topics and commits its offsets in the same transactions, some
-of which it aborts. Nodes and programs are killed, stopped and paused, programs also doubled, at moments drawn from a
-seed; after each round every group has to get past what was written before it, within a bound. All along there are
-readers of both isolation levels, and somebody who asks for the offsets. At the end everything is read once more, by two
-clients, nothing may be open, and the history is checked (`transaction_check.py`).
+An idempotent producer fills a topic. Groups of programs work on all of it, each message once for each group: one of the
+classic protocol and one of the newer one with confluent-kafka, one with aiokafka, and where there is Java, one with
+Apache Kafka's own client. Each program is a process of its own (`transaction_program.py`) that writes to several topics
+and commits its offsets in the same transactions, some of which it aborts. Nodes and programs are killed, stopped and
+paused, programs also doubled, at moments drawn from a seed; after each round every group has to get past what was
+written before it, within a bound. All along there are readers of both isolation levels, and somebody who asks for the
+offsets. At the end everything is read once more, by two clients, nothing may be open, and the history is checked
+(`transaction_check.py`).
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ OUTPUTS = {"results": 3, "trail": 2}
 
 FLUSH = {SOURCE: "os", "results": "os", "trail": "always"}
 GROUPS = ("classic", "consumer", "aiokafka")
+JAVA = "java"
+"""A group of programs with Apache Kafka's own client, where there is one."""
+
 NODE_KINDS = {"kill": 6, "stop": 2, "pause": 2, "kill-all": 1}
 SETTINGS: dict[str, object] = {
     "leader-balance-ms": 3000,
@@ -63,6 +67,7 @@ _CONFLUENT: dict[str, Any] = {"socket.timeout.ms": 5_000}
 # When no broker answers, the client would else forget the only one, and calls for a forgotten coordinator never return.
 _ALONE: dict[str, Any] = {"metadata.recovery.strategy": "none"}
 _AIOKAFKA: dict[str, Any] = {"request_timeout_ms": 5_000, "metadata_max_age_ms": 2_000}
+_JAVA: dict[str, Any] = {"request.timeout.ms": 5_000, "metadata.max.age.ms": 2_000}
 _COMPRESSIONS = ("none", "lz4", "zstd", "snappy", "gzip")
 
 
@@ -84,6 +89,8 @@ class Plan:
     worker_faults: tuple[int, int] = (1, 4)
     """To how many programs something happens in a round."""
     groups: tuple[str, ...] = GROUPS
+    java: tuple[str, ...] = ()
+    """The command of a program with Apache Kafka's own client, which speaks the newer protocol of transactions."""
     workers: int = 2
     """Programs of each group."""
     partitions: int = 4
@@ -237,7 +244,8 @@ class TransactionTrial:
     def _draw_worker_faults(self, *, at_least: int) -> list[tuple[str, WorkerFault]]:
         kinds = self._plan.worker_kinds
         fewest, most = self._plan.worker_faults
-        struck = self._random.sample(self._workers, self._random.randint(max(fewest, at_least), max(most, at_least)))
+        number = min(self._random.randint(max(fewest, at_least), max(most, at_least)), len(self._workers))
+        struck = self._random.sample(self._workers, number)
         found = []
         for worker in struck if kinds else ():
             (kind,) = self._random.choices(list(kinds), list(kinds.values()))
@@ -348,6 +356,7 @@ class TransactionTrial:
                 timeout_ms=10_000,
                 stuck_s=plan.heal_s_max * _STUCK_SHARE,
                 partitions=list(range(number, plan.partitions, plan.workers)),
+                command=list(plan.java) if group == JAVA else [],
                 settings=settings,
             )
 
@@ -464,6 +473,13 @@ def _settings(group: str, number: int, seed: int, *, alone: bool) -> dict[str, d
     if group == "aiokafka":
         compression = None if number == 0 else "lz4"
         return {"consumer": _AIOKAFKA, "producer": {**_AIOKAFKA, "compression_type": compression}}
+    compression = _COMPRESSIONS[(seed + number) % len(_COMPRESSIONS)]
+    if group == JAVA:
+        protocol = ("classic", "consumer")[seed % 2]
+        return {
+            "consumer": {**_JAVA, "group.protocol": protocol},
+            "producer": {**_JAVA, "delivery.timeout.ms": 60_000, "compression.type": compression},
+        }
     client = {**_CONFLUENT, **(_ALONE if alone else {})}
     consumer: dict[str, Any] = {**client, "group.protocol": group}
     if group == "classic":
@@ -473,5 +489,4 @@ def _settings(group: str, number: int, seed: int, *, alone: bool) -> dict[str, d
         if number == 0:
             # In the newer protocol a name is only free again when its member is given up, which tells nothing new.
             consumer["group.instance.id"] = f"{group}-{number}"
-    compression = _COMPRESSIONS[(seed + number) % len(_COMPRESSIONS)]
     return {"consumer": consumer, "producer": {**client, "compression.type": compression}}

@@ -44,6 +44,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """How long to try in vain: longer than any fault, with the time that clients need to find the way again."""
     partitions: list[int] = []
     """The partitions of the source that it owns, if its client does not share them out by the group."""
+    command: list[str] = []
+    """A program in another language that does this; it gets the task as arguments NAME=VALUE."""
     settings: dict[str, dict[str, Any]] = {}
     """More settings for the "consumer" and the "producer"."""
 
