@@ -62,9 +62,9 @@ the catalog and hold from the next request on.
   `throttle_time_ms` for which the client waits by itself, and is not read from for that time, at most five minutes.
   Other clients notice nothing. Each fetch gives at most what the client may take at once, but always one batch.
 - Requests of Millstream's own are not muted, since others share their connections. Workers get no messages before their
-  client's debt is paid; PublishOnce is refused with THROTTLING_QUOTA_EXCEEDED and the time to wait, and so is over
-  HTTP, with 429, whatever goes beyond the quota of the client `millstream-gateway`. Push is the client `push`. Share
-  consumers are not limited.
+  client's debt is paid, nor do share consumers, whose acknowledgements must not be late; PublishOnce is refused with
+  THROTTLING_QUOTA_EXCEEDED and the time to wait, and so is over HTTP, with 429, whatever goes beyond the quota of the
+  client `millstream-gateway`. Push is the client `push`.
 - `millstream_throttled_requests_total` and `millstream_throttled_seconds_total` count it.
 
 Quotas of Kafka that are refused:

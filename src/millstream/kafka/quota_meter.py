@@ -94,7 +94,7 @@ class QuotaMeter:
 
     def allowance(self, client: ClientInfo, size: int) -> int:
         """How much of `size` to give at once: not more than the client's bucket holds, so that waits stay short."""
-        bucket = self._bucket(client.client_id)
+        bucket = self._bucket(client.client_id) if self.is_limiting else None
         return size if bucket is None else min(size, bucket.size)
 
     def _bucket(self, client_id: str) -> Bucket | None:

@@ -275,7 +275,7 @@ class Served:
         door = ShareDoor(service, self._parts.membership)
         yield ShareGroupHeartbeat(groups, service.declared)
         yield ShareGroupDescribe(groups)
-        yield ShareFetch(door, bytes_max=self._parts.config.fetch_bytes_max)
+        yield ShareFetch(door, self._meters.fetch, bytes_max=self._parts.config.fetch_bytes_max)
         yield ShareAcknowledge(door)
         offsets = ShareOffsets(service, self._parts.membership)
         yield DescribeShareGroupOffsets(offsets, self._parts.topics)

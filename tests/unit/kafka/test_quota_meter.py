@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -15,6 +15,7 @@ from millstream.kafka import quota_meter
 from millstream.kafka.api import ClientInfo
 from millstream.kafka.apis.fetch import Fetch
 from millstream.kafka.apis.produce import Produce
+from millstream.kafka.apis.share_fetch import ShareFetch
 from millstream.kafka.quota_meter import THROTTLE_MS_MAX, WINDOW_S, Bucket, QuotaMeter, QuotaMeters
 from millstream.model.quota import (
     ANONYMOUS,
@@ -99,6 +100,19 @@ async def test_a_debt_is_waited_for_and_then_forgotten(quotas: ClientQuotas) -> 
     assert meter.charge(one.info, 1) == 10
     assert (one.seconds, other.seconds) == ([1.5, 0.01], [])
     assert (meter.throttled, meter.throttled_ms) == (2, 1510)
+
+
+async def test_a_share_consumer_waits_until_its_debt_is_paid(quotas: ClientQuotas) -> None:
+    meter, client = QuotaMeter(quotas, CONSUMER_BYTE_RATE), Muted()
+    share_fetch = ShareFetch(cast("Any", None), meter, bytes_max=1)
+    assert await share_fetch._paid(client.info, 7) == 7
+    await quotas.alter(EACH_CLIENT, {CONSUMER_BYTE_RATE: 1000.0})
+    meter.take(client.info, 10_010)
+    assert await share_fetch._paid(client.info, 60_000) is not None
+    assert meter.owed_ms(client.info) == 0
+    meter.take(client.info, 1_000_000)
+    assert await share_fetch._paid(client.info, 1) is None
+    assert client.seconds == []
 
 
 async def test_who_shares_a_connection_owes_instead_of_being_muted(quotas: ClientQuotas) -> None:

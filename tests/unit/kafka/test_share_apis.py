@@ -30,6 +30,7 @@ from millstream.model.clock import SystemClock
 from millstream.model.errors import CoordinatorUnavailable, NotLeader
 from millstream.model.ids import Epoch, NodeId
 from millstream.model.partition_state import PartitionState
+from millstream.model.quota import CONSUMER_BYTE_RATE, QuotaEntity
 from millstream.model.subscription import ATTEMPTS, DELIVERY, LEASE, START
 from millstream.net.budget import Budget
 from millstream.records.record import NewRecord, decode_records, encode_batch
@@ -241,6 +242,13 @@ async def one(desk: Desk) -> Sharer:
     made = Sharer(desk, "one")
     assert (await made.beat()).error_code == ErrorCode.none
     return made
+
+
+async def test_what_share_consumers_get_counts_to_their_quota(one: Sharer, quotas: ClientQuotas) -> None:
+    await quotas.alter(QuotaEntity.of([("client-id", "test")]), {CONSUMER_BYTE_RATE: 1.0})
+    assert await one.got(max_records=4, share_acquire_mode=1) == [(0, 3, 1)]
+    answer = await one.fetch((0, 3, ACCEPT), max_wait=1)
+    assert (refusals(answer), ranges(answer)) == ([("none", 0)], [])
 
 
 # ShareGroupHeartbeat, ShareGroupDescribe

@@ -12,6 +12,9 @@ partition, of which then nothing is acknowledged. NOT_LEADER_OR_FOLLOWER comes w
 Version 2 adds renewals (the acknowledgement 4), which `is_renew_ack` announces: such a request acquires nothing, and
 its limits must be 0. It also adds `share_acquire_mode`: by default a batch is acquired as a whole, beyond
 `max_records`; in mode 1 that is a limit.
+
+What is given counts to the client's `consumer_byte_rate`. One that is in debt gets no messages before that is paid. It
+is not muted, and told no throttle time, since its acknowledgements would be late then.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from kio.static.primitive import Records, i16, i32, i32Timedelta, i64
 
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code, error_message
+from millstream.kafka.quota_meter import QuotaMeter
 from millstream.kafka.share_door import Acknowledgements, ShareDoor, check_member_id
 from millstream.kafka.share_session import CLOSES, OPENS, SharePartition, ShareSession
 from millstream.kafka.throttle import NO_THROTTLE
@@ -84,8 +88,9 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
     versions = (1, 2)
     waits_for_others = True
 
-    def __init__(self, door: ShareDoor, *, bytes_max: int) -> None:
+    def __init__(self, door: ShareDoor, quota: QuotaMeter, *, bytes_max: int) -> None:
         self._door = door
+        self._quota = quota
         self._bytes_max = bytes_max
 
     async def handle(self, request: ShareFetchRequest, client: ClientInfo) -> ShareFetchResponse:
@@ -110,13 +115,16 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         confirming = asyncio.ensure_future(self._door.confirm(settled)) if settled else None
         try:
             if epoch != CLOSES and request.max_records > 0:
-                await self._acquire(request, subscription, session, confirming, told)
+                await self._acquire(request, client, subscription, session, confirming, told)
             if confirming is not None:
                 told.acknowledged = await confirming
         finally:
             if confirming is not None:
                 confirming.cancel()
-        client.fetched_bytes += sum(map(len, told.records.values()))
+        size = sum(map(len, told.records.values()))
+        client.fetched_bytes += size
+        if self._quota.is_limiting:
+            self._quota.take(client, size)
         return self._answer(subscription, told)
 
     def downgrade(self, version: int, response: ShareFetchResponse) -> ShareFetchResponse:
@@ -130,6 +138,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
     async def _acquire(
         self,
         request: ShareFetchRequest,
+        client: ClientInfo,
         subscription: Subscription,
         session: ShareSession,
         confirming: asyncio.Future[Any] | None,
@@ -149,7 +158,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         wanted = Wanted(
             self._door.worker(request.member_id or ""),
             request.max_records,
-            max(1, min(request.max_bytes, self._bytes_max, _BYTES_MAX)),
+            max(1, self._quota.allowance(client, min(request.max_bytes, self._bytes_max, _BYTES_MAX))),
             whole_batches=request.share_acquire_mode != _RECORD_LIMIT,
         )
         patience_ms = 0 if told.failed else _WAIT_MS_MAX if confirming is None else _ACKNOWLEDGED_MS_MAX
@@ -157,12 +166,15 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         if any(_code(error) == ErrorCode.unknown_server_error for error in told.failed.values()):
             # The client asks again at once.
             await asyncio.sleep(_PAUSE_MS / 1000)
+        left_ms = await self._paid(client, max(0, wait_ms))
+        if left_ms is None:
+            return
         session.turn += 1
         given = await receive(
             list(deliveries.values()),
             wanted,
             self._door.service.budget,
-            wait_s=max(0, wait_ms) / 1000,
+            wait_s=left_ms / 1000,
             first=session.turn % max(1, len(deliveries)),
             beside=confirming,
         )
@@ -170,6 +182,15 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             place = places[delivery.key]
             told.leases[place] = received.leases
             told.records[place] = b"".join(received.batches)
+
+    async def _paid(self, client: ClientInfo, wait_ms: int) -> int | None:
+        """Wait until a client owes nothing of its quota; how much longer it waits then, or None if that took all."""
+        while owed_ms := self._quota.owed_ms(client):
+            await asyncio.sleep(min(owed_ms, wait_ms) / 1000)
+            if owed_ms > wait_ms:
+                return None
+            wait_ms -= owed_ms
+        return wait_ms
 
     def _answer(self, subscription: Subscription, told: _Told) -> ShareFetchResponse:
         by_topic: dict[UUID, list[PartitionData]] = {}
