@@ -19,7 +19,7 @@ import msgspec
 from millstream.http.event_stream import send_events
 from millstream.http.parts import Parts
 from millstream.http.path_tree import PathTree
-from millstream.http.problem import CONTENT_TYPE, Refused, invalid, problem_document, refusal_of
+from millstream.http.problem import CONTENT_TYPE, Refused, invalid, problem_document, refusal_of, stopped
 from millstream.http.room import HungUp, Receive, Room
 from millstream.http.route import JSON, PREFIX, Answered, Asked, Lane, Nothing, Route, Streamed
 from millstream.http.site import Site
@@ -56,7 +56,14 @@ class Api:
         except Refused as error:
             await self._send_problem(scope, send, error)
         except MillstreamError as error:
-            await self._send_problem(scope, send, refusal_of(error))
+            refused = refusal_of(error)
+            if refused.status is HTTPStatus.INTERNAL_SERVER_ERROR:
+                _logger.exception("a request failed", extra={"path": scope["path"]})
+            await self._send_problem(scope, send, refused)
+        except asyncio.CancelledError:
+            if not self._parts.stopping.done():
+                raise
+            await self._send_problem(scope, send, stopped())
         except Exception:
             _logger.exception("a request failed", extra={"path": scope["path"]})
             said = "the gateway failed to answer; its log says why"

@@ -11,6 +11,7 @@ GET /metrics  every number of the node as Prometheus text
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
@@ -28,7 +29,7 @@ from millstream.http.api import Api
 from millstream.http.exposition import render
 from millstream.http.openapi import openapi_document
 from millstream.http.parts import Parts
-from millstream.http.problem import Refused, failed, problem, refused
+from millstream.http.problem import Refused, failed, problem, refused, stopped
 from millstream.http.route import JSON, PREFIX
 from millstream.http.site import Site
 from millstream.http.table import ROUTES
@@ -78,7 +79,12 @@ def build_app(
             named.check_name(dict(scope["headers"]))
         except Refused as error:
             answer = problem(Request(scope), error.status, error.detail)
-        await answer(scope, receive, send)
+        try:
+            await answer(scope, receive, send)
+        except asyncio.CancelledError:
+            if parts is None or not parts.stopping.done():
+                raise
+            await problem(Request(scope), HTTPStatus.SERVICE_UNAVAILABLE, stopped().detail)(scope, receive, send)
 
     if parts is None:
         return own_pages

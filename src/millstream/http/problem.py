@@ -61,6 +61,15 @@ def invalid(detail: str) -> Refused:
     return Refused(HTTPStatus.UNPROCESSABLE_ENTITY, detail)
 
 
+def stopped() -> Refused:
+    """The gateway ends, and has waited for the answer for as long as it could."""
+    return Refused(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "the node stops, and whether it has done this is not known; ask another one, or again",
+        headers={"retry-after": str(RETRY_S)},
+    )
+
+
 def status_of(error: errors.MillstreamError) -> HTTPStatus:
     """The status that an error of the tree is answered with."""
     found = (status for kind, status in _STATUSES if isinstance(error, kind))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from http import HTTPStatus
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 
 from millstream.http.api import Api
+from millstream.http.app import build_app
 from millstream.http.event_stream import event
 from millstream.http.parts import Parts
 from millstream.http.path_tree import PathTree
@@ -202,6 +204,45 @@ async def test_a_stream_ends_when_the_gateway_stops(http: httpx.AsyncClient, wor
     parts.stop()
     assert (await listening).text.endswith("data: 1\n\n")
     assert world.ended
+
+
+@pytest.mark.parametrize("path", ["/v1/topics/t/messages", "/healthz"])
+async def test_what_is_not_answered_when_the_gateway_ends_passes_by_itself(parts: Parts, path: str) -> None:
+    asked = asyncio.Event()
+    sent: list[Any] = []
+
+    async def wait(*_: Any, **__: Any) -> Any:
+        asked.set()
+        await asyncio.Event().wait()
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    parts.publisher.send = wait  # type: ignore[method-assign]
+    app = build_app(wait, parts=parts)
+    method = "GET" if path == "/healthz" else "POST"
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [],
+    }
+    for is_stopped in (False, True):
+        serving = asyncio.ensure_future(app(scope, receive, send))
+        await asked.wait()
+        asked.clear()
+        parts.stop() if is_stopped else None
+        serving.cancel()
+        await asyncio.wait([serving])
+        assert serving.cancelled() is not is_stopped
+    assert sent[0]["status"] == 503
+    assert "the node stops" in json.loads(sent[1]["body"])["detail"]
+    assert len(sent) == 2
 
 
 @pytest.mark.parametrize(
