@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 
 import pytest
 
+from millstream.cli.held_port import HeldPort
 from millstream.testing.command import TIMEOUT_VARIABLE
 from millstream.testing.server import Server
 
@@ -78,8 +79,8 @@ class Terminals:
         self._beside: dict[str, subprocess.Popen[bytes]] = {}
         self._said = folder / "beside.txt"
         self._said.touch()
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            webhook = str(taken.getsockname()[1])
+        self._held = HeldPort()
+        webhook = str(self._held.number)
         self._instead = {DEFAULT_KAFKA: server.kafka, DEFAULT_HTTP: server.http, DEFAULT_WEBHOOK: webhook}
         commands = folder / "bin"
         commands.mkdir()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from millstream.cli.local_process import free_port
+from millstream.cli.held_port import HeldPort
 from millstream.testing.command import CommandLine, Outcome, run_command
 from millstream.testing.etcd_server import EtcdServer
 from millstream.testing.postgres_server import PostgresServer
@@ -114,7 +114,8 @@ def await_answer(address: str, path: str, text: str) -> tuple[int, str]:
 
 
 def test_a_first_start_waits_for_the_catalog_and_says_so(tmp_path: Path, settings: dict[str, object]) -> None:
-    http = f"127.0.0.1:{free_port()}"
+    held = HeldPort()
+    http = held.address
     given: dict[str, Any] = settings | {"http": http, "catalog": f"postgresql://nobody@{NOBODY}/none"}
     server = Server(tmp_path / "data", settings=given)
     with (tmp_path / "log").open("wb") as log:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Self
 
 from millstream.cli.exit_code import CommandFailed
+from millstream.cli.held_port import HeldPort
 from millstream.config import ENVIRONMENT_PREFIX
 
 READY_S_MAX = 30.0
 STOP_S_MAX = 30.0
-_FREE_PORT = "127.0.0.1:0"
 _LOG_LINES_SHOWN = 20
 
 
@@ -29,8 +29,8 @@ class DemoBroker:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="millstream-demo-"))
         self.data = self.folder / "data"
-        self.kafka = _FREE_PORT
-        self.http = _FREE_PORT
+        self._held = (HeldPort(), HeldPort())
+        self.kafka, self.http = (port.address for port in self._held)
         self.start_s = 0.0
         self._log = self.folder / "broker.log"
         self._process: asyncio.subprocess.Process | None = None
@@ -48,7 +48,7 @@ class DemoBroker:
         return self._running().pid
 
     async def start(self) -> None:
-        """Start and wait until it is ready; a second start takes the ports of the first."""
+        """Start and wait until it is ready; every start takes the same ports."""
         began = time.monotonic()
         command = [sys.executable, "-m", "millstream.cli.main", "serve", "--json", "--data", str(self.data)]
         with self._log.open("ab") as log:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import urllib.error
 import urllib.request
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
-from millstream.cli.local_process import LocalProcess, LocalServerFailed, free_port
+from millstream.cli.held_port import HeldPort
+from millstream.cli.local_process import LocalProcess, LocalServerFailed
 from millstream.cli.local_server import LocalServer
 
 
@@ -40,7 +42,7 @@ class LocalEtcd(LocalServer):
 
     def flags(self) -> dict[str, object]:
         """How it is to run."""
-        peer = f"http://127.0.0.1:{free_port()}"
+        peer = f"http://{self._peer.address}"
         return {
             "name": "local",
             "data-dir": self.folder / "data",
@@ -53,6 +55,11 @@ class LocalEtcd(LocalServer):
             "log-level": "warn",
             "unsafe-no-fsync": str(not self._durable).lower(),
         }
+
+    @cached_property
+    def _peer(self) -> HeldPort:
+        """Where it listens to other members, of which there are none."""
+        return HeldPort()
 
     def _command(self) -> list[str]:
         return [str(find_etcd()), *(f"--{name}={value}" for name, value in self.flags().items())]

@@ -143,13 +143,6 @@ class LocalProcess:
         return self._process
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def is_free(host: str, port: int) -> bool:
     """Whether a port can be listened on at this moment."""
     with socket.socket() as probe:

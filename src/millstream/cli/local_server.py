@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from millstream.cli.local_process import LocalProcess, free_port
+from millstream.cli.held_port import HeldPort
+from millstream.cli.local_process import LocalProcess
 
 STOP_S_MAX = 15.0
 _PROBE_S = 0.05
@@ -23,6 +24,7 @@ class LocalServer(ABC):
         """`keep` are file descriptors that the server holds open; one that is not `durable` does not sync its files."""
         self.folder = folder.absolute()
         self.port = port
+        self._held: HeldPort | None = None
         self.process: LocalProcess | None = None
         self._durable = durable
         self._keep = keep
@@ -35,7 +37,9 @@ class LocalServer(ABC):
     def start(self) -> Self:
         """Start it, on new data if there are none, and wait until it answers."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.port = self.port or free_port()
+        if not self.port:
+            self._held = HeldPort()
+            self.port = self._held.number
         self._prepare()
         self.process = self._process().start()
         try:

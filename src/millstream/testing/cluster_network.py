@@ -7,16 +7,14 @@ that runs, whatever is cut.
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol, Self
 
-from millstream.cli.local_process import is_free
+from millstream.cli.held_port import HeldPort
 from millstream.testing.etcd_server import EtcdServer
 from millstream.testing.link_relay import LinkRelay, RelayThread, Way
 
@@ -27,8 +25,6 @@ _KAFKA_PORT, _HTTP_PORT = 9092, 8080
 _ETCD_HOST, _OWN_HOST = 250, 254
 _NOBODYS_MAC = "02:00:00:00:00:01"
 _PREFIX = "mst"
-# Below the ports that the system gives to those who connect: a node that is down keeps its port.
-_PORTS = (20_000, 32_000)
 
 
 class Network(Protocol):
@@ -76,8 +72,8 @@ class RelayNetwork:
         self._nodes = range(1, nodes + 1)
         self._stack = ExitStack()
         self._thread = RelayThread()
-        ports = iter(free_ports(2 * nodes))
-        self._addresses = {node: (f"127.0.0.1:{next(ports)}", f"127.0.0.1:{next(ports)}") for node in self._nodes}
+        self._held = {node: (HeldPort(), HeldPort()) for node in self._nodes}
+        self._addresses = {node: (kafka.address, http.address) for node, (kafka, http) in self._held.items()}
         self._to_node: dict[int, LinkRelay] = {}
         self._to_etcd: dict[int, LinkRelay] = {}
         self._catalog = ""
@@ -307,14 +303,3 @@ def run_ip(*arguments: str) -> str:
 
 def _ip() -> str:
     return shutil.which("ip") or "ip"
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, and that nobody is given who only connects."""
-    found: list[int] = []
-    tries = random.Random(f"{os.getpid()}/{socket.gethostname()}")
-    while len(found) < count:
-        port = tries.randrange(*_PORTS)
-        if port not in found and is_free("127.0.0.1", port):
-            found.append(port)
-    return found

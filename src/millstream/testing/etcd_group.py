@@ -11,25 +11,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
+from millstream.cli.held_port import HeldPort
 from millstream.cli.local_etcd import LocalEtcd
-from millstream.cli.local_process import LocalProcess, free_port
+from millstream.cli.local_process import LocalProcess
 
 
 class EtcdGroupMember(LocalEtcd):
     """One of several members. It is well only when most of them are, so starting it does not wait for that."""
 
-    def __init__(self, group: EtcdGroup, folder: Path, peer_port: int) -> None:
-        super().__init__(folder, port=free_port(), durable=False)
+    def __init__(self, group: EtcdGroup, folder: Path) -> None:
+        held = HeldPort()
+        super().__init__(folder, port=held.number, durable=False)
+        self._held = held
         self._group = group
         self.name = folder.name
-        self.peer = f"http://127.0.0.1:{peer_port}"
+        self.peer = f"http://{self._peer.address}"
 
     def flags(self) -> dict[str, object]:
         """How it is to run."""
         return super().flags() | {
             "name": self.name,
-            "listen-peer-urls": self.peer,
-            "initial-advertise-peer-urls": self.peer,
             "initial-cluster": ",".join(f"{one.name}={one.peer}" for one in self._group),
         }
 
@@ -57,7 +58,7 @@ class EtcdGroup:
         self._folder = Path(tempfile.mkdtemp(prefix="millstream-etcd-"))
         self.members: list[EtcdGroupMember] = []
         for number in range(members):
-            self.members.append(EtcdGroupMember(self, self._folder / f"member-{number}", free_port()))
+            self.members.append(EtcdGroupMember(self, self._folder / f"member-{number}"))
 
     @property
     def url(self) -> str:

@@ -7,8 +7,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from millstream.cli.held_port import HeldPort
 from millstream.cli.local_etcd import LocalEtcd
-from millstream.cli.local_process import free_port
 
 
 class EtcdServer(LocalEtcd):
@@ -27,7 +27,7 @@ class EncryptedEtcdServer(EtcdServer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._health_port = free_port()
+        self._health = HeldPort()
         self.ca = self._file("ca.pem")
         self.certificate = self._file("node.pem")
         self.key = self._file("node.key")
@@ -41,7 +41,7 @@ class EncryptedEtcdServer(EtcdServer):
     @property
     def health_url(self) -> str:
         """Where it says, without encryption, whether it is well."""
-        return f"http://127.0.0.1:{self._health_port}/health"
+        return f"http://{self._health.address}/health"
 
     def flags(self) -> dict[str, object]:
         """How it is to run."""
@@ -50,7 +50,7 @@ class EncryptedEtcdServer(EtcdServer):
             "key-file": self.key,
             "trusted-ca-file": self.ca,
             "client-cert-auth": "true",
-            "listen-metrics-urls": f"http://127.0.0.1:{self._health_port}",
+            "listen-metrics-urls": f"http://{self._health.address}",
         }
 
     def _file(self, name: str) -> str:

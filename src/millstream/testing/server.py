@@ -23,10 +23,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
 
+from millstream.cli.held_port import HeldPort
+
 READY_S_MAX = 60.0
 STOP_S_MAX = 60.0
 _LOG_TAIL_BYTES = 4000
-_FREE_PORT = "127.0.0.1:0"
 _WATCH = 'read -r _; kill -9 "-$1"'
 
 
@@ -41,15 +42,15 @@ class Server:
         self.data = data
         self.settings = dict(settings or {})
         self.log = log if log is not None else data.with_name(data.name + ".log")
-        self.kafka = _FREE_PORT
-        self.http = _FREE_PORT
+        self._held = (HeldPort(), HeldPort())
+        self.kafka, self.http = (port.address for port in self._held)
         self.start_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._watcher: subprocess.Popen[bytes] | None = None
         self._reap: weakref.finalize[..., Server] | None = None
 
     def command(self) -> Sequence[str]:
-        """The command line; addresses are the ones of the last start, if there was one."""
+        """The command line; it has the same addresses at every start."""
         flags = [part for name, value in self.settings.items() for part in (f"--{name}", str(value))]
         serve = [sys.executable, "-m", "millstream.cli.main", "serve", "--json", "--data", str(self.data)]
         return [*serve, "--kafka", self.kafka, "--http", self.http, *flags]

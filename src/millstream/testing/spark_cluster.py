@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from millstream.cli.held_port import HeldPort
 from millstream.spark.java import use_fitting_java
 
 # Only there to end a hang: on a machine with much else to do a cluster takes minutes to start.
@@ -73,15 +73,13 @@ def spark_cluster(folder: Path) -> Iterator[str]:
     """A master and two workers with a core each; the address of the master."""
     found = environment()
     spark_class = str(Path(found["SPARK_HOME"], "bin", "spark-class"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    master = f"spark://127.0.0.1:{port}"
+    held = HeldPort()
+    master = f"spark://{held.address}"
     with ExitStack() as stack:
-        command = [spark_class, "org.apache.spark.deploy.master.Master", "--host", "127.0.0.1", "--port", str(port)]
+        command = [spark_class, "org.apache.spark.deploy.master.Master", "--webui-port", "0"]
+        command += ["--host", "127.0.0.1", "--port", str(held.number)]
         log = folder / "master.log"
-        started = stack.enter_context(
-            running([*command, "--webui-port", "0"], log, found | {"SPARK_LOCAL_IP": "127.0.0.1"})
-        )
+        started = stack.enter_context(running(command, log, found | {"SPARK_LOCAL_IP": "127.0.0.1"}))
         wait_until(_says(log, "I have been elected leader"), started, log)
         for host in _WORKERS:
             command = [spark_class, "org.apache.spark.deploy.worker.Worker", "--host", host, "--webui-port", "0"]

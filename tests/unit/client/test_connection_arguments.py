@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import millstream
+from millstream.cli.held_port import HeldPort
 from millstream.client.declaration import wanted_settings
 from millstream.model.errors import (
     BrokerUnreachable,
@@ -16,7 +17,6 @@ from millstream.model.errors import (
     InvalidSubscription,
     InvalidTopicName,
 )
-from millstream.testing.cluster_network import free_ports
 from millstream.testing.producer_ledger import ProducerLedger
 
 
@@ -56,7 +56,8 @@ def test_all_is_what_acks_is_called_elsewhere() -> None:
 
 
 async def test_whoever_connects_to_nobody_is_told_what_python_can_do() -> None:
-    address = f"127.0.0.1:{free_ports(1)[0]}"
+    nobodys = HeldPort()
+    address = nobodys.address
     with pytest.raises(BrokerUnreachable, match=r"to millstream\.connect") as told:
         async with millstream.connect(address, connect_timeout=0.1):
             pass

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, aclosing
 import pytest
 from aetcd import rpc
 
-from millstream.cli.local_process import free_port
+from millstream.cli.held_port import HeldPort
 from millstream.cluster import etcd_members
 from millstream.cluster.etcd_address import EtcdAddress
 from millstream.cluster.etcd_store import EtcdStore
@@ -64,14 +64,16 @@ async def ask(store: EtcdStore, call: Callable[[etcd_members.EtcdMember], object
 
 
 async def test_another_member_answers_when_one_is_away(connect: Connect, etcd: EtcdServer) -> None:
-    store = connect(f"127.0.0.1:{free_port()}", address_of(etcd))
+    nobodys = HeldPort()
+    store = connect(nobodys.address, address_of(etcd))
     assert await store.change([Put("a", "1")]) is not None
     assert (await store.read("a")).entries["a"].value == "1"
     assert store.available
 
 
 async def test_what_never_left_was_surely_not_done(connect: Connect) -> None:
-    store = connect(f"127.0.0.1:{free_port()}")
+    nobodys = HeldPort()
+    store = connect(nobodys.address)
     heard: list[bool] = []
     store.when_changed(lambda: heard.append(store.available))
     with pytest.raises(StoreRefused):
@@ -105,8 +107,9 @@ async def test_what_answers_in_the_place_of_etcd_is_told(connect: Connect, answe
 
 
 async def test_who_is_not_there_is_told(connect: Connect) -> None:
+    nobodys = HeldPort()
     with pytest.raises(StoreRefused, match=r"cannot be reached \(.*refused"):
-        await connect(f"127.0.0.1:{free_port()}").read("a")
+        await connect(nobodys.address).read("a")
 
 
 async def test_a_lost_answer_leaves_it_open_whether_the_change_was_made(connect: Connect, relay: Relay) -> None:

@@ -1,0 +1,41 @@
+"""Ports that are kept for servers."""
+
+from __future__ import annotations
+
+import gc
+import socket
+
+import pytest
+
+from millstream.cli.held_port import HeldPort
+from millstream.cli.local_process import is_free
+
+
+def listen_on(port: int) -> socket.socket:
+    return socket.create_server(("127.0.0.1", port))
+
+
+def test_only_who_is_told_the_port_listens_there_again_and_again() -> None:
+    held = HeldPort()
+    for _ in range(2):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", held.number), timeout=60).close()
+        with listen_on(held.number) as server:
+            socket.create_connection(server.getsockname(), timeout=60).close()
+            assert not is_free("127.0.0.1", held.number)
+
+
+def test_nobody_else_is_given_the_port() -> None:
+    held = HeldPort()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", held.number))
+    assert HeldPort().address != held.address
+
+
+def test_the_port_is_free_when_nobody_holds_it() -> None:
+    held = HeldPort()
+    number = held.number
+    del held
+    gc.collect()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", number))
