@@ -46,6 +46,14 @@ def test_the_composed_nodes_differ_in_what_must_differ() -> None:
     assert all(node.advertise.rpartition(":")[2] == node.kafka.rpartition(":")[2] for node in nodes)
 
 
+def test_alerts_are_about_metrics_that_the_pages_explain() -> None:
+    rules = (DEPLOY / "prometheus" / "millstream.rules.yml").read_text()
+    pages = "".join(page.read_text() for page in (DEPLOY.parent / "docs").glob("*.md"))
+    used = set(re.findall(r"millstream_\w+", rules))
+    assert used
+    assert [name for name in sorted(used) if f"`{name}`" not in pages] == []
+
+
 @pytest.mark.parametrize(
     "path", sorted(path for path in DEPLOY.rglob("*") if path.is_file()), ids=lambda path: path.name
 )
