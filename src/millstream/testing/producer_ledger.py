@@ -64,12 +64,28 @@ class ProducerLedger:
     @asynccontextmanager
     async def publishing(self, **options: Any) -> AsyncIterator[Publisher]:
         """A publisher to this broker."""
-        async with Client.connect(self.broker.address, timeout_s=10) as client:
+        async with Client.connect(self.broker.address, timeout_s=60) as client:
             publisher = Publisher(client, **options)
             try:
                 yield publisher
             finally:
                 await publisher.close()
+
+    @staticmethod
+    def give_time(publisher: Publisher, timeout_s: float) -> None:
+        """Change how long messages may take, while none is under way: time runs out only where a test wants it to."""
+        publisher._timeout_s = timeout_s
+        for route in publisher._topics.values():
+            for queue in route.queues:
+                queue.timeout_s = timeout_s
+        for lane in publisher._lanes.values():
+            lane._request_s, lane._patience_s = timeout_s, 2 * timeout_s
+            if lane._watch is not None:
+                lane._watch.cancel()
+                lane._watch = None
+        if publisher._expiry is not None:
+            publisher._expiry.cancel()
+            publisher._expiry = None
 
     async def warm_up(self) -> None:
         """Have everything imported that a publish needs, before a test with a short time limit."""

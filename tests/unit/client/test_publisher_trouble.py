@@ -234,8 +234,9 @@ async def test_a_node_that_cannot_be_reached_while_a_topic_is_opened_makes_no_se
 
 async def test_a_broker_that_does_not_answer_is_waited_for_as_long_as_was_asked_for(ledger: ProducerLedger) -> None:
     await ledger.warm_up()
-    async with asyncio.timeout(HANG_S), ledger.publishing(timeout_s=1) as publisher:
+    async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
         await publisher.publish("orders", NewRecord(None, b"a"), partition=0)
+        ledger.give_time(publisher, 1)
         ledger.held = asyncio.Event()
         started = [asyncio.create_task(publisher.publish("orders", NewRecord(None, b"b"), partition=0))]
         await requests(ledger, 2)
