@@ -163,5 +163,5 @@ async def check_unknown(store: CoordinationStore) -> None:
         if (await store.read(prefix)).entries:
             raise ClusterMismatch(
                 "etcd knows this cluster, so there is nothing to rebuild; if a new node has begun the cluster anew, "
-                "stop it and remove what it wrote, which lies under /millstream/NAME/ in etcd"
+                "stop it and remove what it wrote: etcdctl del --prefix /millstream/NAME/, with the name of the cluster"
             )
