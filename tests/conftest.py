@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -21,6 +22,10 @@ StartServer = Callable[..., Server]
 # driver say so: it takes long to start, and whoever declares a pipeline to see it listed needs none.
 # Tests write records with old times, which only those about retention want to see deleted.
 QUICK = {"group-initial-delay-ms": 100, "pipelines-enabled": "false", "retention-check-ms": 3_600_000}
+
+# Started in the background, processes ignore Ctrl-C, and so would those that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes, to be made or to be tried, is no business of a test.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

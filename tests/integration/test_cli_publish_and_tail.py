@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from millstream.testing.child_process import child_process
 from millstream.testing.command import CommandLine
 from millstream.testing.server import Server
 
@@ -167,7 +168,7 @@ def test_bytes_that_are_no_text_survive_json(millstream: CommandLine) -> None:
 def test_follow_shows_what_comes(millstream: CommandLine) -> None:
     millstream("publish", "followed", "before")
     command = [sys.executable, "-m", "millstream.cli.main", "tail", "followed", "-f", "--json", "--brokers"]
-    with subprocess.Popen([*command, millstream.brokers], stdout=subprocess.PIPE) as tail:
+    with child_process([*command, millstream.brokers], stdout=subprocess.PIPE) as tail:
         assert tail.stdout is not None
         try:
             assert json.loads(tail.stdout.readline())["value"] == "before"
@@ -192,7 +193,7 @@ def test_follow_ends_after_the_number_asked_for(millstream: CommandLine) -> None
         "-f",
         "--raw",
     ]
-    with subprocess.Popen([*command, "--brokers", millstream.brokers], stdout=subprocess.PIPE) as tail:
+    with child_process([*command, "--brokers", millstream.brokers], stdout=subprocess.PIPE) as tail:
         assert tail.stdout is not None
         assert tail.stdout.readline() == b"one\n"
         millstream("publish", "counted", "two")

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from millstream.testing.child_process import child_process
 from millstream.testing.command import CommandLine
 from millstream.testing.server import Server
 
@@ -21,7 +22,7 @@ def test_a_run_that_lives_through_a_crash_of_the_broker_stores_every_line_once(
     lines = [f"{number}-{'x' * 100}" for number in range(LINES)]
     (tmp_path / "input").write_text("\n".join(lines))
     command = ["publish", "crashed", "--file", str(tmp_path / "input"), "--timeout", "60", "--brokers", server.kafka]
-    with subprocess.Popen([sys.executable, "-m", "millstream.cli.main", *command], stdout=subprocess.PIPE) as run:
+    with child_process([sys.executable, "-m", "millstream.cli.main", *command], stdout=subprocess.PIPE) as run:
         assert run.stdout is not None
         first = run.stdout.readline()
         server.restart(clean=False)

@@ -16,15 +16,19 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from deltalake import DeltaTable
 
+from millstream.testing.child_process import child_process
 from millstream.testing.command import CommandLine
 from millstream.testing.etcd_server import EtcdServer
 from millstream.testing.postgres_server import PostgresServer
 from millstream.testing.server import Server
 from millstream.testing.server_group import ServerGroup
+from millstream.testing.spark_cluster import spark_cluster
 
 WAIT_S = 600.0
 LOOK_S = 0.2
 DRIVER = "millstream.pipelines.driver"
+WORKER = "127.0.0.2"
+EXECUTOR = "CoarseGrainedExecutorBackend"
 # The first steps on Spark take long on a slow machine.
 pytestmark = pytest.mark.timeout(1800)
 
@@ -51,6 +55,19 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
+
+
+def processes(*parts: str) -> list[int]:
+    """The processes whose command lines have all of these parts."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_text(errors="replace")
+        except OSError:
+            continue
+        if all(part in line for part in parts):
+            found.append(int(folder.name))
+    return found
 
 
 def is_alive(pid: int) -> bool:
@@ -96,19 +113,22 @@ class Land:
         assert self.landed() == list(range(self.published))
 
 
-def committed(brokers: str, topic: str) -> list[int]:
-    """The payloads in the one partition of a topic, as far as they are committed."""
+def committed(brokers: str, topic: str, partitions: int = 1) -> list[int]:
+    """The payloads in the partitions of a topic, as far as they are committed."""
     settings = {"bootstrap.servers": brokers, "group.id": topic, "enable.partition.eof": True}
     consumer = Consumer({**settings, "isolation.level": "read_committed", "enable.auto.commit": False})
-    consumer.assign([TopicPartition(topic, 0, 0)])
+    consumer.assign([TopicPartition(topic, number, 0) for number in range(partitions)])
     found: list[int] = []
+    open_ends = partitions
     try:
-        while True:
+        while open_ends:
             message = until(lambda: consumer.poll(LOOK_S))
             if message.error():
                 assert message.error().code() == KafkaError._PARTITION_EOF
-                return sorted(found)
-            found.append(int(message.value()))
+                open_ends -= 1
+            else:
+                found.append(int(message.value()))
+        return sorted(found)
     finally:
         consumer.close()
 
@@ -215,7 +235,7 @@ def test_a_run_by_hand_takes_what_is_there_or_goes_on_until_it_is_interrupted(
     assert (told["pipeline"], told["rows"], told["batches"], told["lag"]) == (f"land-{topic}", 1000, 4, 0)
     land.check()
     land.publish(100)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    with child_process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         until(land.is_complete)
         running.send_signal(signal.SIGINT)
         out, err = running.communicate(timeout=WAIT_S)
@@ -266,3 +286,44 @@ def test_another_node_takes_over_when_the_owner_dies(
         land.publish(1000)
         until(land.is_complete)
         land.check()
+
+
+@pytest.mark.trial
+def test_pipelines_of_all_kinds_go_on_when_a_worker_of_their_cluster_is_killed(tmp_path: Path, topic: str) -> None:
+    with spark_cluster(tmp_path) as master:
+        settings = {"group-initial-delay-ms": 100, "pipelines-master": master, "pipelines-lake": tmp_path / "lake"}
+        with Server(tmp_path / "data", settings=settings) as server:
+            land = Land(server.kafka, topic, tmp_path / "lake")
+            millstream = land.millstream
+            assert millstream("topic", "create", topic, "--partitions", "4").code == 0
+            land.publish(2000)
+            create = ("pipeline", "create")
+            small = ("--set", "batch.max.messages=400")
+            land_it = (*create, "land", f"land-{topic}", "--topic", topic, "--every", "0.1")
+            assert millstream(*land_it, *small).code == 0
+            sql = f"SELECT CAST(value AS string) AS value FROM `{topic}` WHERE CAST(value AS long) % 3 = 0"
+            transform = (*create, "transform", "third", "--decode", "none", "--sql", sql)
+            assert millstream(*transform, "--into", f"{topic}-third", *small).code == 0
+            assert millstream(*create, "route", "director", "--decode", "none", *small).code == 0
+            rule = ("pipeline", "rule", "put", "director", "all", "--topic", topic, "--to", f"{topic}-queue")
+            assert millstream(*rule).code == 0
+
+            def report(name: str) -> dict[str, Any]:
+                return millstream("pipeline", "describe", name, "--json").document["report"] or {}
+
+            names = (f"land-{topic}", "third", "director")
+            until(lambda: all(report(name).get("rows", 0) > 0 for name in names))
+            # In the middle of it one of the two machines is lost, with all that runs there.
+            (worker,) = processes("deploy.worker.Worker", str(tmp_path), WORKER)
+            os.killpg(worker, signal.SIGKILL)
+            land.publish(2000)
+            until(lambda: not processes(EXECUTOR, str(tmp_path), WORKER))
+            until(lambda: all(report(name).get("rows") == 4000 for name in names))
+            assert {name: millstream("pipeline", "describe", name, "--json").document["state"] for name in names} == (
+                dict.fromkeys(names, "running")
+            )
+            land.check()
+            assert committed(server.kafka, f"{topic}-third", 4) == list(range(0, 4000, 3))
+            assert committed(server.kafka, f"{topic}-queue") == list(range(4000))
+            assert server.stop() == 0
+        until(lambda: not processes(EXECUTOR, str(tmp_path)))

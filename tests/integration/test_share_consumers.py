@@ -38,6 +38,7 @@ from kio.schema.types import GroupId, TopicName
 from kio.static.primitive import i32
 
 from millstream.model.subscription import ATTEMPTS, DELIVERY, EXACTLY_ONCE, LEASE, START
+from millstream.testing.child_process import child_process
 from millstream.testing.etcd_server import EtcdServer
 from millstream.testing.postgres_server import PostgresServer
 from millstream.testing.server import Server
@@ -224,7 +225,7 @@ def test_what_a_killed_consumer_held_goes_to_others_at_once(server: Server) -> N
     work = Work(server.kafka, {LEASE: "60000"})
     work.publish(*numbers(0, 5))
     command = [sys.executable, "-c", DIES, server.kafka, work.name, work.name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as dies:
+    with child_process(command, stdout=subprocess.PIPE, text=True) as dies:
         assert dies.stdout is not None
         assert dies.stdout.readline() == "5\n"
         with closing(work.consumer(explicit=True)) as lives:

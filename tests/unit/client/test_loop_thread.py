@@ -12,6 +12,7 @@ import pytest
 
 from millstream.client.loop_thread import LoopThread
 from millstream.model.errors import InvalidRequest
+from millstream.testing.child_process import child_process
 
 wanted: ContextVar[str] = ContextVar("wanted", default="nothing")
 
@@ -111,7 +112,7 @@ except KeyboardInterrupt:
 
 
 def test_an_interrupt_cancels_the_call() -> None:
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as process:
+    with child_process([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "began\n"
         process.send_signal(signal.SIGINT)

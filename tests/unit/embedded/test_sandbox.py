@@ -24,6 +24,7 @@ from millstream.client.message import Message
 from millstream.client.sync_connection import SyncConnection, SyncMessage
 from millstream.embedded import ConnectOptions, open, open_sync
 from millstream.sandbox import SETTINGS, Sandbox
+from millstream.testing.child_process import child_process
 
 WAIT_S = 60.0
 
@@ -170,7 +171,7 @@ else:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, None])
 def test_a_program_ends_in_order_however_it_is_told(sandbox: Sandbox, number: signal.Signals | None) -> None:
     how = "ends" if number is None else "runs"
-    with subprocess.Popen(
+    with child_process(
         [sys.executable, "-c", PROGRAM, sandbox.address, sandbox.unique("orders"), how],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
