@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
+import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing
@@ -13,8 +13,9 @@ import pytest
 from aetcd import rpc
 
 from millstream.cli.held_port import HeldPort
-from millstream.cluster import etcd_members
+from millstream.cluster import etcd_members, etcd_session
 from millstream.cluster.etcd_address import EtcdAddress
+from millstream.cluster.etcd_session import EtcdSession
 from millstream.cluster.etcd_store import EtcdStore
 from millstream.cluster.store import Event, Put
 from millstream.model.clock import Clock, SystemClock
@@ -23,9 +24,22 @@ from millstream.testing.clock import ManualClock
 from millstream.testing.etcd_server import EncryptedEtcdServer, EtcdServer
 from millstream.testing.relay import Relay
 
-TTL_S = 2.0
+WAIT_S = 60.0
+TTL_S = 60.0
 
 Connect = Callable[..., EtcdStore]
+
+
+@pytest.fixture(autouse=True)
+def many_renewals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease outlasts whatever holds a test up, and is renewed every second all the same."""
+    monkeypatch.setattr(etcd_session, "RENEWALS", int(TTL_S))
+
+
+async def until_renewed(session: EtcdSession) -> None:
+    before = session._renewed_at
+    while session._renewed_at == before and session.live:
+        await asyncio.sleep(0.02)
 
 
 def address_of(server: EtcdServer) -> str:
@@ -38,7 +52,7 @@ async def connect(etcd: EtcdServer) -> AsyncIterator[Connect]:
     cluster = uuid.uuid4().hex
     async with AsyncExitStack() as stack:
 
-        def open_door(*addresses: str, clock: Clock | None = None, request_s_max: float = 2.0) -> EtcdStore:
+        def open_door(*addresses: str, clock: Clock | None = None, request_s_max: float = WAIT_S) -> EtcdStore:
             urls = ",".join(f"http://{address}" for address in addresses or (address_of(etcd),))
             store = EtcdStore(EtcdAddress.parse(urls), cluster, clock or SystemClock(), request_s_max=request_s_max)
             stack.push_async_callback(store.close)
@@ -113,11 +127,13 @@ async def test_who_is_not_there_is_told(connect: Connect) -> None:
 
 
 async def test_a_lost_answer_leaves_it_open_whether_the_change_was_made(connect: Connect, relay: Relay) -> None:
-    store, witness = connect(relay.address, request_s_max=0.3), connect()
+    store, witness = connect(relay.address), connect()
     await store.read("")
     relay.deaf = True
+    store._members._request_s_max = 1.0
     with pytest.raises(StoreUnavailable) as caught:
         await store.change([Put("a", "1")])
+    store._members._request_s_max = WAIT_S
     assert not isinstance(caught.value, StoreRefused)
     assert (await witness.read("a")).entries["a"].value == "1"
     relay.deaf = False
@@ -129,13 +145,13 @@ async def test_a_lost_answer_leaves_it_open_whether_the_change_was_made(connect:
 async def test_a_read_goes_to_the_next_member_when_the_answer_is_lost(
     connect: Connect, relay: Relay, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd_members, "ATTEMPT_S_MAX", 0.3)
     store = connect(relay.address, address_of(etcd))
     revision = (await store.read("")).revision
     async with aclosing(store.watch("", after=revision)) as batches:
         put = await store.change([Put("a", "1")])
         assert list(await anext(batches)) == [Event("a", "1", put or 0)]
         relay.deaf = True
+        monkeypatch.setattr(etcd_members, "ATTEMPT_S_MAX", 1.0)
         hearing = asyncio.create_task(anext(batches))
         assert (await store.read("a")).entries["a"].value == "1"
         # The watch was with the member that fell silent, and moves with the rest.
@@ -205,7 +221,8 @@ async def test_a_loop_that_stands_still_loses_its_lease(connect: Connect) -> Non
     snapshot = await witness.read("nodes/")
     async with aclosing(witness.watch("nodes/", after=snapshot.revision)) as batches:
         clock.advance_ms(int(TTL_S * 1000))
-        time.sleep(TTL_S / 2)  # noqa: ASYNC251 - the loop has to stand still
+        # The loop has to stand still.
+        session._thread.join(WAIT_S)
         [gone] = await anext(batches)
         assert (gone.key, gone.value) == ("nodes/1", None)
     await session.close()
@@ -229,13 +246,25 @@ async def test_a_lease_that_is_gone_does_not_mean_that_the_store_is_away(
     assert "away" not in caplog.text
 
 
-async def test_a_loop_that_is_busy_for_a_while_keeps_its_lease(connect: Connect) -> None:
+async def test_a_loop_that_is_busy_for_a_while_keeps_its_lease(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewed = threading.Event()
+    renew = EtcdSession._renew
+
+    def renew_and_tell(session: EtcdSession) -> bool:
+        holds = renew(session)
+        renewed.set()
+        return holds
+
+    monkeypatch.setattr(EtcdSession, "_renew", renew_and_tell)
     store = connect()
     lost: list[float] = []
     session = await store.open_session(TTL_S, lambda: lost.append(0))
     await store.change([Put("nodes/1", "x", leased=True)])
-    time.sleep(TTL_S * 0.75)  # noqa: ASYNC251 - the loop has to stand still
-    await asyncio.sleep(TTL_S * 0.6)
+    # The loop has to stand still.
+    assert renewed.wait(WAIT_S)
+    await until_renewed(session)
     assert (await store.read("nodes/1")).entries
     assert session.live
     assert lost == []
@@ -243,7 +272,7 @@ async def test_a_loop_that_is_busy_for_a_while_keeps_its_lease(connect: Connect)
 
 async def test_a_restart_of_etcd_ends_neither_watch_nor_session(own_etcd: EtcdServer) -> None:
     store = EtcdStore(EtcdAddress.parse(own_etcd.url), "restarted", SystemClock())
-    session = await store.open_session(10, lambda: None)
+    session = await store.open_session(TTL_S, lambda: None)
     await store.change([Put("nodes/1", "x", leased=True)])
     snapshot = await store.read("")
     async with aclosing(store.watch("", after=snapshot.revision)) as batches:
@@ -293,7 +322,7 @@ async def test_who_has_a_password_gets_in(own_etcd: EtcdServer) -> None:
     async with aclosing(right.watch("", after=snapshot.revision)) as batches:
         assert list(await anext(batches)) == [Event("a", "1", put or 0)]
     right._members.use_token("stale.3")
-    await asyncio.sleep(1.5 * TTL_S)
+    await until_renewed(session)
     assert session.live
     assert "a" in (await right.read("")).entries
     await right.close()
@@ -306,7 +335,7 @@ async def test_who_has_a_certificate_gets_in() -> None:
         store = EtcdStore(address, "encrypted", SystemClock())
         session = await store.open_session(TTL_S, lambda: None)
         assert await store.change([Put("a", "1", leased=True)]) is not None
-        await asyncio.sleep(TTL_S)
+        await until_renewed(session)
         assert session.live
         assert (await store.read("")).entries["a"].value == "1"
         await store.close()
