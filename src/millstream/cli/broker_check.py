@@ -17,6 +17,7 @@ from millstream.cli.output import counted
 from millstream.model.errors import BrokerUnreachable, MillstreamError, RequestTimedOut
 from millstream.wire.client import Client
 from millstream.wire.cluster_metadata import ClusterMetadata, PartitionMetadata
+from millstream.wire.lean_kio import import_lean_kio
 
 CLOCK_SKEW_MS_MAX = 5_000
 SLOW_ANSWER_S = 1.0
@@ -28,6 +29,8 @@ _TOPICS_MAX = 1000
 
 async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
     """Ask a broker how it is; a broker that cannot be reached is the one finding then."""
+    # What is loaded here takes longer than most answers, and is not the broker's time.
+    import_lean_kio()
     started = time.monotonic()
     try:
         async with Client.connect(brokers, client_id=CLIENT_ID, timeout_s=timeout_s) as client:
@@ -153,7 +156,7 @@ async def _http(status: dict[str, Any]) -> Finding:
     except (OSError, TimeoutError, ValueError) as error:
         advice = "the broker restarts its gateway by itself; its log says why it ended"
         return problem(
-            "http", f"the gateway at http://{address} does not answer: {error or 'no answer in time'}", advice
+            "http", f"the gateway at http://{address} does not answer: {str(error) or 'no answer in time'}", advice
         )
     if answer not in (200, 503):
         return problem("http", f"the gateway at http://{address} answers with {answer}", "look at the broker's log")

@@ -102,6 +102,12 @@ async def test_a_gateway_that_is_away_is_a_problem() -> None:
     assert (found.severity, "does not answer" in found.detail) == (Severity.PROBLEM, True)
 
 
+async def test_a_gateway_that_says_nothing_is_told_so(gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_check, "_HTTP_S", 0.0)
+    found = await broker_check._http(status(http=gateway))
+    assert found.detail.endswith("does not answer: no answer in time")
+
+
 def test_lost_offsets_are_problems_that_say_what_to_do() -> None:
     assert [one.severity for one in broker_check._damage(status(damage=[]))] == [Severity.OK]
     lost = [{"topic": "orders", "partition": 0, "first": 3, "next": at} for at in range(10, 17)]
