@@ -21,6 +21,8 @@ def ask(brokers: str, timeout_s: float, question: Callable[[Client], Awaitable[T
 
 async def _ask(brokers: str, timeout_s: float, question: Callable[[Client], Awaitable[T]]) -> T:
     from millstream.wire.client import Client
+    from millstream.wire.lean_kio import import_lean_kio
 
+    import_lean_kio()
     async with Client.connect(brokers, client_id=CLIENT_ID, timeout_s=timeout_s) as client:
         return await question(client)
