@@ -27,15 +27,17 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 
 def test_a_pipeline_is_declared_shown_and_deleted(millstream: CommandLine) -> None:
-    create = ("pipeline", "create", "land", "shown", "--topic", "orders", "--topic", "bills", "--stopped")
+    create = ("pipeline", "create", "land", "shown", "--topic", "shown-a", "--topic", "shown-b", "--stopped")
     more = ("--every", "10", "--schema", "id long", "--dedupe", "3600", "--set", "compact=false", "--json")
-    assert millstream(*create, *more).document == {"pipeline": "shown", "kind": "land", "created": True}
+    made = millstream(*create, *more).document
+    assert [note[:31] for note in made.pop("notes")] == [f"There is no topic 'shown-{x}' yet" for x in "ab"]
+    assert made == {"pipeline": "shown", "kind": "land", "created": True}
     again = millstream(*create)
     assert (again.code, again.err) == (5, "millstream: pipeline 'shown' exists already\n")
     assert millstream(*create, "--if-not-exists").out == "There is already a pipeline shown.\n"
     told = millstream("pipeline", "describe", "shown", "--json").document
     assert told["overrides"] == {
-        "topics": "orders,bills",
+        "topics": "shown-a,shown-b",
         "every.ms": "10000",
         "decode": "json",
         "schema": "id long",
@@ -45,7 +47,7 @@ def test_a_pipeline_is_declared_shown_and_deleted(millstream: CommandLine) -> No
     assert (told["state"], told["group"], told["report"]) == ("stopped", "pipeline-shown", None)
     shown = millstream("pipeline", "describe", "shown")
     assert shown.lines[0] == "shown  (land, stopped)"
-    assert "  topics = orders,bills" in shown.lines
+    assert "  topics = shown-a,shown-b" in shown.lines
     assert "  format = delta  (default)" in shown.lines
     assert any(line.split()[:3] == ["shown", "land", "stopped"] for line in millstream("pipeline", "list").lines)
     assert millstream("pipeline", "update", "shown", "--set", "every.ms=500", "--unset", "compact").code == 0
@@ -59,6 +61,12 @@ def test_a_pipeline_is_declared_shown_and_deleted(millstream: CommandLine) -> No
 def test_what_is_wrong_is_said_before_anything_is_made(millstream: CommandLine, tmp_path: Path) -> None:
     refused = millstream("pipeline", "create", "land", "wrong")
     assert (refused.code, "either `topics` or `pattern`" in refused.err) == (2, True)
+    refused = millstream("pipeline", "create", "land", "wrong", "--topic", "orders", "--schema", "id lnog")
+    assert refused.err.endswith("column 4: 'lnog' is no type; did you mean 'long'?\n  id lnog\n     ^^^^\n")
+    refused = millstream("pipeline", "create", "transform", "wrong", "--into", "x", "--sql", "SELECT * FROM x")
+    assert (refused.code, "reads the topic 'x' that it writes" in refused.err) == (2, True)
+    refused = millstream("pipeline", "run", "transform", "--into", "x", "--sql", "SELECT * FROM y", "--lake", "/lake")
+    assert (refused.code, "--lake is not for transform" in refused.err) == (2, True)
     refused = millstream("pipeline", "create", "transform", "wrong", "--into", "x", "--sql", f"@{tmp_path}/none.sql")
     assert (refused.code, "cannot be read" in refused.err) == (2, True)
     assert millstream("pipeline", "create", "route", "wrong", "--rules", tmp_path / "none.json").code == 2
@@ -110,7 +118,7 @@ def test_rules_are_put_loaded_and_deleted(millstream: CommandLine, tmp_path: Pat
     listed = [{"name": f"rule-{at}", "topic": "orders", "targets": [f"queue-{at}"]} for at in range(1000)]
     rules.write_text(json.dumps(listed), encoding="utf-8")
     loaded = millstream("pipeline", "rule", "load", "director", rules, "--replace", "--json").document
-    assert loaded == {"pipeline": "director", "put": 1000, "deleted": 1, "rules": 1000}
+    assert (loaded["put"], loaded["deleted"], loaded["rules"]) == (1000, 1, 1000)
     assert millstream("pipeline", "rule", "delete", "director", "rule-7", "rule-8", "--json").document["rules"] == 998
     kept = millstream("pipeline", "rule", "list", "director", "--json").document
     assert kept[0] == {**listed[0], "condition": "", "subscription": ""}
@@ -137,13 +145,16 @@ def test_a_topic_is_made_with_its_table(millstream: CommandLine, http: httpx.Cli
 
 
 def test_everything_is_there_over_http(server: Server, http: httpx.Client) -> None:
-    rule = {"name": "large", "topic": "orders", "targets": ["a"], "condition": "payload.total > 5", "subscription": ""}
+    rule = {"name": "large", "topic": "web-x", "targets": ["a"], "condition": "payload.total > 5", "subscription": ""}
     new = {"name": "web", "kind": "route", "wanted": False, "rules": [rule]}
-    assert http.post("/pipelines", json=new).status_code == 201
+    made = http.post("/pipelines", json=new)
+    assert (made.status_code, made.json()["notes"][0][:29]) == (201, "There is no topic 'web-x' yet")
     assert http.post("/pipelines", json=new).status_code == 409
     assert http.get("/pipelines/web").json()["rules"] == [rule]
-    changed = http.patch("/pipelines/web", json={"settings": {"batch.max.messages": "10", "decode": "none"}}).json()
-    assert changed["overrides"] == {"batch.max.messages": "10", "decode": "none"}
+    changed = http.patch("/pipelines/web", json={"settings": {"batch.max.messages": "10", "from": "latest"}}).json()
+    assert changed["overrides"] == {"batch.max.messages": "10", "from": "latest"}
+    refused = http.patch("/pipelines/web", json={"settings": {"decode": "none"}})
+    assert (refused.status_code, "'large' looks into payloads" in refused.json()["detail"]) == (422, True)
     other = {**rule, "name": "other"}
     rules = http.patch("/pipelines/web/rules", json={"put": [other], "delete": ["large"]}).json()
     assert rules == http.get("/pipelines/web/rules").json() == {"rules": [other]}

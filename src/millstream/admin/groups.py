@@ -44,6 +44,8 @@ class Group:
     """How partitions are shared out."""
     members: tuple[Member, ...]
     kind: str = CLASSIC
+    protocol_type: str = ""
+    """What its members are, if they told: "consumer" for consumers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ async def _describe_consumers(client: Client, name: str) -> Group | None:
         Member(one.member_id, one.client_id, one.client_host, _named_partitions(one.assignment.topic_partitions))
         for one in described.members
     )
-    return Group(name, described.group_state, described.assignor_name, members, CONSUMER)
+    return Group(name, described.group_state, described.assignor_name, members, CONSUMER, CONSUMER)
 
 
 def _named_partitions(topics: Any) -> tuple[TopicPartition, ...]:
@@ -125,7 +127,7 @@ async def _describe_classic(client: Client, name: str) -> Group | None:
         Member(one.member_id, one.client_id, one.client_host, assigned_partitions(one.member_assignment))
         for one in described.members
     )
-    return Group(name, described.group_state, described.protocol_data, members)
+    return Group(name, described.group_state, described.protocol_data, members, CLASSIC, described.protocol_type)
 
 
 def assigned_partitions(assignment: bytes) -> tuple[TopicPartition, ...]:

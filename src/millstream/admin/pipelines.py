@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 import msgspec
 
-from millstream.admin.groups import delete_group
-from millstream.model.errors import GroupNotEmpty, MillstreamError, NotFound, PipelineExists, UnknownGroup
+from millstream.admin.groups import delete_group, describe_group
+from millstream.model.errors import (
+    GroupNotEmpty,
+    MillstreamError,
+    NotFound,
+    PipelineExists,
+    UnknownGroup,
+)
 from millstream.model.ids import NodeId
-from millstream.model.pipeline import GROUP_PREFIX, LAND_PREFIX, PipelineKind, Rule
+from millstream.model.pipeline import GROUP_PREFIX, GROUP_TYPE, LAND_PREFIX, PipelineKind, Rule
 from millstream.wire.client import Client
 from millstream.wire.pipeline_messages import (
     ALTER_KEY,
@@ -32,6 +38,21 @@ from millstream.wire.refusal import refusal
 _DUPLICATE_RESOURCE: Final = 92
 
 
+class PipelineMade(NamedTuple):
+    """A pipeline that was declared."""
+
+    pipeline_id: UUID
+    notes: list[str]
+    """What its owner should know, such as topics that are not there yet."""
+
+
+class RulesChanged(NamedTuple):
+    """Rules that were changed: how many there are now."""
+
+    rules: int
+    notes: list[str]
+
+
 class PipelineClient:
     """Speaks to the nodes about pipelines."""
 
@@ -47,7 +68,7 @@ class PipelineClient:
         rules: Iterable[Rule] = (),
         is_wanted: bool = True,
         validate_only: bool = False,
-    ) -> UUID:
+    ) -> PipelineMade:
         """Declare a pipeline. Offsets that one of the same name left behind are forgotten first."""
         body = NewPipeline(
             name=name,
@@ -61,24 +82,33 @@ class PipelineClient:
         if not validate_only:
             await self._forget_progress(name)
             answer = await self._ask(None, CREATE_KEY, msgspec.structs.replace(body, validate_only=False))
-        return UUID(answer["pipeline_id"])
+        return PipelineMade(UUID(answer["pipeline_id"]), answer.get("notes", []))
 
     async def _forget_progress(self, name: str) -> None:
-        """Delete what an older pipeline of this name has committed."""
+        """Delete what an older pipeline of this name has committed; a group of others is left alone."""
+        group = f"{GROUP_PREFIX}{name}"
         try:
-            await delete_group(self._client, f"{GROUP_PREFIX}{name}")
+            found = await describe_group(self._client, group)
+            if found.protocol_type in ("", GROUP_TYPE):
+                await delete_group(self._client, group)
+                return
         except UnknownGroup:
             return
         except GroupNotEmpty:
             raise GroupNotEmpty(
                 f"a pipeline {name!r} is still being run, by hand or since it was deleted just now; "
-                f"`millstream group describe {GROUP_PREFIX}{name}` shows where, and when it has ended"
+                f"`millstream group describe {group}` shows where, and when it has ended"
             ) from None
+        raise GroupNotEmpty(
+            f"the group {group!r} of the pipeline is one of consumers, who have offsets in it; choose another name, or "
+            f"take the group away: millstream group delete {group}"
+        )
 
-    async def alter(self, name: str, settings: Mapping[str, str | None], *, validate_only: bool = False) -> None:
-        """Change settings; None takes one back to its default."""
+    async def alter(self, name: str, settings: Mapping[str, str | None], *, validate_only: bool = False) -> list[str]:
+        """Change settings; None takes one back to its default. The answer is what its owner should know."""
         body = PipelineChanges(name=name, settings=dict(settings), validate_only=validate_only)
-        await self._ask(None, ALTER_KEY, body)
+        notes: list[str] = (await self._ask(None, ALTER_KEY, body)).get("notes", [])
+        return notes
 
     async def start(self, name: str) -> None:
         """Have it run; one that was parked is tried again."""
@@ -91,17 +121,26 @@ class PipelineClient:
     async def delete(self, name: str) -> None:
         """Take it away; what it has written stays, how far it came is forgotten."""
         await self._ask(None, DELETE_KEY, {"name": name})
-        # Whoever runs it needs a moment to hear of it; then the group is forgotten by whoever takes the name.
+        # Whoever runs it needs a moment to hear of it, and takes the group away after that.
         with suppress(UnknownGroup, GroupNotEmpty):
             await delete_group(self._client, f"{GROUP_PREFIX}{name}")
 
+    async def forget_deleted(self, name: str) -> None:
+        """Take the group of a pipeline away if that is declared no more; for whoever has ended to run it."""
+        try:
+            await self.describe([name])
+        except NotFound:
+            with suppress(UnknownGroup, GroupNotEmpty):
+                await delete_group(self._client, f"{GROUP_PREFIX}{name}")
+
     async def change_rules(
         self, name: str, rules: Iterable[Rule] = (), *, gone: Iterable[str] = (), validate_only: bool = False
-    ) -> int:
-        """Put rules in, and take others out; how many there are then."""
+    ) -> RulesChanged:
+        """Put rules in, and take others out."""
         put = [ToldRule.of(rule) for rule in rules]
         body = RuleChanges(name=name, put=put, delete=list(gone), validate_only=validate_only)
-        return int((await self._ask(None, RULES_KEY, body))["rules"])
+        answer = await self._ask(None, RULES_KEY, body)
+        return RulesChanged(answer["rules"], answer.get("notes", []))
 
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Pipelines, each with its `state` and the report of the node that runs it; with rules if they are named.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from millstream.wire.client import Client
 
+C = TypeVar("C")
 T = TypeVar("T")
 
 CLIENT_ID = "millstream-cli"
@@ -17,6 +18,13 @@ CLIENT_ID = "millstream-cli"
 def ask(brokers: str, timeout_s: float, question: Callable[[Client], Awaitable[T]]) -> T:
     """Connect, ask, close; errors are those of the tree."""
     return asyncio.run(_ask(brokers, timeout_s, question))
+
+
+def ask_through(
+    brokers: str, timeout_s: float, door: Callable[[Client], C], question: Callable[[C], Awaitable[T]]
+) -> T:
+    """The same of a client of some kind, which `door` makes of the connection."""
+    return ask(brokers, timeout_s, lambda client: question(door(client)))
 
 
 async def _ask(brokers: str, timeout_s: float, question: Callable[[Client], Awaitable[T]]) -> T:

@@ -42,6 +42,20 @@ Partitions = Annotated[
     ),
 ]
 
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; may be repeated.", show_default=False),
+]
+
+Unset = Annotated[
+    list[str] | None,
+    typer.Option("--unset", metavar="NAME", help="Back to its default; may be repeated.", show_default=False),
+]
+
+IfMissing = Annotated[
+    bool, typer.Option("--if-not-exists", help="Succeed, and change nothing, when it is there already.")
+]
+
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to go on.")]
 
 

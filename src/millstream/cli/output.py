@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -27,6 +27,13 @@ def print_answer(document: Any, text: str, *, as_json: bool) -> None:
         print_line(text)
 
 
+def print_noted(document: dict[str, Any], text: str, notes: Sequence[str], *, as_json: bool) -> None:
+    """Say what was done and what is to be known of it; a program finds that in the answer, a person beside it."""
+    print_answer({**document, "notes": list(notes)}, text, as_json=as_json)
+    for note in notes if not as_json else ():
+        print_note(note)
+
+
 def as_json_text(document: Any) -> str:
     """One document as one line, without its end."""
     return json.dumps(document, ensure_ascii=False)
@@ -46,6 +53,13 @@ def print_bytes(data: bytes) -> None:
         sys.stdout.buffer.flush()
     except BrokenPipeError:
         raise OutputClosed from None
+
+
+def print_settings(settings: Mapping[str, str], given: Collection[str]) -> None:
+    """Print settings, one line each, and which of them nobody gave."""
+    for name, value in sorted(settings.items()):
+        mark = "" if name in given else "  (default)"
+        print_line(f"  {name} = {one_line(value) or '-'}{mark}")
 
 
 def print_note(text: str) -> None:

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Any
 
 import typer
 
 from millstream.cli import pipeline_create, pipeline_rule, pipeline_run
-from millstream.cli.connection import ask
 from millstream.cli.options import (
     DEFAULT_BROKERS,
     DEFAULT_TIMEOUT_S,
     AsJson,
     Brokers,
+    Settings,
     TimeoutSeconds,
+    Unset,
     Yes,
     ask_person,
     parse_assignments,
 )
-from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_table
-from millstream.cli.pipeline_options import Name, Settings
-
-if TYPE_CHECKING:
-    from millstream.admin.pipelines import PipelineClient
-    from millstream.wire.client import Client
-
-T = TypeVar("T")
+from millstream.cli.output import (
+    counted,
+    one_line,
+    print_answer,
+    print_json,
+    print_line,
+    print_noted,
+    print_settings,
+    print_table,
+)
+from millstream.cli.pipeline_options import Name
+from millstream.cli.pipeline_question import ask_pipelines
 
 app = typer.Typer(
     help="Create, list, describe, update, start, stop, run and delete pipelines, which run on Spark.",
@@ -47,7 +51,7 @@ def list_(
     """List all pipelines and how they do."""
     from millstream.admin.pipelines import summary_of
 
-    rows = [summary_of(told) for told in _ask(brokers, timeout, lambda pipelines: pipelines.describe())]
+    rows = [summary_of(told) for told in ask_pipelines(brokers, timeout, lambda pipelines: pipelines.describe())]
     if as_json:
         print_json({"pipelines": rows})
     elif rows:
@@ -65,7 +69,7 @@ def describe(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Show what a pipeline is to do, and how it does."""
-    (told,) = _ask(brokers, timeout, lambda pipelines: pipelines.describe([name]))
+    (told,) = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.describe([name]))
     if as_json:
         print_json(told)
         return
@@ -75,9 +79,7 @@ def describe(
         for at, line in enumerate(text.splitlines() or [""]):
             print_line(f"{('' if at else word).ljust(10)}  {one_line(line)}")
     print_line()
-    for setting, value in sorted(told["settings"].items()):
-        mark = "" if setting in told["overrides"] else "  (default)"
-        print_line(f"  {setting} = {one_line(value) or '-'}{mark}")
+    print_settings(told["settings"], told["overrides"])
     if told["kind"] == "route":
         print_line()
         print_line(f"{counted(len(told['rules']), 'rule')}; millstream pipeline rule list {one_line(name)} shows them.")
@@ -87,10 +89,7 @@ def describe(
 def update(
     name: Name,
     settings: Settings = None,
-    unset: Annotated[
-        list[str] | None,
-        typer.Option("--unset", metavar="NAME", help="Back to its default; may be repeated.", show_default=False),
-    ] = None,
+    unset: Unset = None,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
@@ -99,8 +98,9 @@ def update(
     changes: dict[str, str | None] = {**parse_assignments(settings or [], flag="--set"), **dict.fromkeys(unset or [])}
     if not changes:
         raise typer.BadParameter("there is nothing to change; give --set or --unset")
-    _ask(brokers, timeout, lambda pipelines: pipelines.alter(name, changes))
-    print_answer({"pipeline": name, "changes": changes}, f"Changed pipeline {one_line(name)}.", as_json=as_json)
+    notes = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.alter(name, changes))
+    said = f"Changed pipeline {one_line(name)}."
+    print_noted({"pipeline": name, "changes": changes}, said, notes, as_json=as_json)
 
 
 @app.command("start")
@@ -111,7 +111,7 @@ def start(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Have a pipeline run; one that is parked is tried again."""
-    _ask(brokers, timeout, lambda pipelines: pipelines.start(name))
+    ask_pipelines(brokers, timeout, lambda pipelines: pipelines.start(name))
     print_answer({"pipeline": name, "wanted": True}, f"Started pipeline {one_line(name)}.", as_json=as_json)
 
 
@@ -123,7 +123,7 @@ def stop(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Have a pipeline run no more; when it is started again it goes on where it was."""
-    _ask(brokers, timeout, lambda pipelines: pipelines.stop(name))
+    ask_pipelines(brokers, timeout, lambda pipelines: pipelines.stop(name))
     print_answer({"pipeline": name, "wanted": False}, f"Stopped pipeline {one_line(name)}.", as_json=as_json)
 
 
@@ -137,7 +137,7 @@ def delete(
 ) -> None:
     """Delete a pipeline; tables and topics that it wrote stay. A person at a terminal is asked first."""
     ask_person(f"Delete pipeline {name} and forget how far it came?", unless=yes or as_json)
-    _ask(brokers, timeout, lambda pipelines: pipelines.delete(name))
+    ask_pipelines(brokers, timeout, lambda pipelines: pipelines.delete(name))
     print_answer({"pipeline": name, "deleted": True}, f"Deleted pipeline {one_line(name)}.", as_json=as_json)
 
 
@@ -165,13 +165,3 @@ def _shown(key: str, value: Any) -> Any:
         # Reasons may be long; describe shows all of them.
         return value.partition("\n")[0][:80] or None
     return value
-
-
-def _ask(brokers: str, timeout: float, question: Callable[[PipelineClient], Awaitable[T]]) -> T:
-    async def asked(client: Client) -> T:
-        # Imported when there is something to ask, so that help is told at once.
-        from millstream.admin.pipelines import PipelineClient
-
-        return await question(PipelineClient(client))
-
-    return ask(brokers, timeout, asked)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Final
 
 import typer
 
 from millstream.cli.options import given_text, parse_assignments
+from millstream.model.pipeline import PipelineKind
 
 Name = Annotated[str, typer.Argument(help="The name of the pipeline.", show_default=False)]
 Topics = Annotated[
@@ -60,6 +62,26 @@ Schema = Annotated[
         show_default=False,
     ),
 ]
+TopicSchemas = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--schema",
+        metavar="TOPIC=COLUMNS",
+        help='Columns of a topic\'s payloads, as in "orders=id long, total double"; may be repeated. '
+        "Default: as a sample has them.",
+        show_default=False,
+    ),
+]
+AnySchemas = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--schema",
+        metavar="[TOPIC=]COLUMNS",
+        help='Columns of payloads, as in "id long, total double"; for transform with their topic before them, '
+        "and as often as there are topics. Default: as they are found.",
+        show_default=False,
+    ),
+]
 DedupeSeconds = Annotated[
     float | None,
     typer.Option(
@@ -80,16 +102,6 @@ Sql = Annotated[
 ]
 Into = Annotated[
     str | None, typer.Option("--into", metavar="TOPIC", help="The topic that takes the rows.", show_default=False)
-]
-TopicSchemas = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--schema",
-        metavar="TOPIC=COLUMNS",
-        help='Columns of a topic\'s payloads, as in "orders=id long, total double"; may be repeated. '
-        "Default: as a sample has them.",
-        show_default=False,
-    ),
 ]
 Tables = Annotated[
     list[str] | None,
@@ -115,10 +127,6 @@ Start = Annotated[
         "--from", metavar="PLACE", help="Where to begin: earliest (the default) or latest.", show_default=False
     ),
 ]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; may be repeated.", show_default=False),
-]
 Rules = Annotated[
     str | None,
     typer.Option(
@@ -130,66 +138,92 @@ Rules = Annotated[
 ]
 
 
-def land_settings(
-    topics: Sequence[str] | None,
-    pattern: str | None,
-    lake: str | None,
-    format_: str | None,
-    every_s: float | None,
-    decode: str | None,
-    schema: str | None,
-    dedupe_s: float | None,
-) -> dict[str, str]:
-    """The settings of a pipeline that lands, as far as they were given."""
-    return _given(
-        {
-            "topics": ",".join(topics) if topics else None,
-            "pattern": pattern,
-            "lake": lake,
-            "format": format_,
-            "every.ms": _milliseconds(every_s),
+_EVERY_KIND: Final = frozenset({"start", "settings"})
+_OF_KIND: Final[Mapping[PipelineKind, frozenset[str]]] = {
+    PipelineKind.LAND: frozenset({"topic", "pattern", "lake", "format", "every", "decode", "schema", "dedupe"}),
+    PipelineKind.TRANSFORM: frozenset({"sql", "into", "schema", "table", "watermark", "decode"}),
+    PipelineKind.ROUTE: frozenset({"rules", "decode"}),
+}
+"""Which flags say something about which kind."""
+_SPELLED: Final = {"start": "--from", "settings": "--set"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flags:
+    """What the flags say of a pipeline; None is what was not given."""
+
+    topic: Sequence[str] | None = None
+    pattern: str | None = None
+    lake: str | None = None
+    format: str | None = None
+    every: float | None = None
+    decode: str | None = None
+    schema: Sequence[str] | None = None
+    dedupe: float | None = None
+    sql: str | None = None
+    into: str | None = None
+    table: list[str] | None = None
+    watermark: list[str] | None = None
+    rules: str | None = None
+    start: str | None = None
+    settings: list[str] | None = None
+
+    def given(self) -> list[str]:
+        """Those that were given, as they are spelled."""
+        return [_spelled(one.name) for one in fields(self) if getattr(self, one.name) not in (None, [], ())]
+
+    def settings_of(self, kind: PipelineKind) -> dict[str, str]:
+        """The settings that they make; a flag of another kind of pipeline would do nothing, and is refused."""
+        known = {_spelled(name) for name in _EVERY_KIND | _OF_KIND[kind]}
+        for flag in self.given():
+            if flag not in known:
+                raise typer.BadParameter(f"{flag} is not for {kind}; it takes {', '.join(sorted(known))}")
+        of_kind = {
+            PipelineKind.LAND: self._land,
+            PipelineKind.TRANSFORM: self._transform,
+            PipelineKind.ROUTE: dict,
+        }[kind]()
+        flags = {**of_kind, "from": self.start, **({} if self.decode is None else {"decode": self.decode})}
+        named = parse_assignments(self.settings or [], flag="--set")
+        # Settings that are given by name win.
+        return {**{name: text for name, text in flags.items() if text is not None}, **named}
+
+    def _land(self) -> dict[str, str | None]:
+        schemas = self.schema or ()
+        if len(schemas) > 1:
+            raise typer.BadParameter("--schema is given once for land: all topics have the same columns")
+        return {
+            "topics": ",".join(self.topic) if self.topic else None,
+            "pattern": self.pattern,
+            "lake": self.lake,
+            "format": self.format,
+            "every.ms": _milliseconds(self.every),
             # A schema is of use for nothing else.
-            "decode": decode or ("json" if schema else None),
-            "schema": None if schema is None else given_text(schema, flag="--schema"),
-            "dedupe.ms": _milliseconds(dedupe_s),
+            "decode": "json" if schemas else None,
+            "schema": given_text(schemas[0], flag="--schema") if schemas else None,
+            "dedupe.ms": _milliseconds(self.dedupe),
         }
-    )
 
-
-def transform_settings(
-    sql: str | None,
-    into: str | None,
-    decode: str | None,
-    *,
-    schemas: list[str] | None = None,
-    tables: list[str] | None = None,
-    watermarks: list[str] | None = None,
-) -> dict[str, str]:
-    """The settings of a pipeline that transforms, as far as they were given."""
-    return _given(
-        {
-            "sql": None if sql is None else given_text(sql, flag="--sql"),
-            "into": into,
-            "decode": decode,
-            "schemas": _by_name(schemas, flag="--schema"),
-            "tables": _by_name(tables, flag="--table"),
-            "watermarks": _by_name(watermarks, flag="--watermark"),
+    def _transform(self) -> dict[str, str | None]:
+        return {
+            "sql": None if self.sql is None else given_text(self.sql, flag="--sql"),
+            "into": self.into,
+            "schemas": _by_name(self.schema, flag="--schema"),
+            "tables": _by_name(self.table, flag="--table"),
+            "watermarks": _by_name(self.watermark, flag="--watermark"),
         }
-    )
 
 
-def shared_settings(start: str | None, settings: list[str] | None) -> dict[str, str]:
-    """What every kind of pipeline has; settings that are given by name win."""
-    return {**_given({"from": start}), **parse_assignments(settings or [], flag="--set")}
+def _spelled(name: str) -> str:
+    return _SPELLED.get(name, f"--{name}")
 
 
-def _by_name(given: list[str] | None, *, flag: str) -> str | None:
-    return json.dumps(parse_assignments(given, flag=flag), ensure_ascii=False) if given else None
+def _by_name(given: Sequence[str] | None, *, flag: str) -> str | None:
+    if not given:
+        return None
+    named = parse_assignments(list(given), flag=flag)
+    return json.dumps({name: given_text(text, flag=flag) for name, text in named.items()}, ensure_ascii=False)
 
 
 def _milliseconds(seconds: float | None) -> str | None:
     return None if seconds is None else str(round(seconds * 1000))
-
-
-def _given(settings: dict[str, str | None]) -> dict[str, str]:
-    return {name: text for name, text in settings.items() if text is not None}

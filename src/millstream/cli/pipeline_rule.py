@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
-from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_table
+from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_noted, print_table
 from millstream.cli.pipeline_options import Name
+from millstream.cli.pipeline_question import ask_pipelines
 from millstream.model.pipeline import Rule
-
-if TYPE_CHECKING:
-    from millstream.wire.client import Client
 
 app = typer.Typer(help="Put, load, list and delete the rules of a pipeline that routes.", no_args_is_help=True)
 
@@ -53,9 +50,9 @@ def put(
 ) -> None:
     """Add a rule, or replace the one of this name; it holds from the next batch on."""
     new = Rule(name=rule, topic=topic, targets=tuple(to), condition=where, subscription=subscription)
-    number = _change(name, [new], (), brokers, timeout)
+    changed = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.change_rules(name, [new]))
     said = f"Pipeline {one_line(name)} routes {topic} to {', '.join(to)} by rule {one_line(rule)}."
-    print_answer({"pipeline": name, "rule": rule, "rules": number}, said, as_json=as_json)
+    print_noted({"pipeline": name, "rule": rule, "rules": changed.rules}, said, changed.notes, as_json=as_json)
 
 
 @app.command("load")
@@ -75,9 +72,10 @@ def load(
     if replace:
         named = {rule.name for rule in rules}
         gone = [rule.name for rule in _rules_of(name, brokers, timeout) if rule.name not in named]
-    number = _change(name, rules, gone, brokers, timeout)
-    said = f"Pipeline {one_line(name)} has {counted(number, 'rule')}: {len(rules):,} put, {len(gone):,} deleted."
-    print_answer({"pipeline": name, "put": len(rules), "deleted": len(gone), "rules": number}, said, as_json=as_json)
+    changed = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.change_rules(name, rules, gone=gone))
+    said = f"Pipeline {one_line(name)} has {counted(changed.rules, 'rule')}: {len(rules):,} put, {len(gone):,} deleted."
+    document = {"pipeline": name, "put": len(rules), "deleted": len(gone), "rules": changed.rules}
+    print_noted(document, said, changed.notes, as_json=as_json)
 
 
 @app.command("list")
@@ -107,9 +105,9 @@ def delete(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Delete rules; what they have routed stays."""
-    number = _change(name, (), rule, brokers, timeout)
-    said = f"Deleted {counted(len(rule), 'rule')} of pipeline {one_line(name)}; {number:,} left."
-    print_answer({"pipeline": name, "deleted": len(rule), "rules": number}, said, as_json=as_json)
+    left = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.change_rules(name, gone=rule)).rules
+    said = f"Deleted {counted(len(rule), 'rule')} of pipeline {one_line(name)}; {left:,} left."
+    print_answer({"pipeline": name, "deleted": len(rule), "rules": left}, said, as_json=as_json)
 
 
 def condition_text(rule: Rule) -> str:
@@ -149,24 +147,9 @@ def _as_document(rule: Rule) -> dict[str, object]:
 
 
 def _rules_of(name: str, brokers: str, timeout: float) -> list[Rule]:
-    async def question(client: Client) -> list[Rule]:
-        import msgspec
+    import msgspec
 
-        from millstream.admin.pipelines import PipelineClient
-        from millstream.wire.pipeline_messages import ToldRule
+    from millstream.wire.pipeline_messages import ToldRule
 
-        (told,) = await PipelineClient(client).describe([name])
-        return [one.rule() for one in msgspec.convert(told["rules"], list[ToldRule])]
-
-    return ask(brokers, timeout, question)
-
-
-def _change(
-    name: str, rules: list[Rule] | tuple[Rule, ...], gone: list[str] | tuple[()], brokers: str, timeout: float
-) -> int:
-    async def question(client: Client) -> int:
-        from millstream.admin.pipelines import PipelineClient
-
-        return await PipelineClient(client).change_rules(name, rules, gone=gone)
-
-    return ask(brokers, timeout, question)
+    (told,) = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.describe([name]))
+    return [one.rule() for one in msgspec.convert(told["rules"], list[ToldRule])]

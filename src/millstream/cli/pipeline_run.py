@@ -15,24 +15,25 @@ import typer
 
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, Settings, TimeoutSeconds
 from millstream.cli.output import counted, one_line, print_answer
 from millstream.cli.pipeline_dry_run import show_dry_run
 from millstream.cli.pipeline_options import (
+    AnySchemas,
     Decode,
     DedupeSeconds,
+    EverySeconds,
+    Flags,
     Format,
     Into,
     Lake,
     Pattern,
     Rules,
-    Schema,
-    Settings,
     Sql,
     Start,
-    land_settings,
-    shared_settings,
-    transform_settings,
+    Tables,
+    Topics,
+    Watermarks,
 )
 from millstream.cli.pipeline_rule import read_rules
 from millstream.model.errors import GroupNotEmpty, InvalidPipeline, MillstreamError
@@ -88,14 +89,18 @@ def run(
     once: Once = False,
     dry: Dry = False,
     name: RunName = None,
+    topic: Topics = None,
     pattern: Pattern = None,
     lake: Lake = None,
     format_: Format = None,
+    every: EverySeconds = None,
     decode: Decode = None,
-    schema: Schema = None,
+    schema: AnySchemas = None,
     dedupe: DedupeSeconds = None,
     sql: Sql = None,
     into: Into = None,
+    table: Tables = None,
+    watermark: Watermarks = None,
     rules: Rules = None,
     start: Start = None,
     settings: Settings = None,
@@ -107,16 +112,26 @@ def run(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Run a pipeline by hand, here, with progress and a summary. While somebody else runs it, it is not run again."""
-    given = shared_settings(start, settings)
-    kind = PipelineKind(what) if what in set(PipelineKind) else None
-    if kind is PipelineKind.LAND:
-        given = {**land_settings(topics, pattern, lake, format_, None, decode, schema, dedupe), **given}
-    elif kind is PipelineKind.TRANSFORM:
-        given = {**transform_settings(sql, into, decode), **given}
-    elif kind is PipelineKind.ROUTE:
-        given = {**({} if decode is None else {"decode": decode}), **given}
-    listed = () if rules is None else read_rules(rules)
-    pipeline = None if kind is None else _undeclared(kind, given, listed, name)
+    flags = Flags(
+        topic=[*(topics or ()), *(topic or ())],
+        pattern=pattern,
+        lake=lake,
+        format=format_,
+        every=every,
+        decode=decode,
+        schema=schema,
+        dedupe=dedupe,
+        sql=sql,
+        into=into,
+        table=table,
+        watermark=watermark,
+        rules=rules,
+        start=start,
+        settings=settings,
+    )
+    pipeline = _undeclared_by(PipelineKind(what), flags, name) if what in set(PipelineKind) else None
+    if pipeline is None:
+        _refuse_changes(what, flags, name)
     _refuse_without_spark()
     found, places = ask(brokers, timeout, lambda client: _look_up(client, what if pipeline is None else None))
     pipeline = pipeline or found
@@ -125,8 +140,23 @@ def run(
     if dry:
         show_dry_run(pipeline, brokers, master=master, memory=memory, as_json=as_json)
         return
-    by_hand = _ByHand(pipeline, places, brokers, lake=lake, folder=folder)
+    by_hand = _ByHand(pipeline, places, brokers, is_declared=found is not None, lake=lake, folder=folder)
     by_hand.run(master, memory, once=once, as_json=as_json)
+
+
+def _undeclared_by(kind: PipelineKind, flags: Flags, name: str | None) -> Pipeline:
+    settings = flags.settings_of(kind)
+    return _undeclared(kind, settings, () if flags.rules is None else read_rules(flags.rules), name)
+
+
+def _refuse_changes(what: str, flags: Flags, name: str | None) -> None:
+    """A declared pipeline is run as it is declared; only the place of its tables may be another machine's."""
+    given = [flag for flag in flags.given() if flag != "--lake"] + ([] if name is None else ["--name"])
+    if given:
+        raise typer.BadParameter(
+            f"{given[0]} is for a pipeline that is not declared; {what!r} is run as it is, and changed by "
+            "millstream pipeline update"
+        )
 
 
 def _undeclared(kind: PipelineKind, settings: dict[str, str], rules: Sequence[Rule], name: str | None) -> Pipeline:
@@ -175,9 +205,17 @@ class _ByHand:
     """One run, from the claim to the summary."""
 
     def __init__(
-        self, pipeline: Pipeline, places: Places, brokers: str, *, lake: str | None, folder: str | None
+        self,
+        pipeline: Pipeline,
+        places: Places,
+        brokers: str,
+        *,
+        is_declared: bool,
+        lake: str | None,
+        folder: str | None,
     ) -> None:
         self._pipeline = pipeline
+        self._is_declared = is_declared
         self._brokers = brokers
         self._lake = self._place("--lake", lake, places.lake, places)
         self._folder = self._place("--folder", folder, places.folder, places)
@@ -201,7 +239,7 @@ class _ByHand:
         from millstream.spark.link import Link
 
         link = Link(self._brokers, f"pipeline-run-{os.getpid()}", max(DEFAULT_TIMEOUT_S, SESSION_S))
-        claim = Claim(link, self._pipeline.group, when_lost=self._stopping.set)
+        claim = Claim(link, self._pipeline.group, is_declared=self._is_declared, when_lost=self._stopping.set)
         try:
             self._take(claim)
             with self._progress(), tempfile.TemporaryDirectory(prefix="millstream-") as scratch:

@@ -11,14 +11,17 @@ import typer
 
 from millstream.admin.position import HELP
 from millstream.admin.subscriptions import HIDDEN_PREFIX, place_of, start_of, summary_of
-from millstream.cli.connection import ask
+from millstream.cli.connection import ask, ask_through
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import (
     DEFAULT_BROKERS,
     DEFAULT_TIMEOUT_S,
     AsJson,
     Brokers,
+    IfMissing,
+    Settings,
     TimeoutSeconds,
+    Unset,
     Yes,
     ask_person,
     parse_assignments,
@@ -31,6 +34,7 @@ from millstream.cli.output import (
     print_json,
     print_line,
     print_note,
+    print_settings,
     print_table,
 )
 from millstream.cli.push_address import push_note
@@ -117,10 +121,6 @@ ExpiresSeconds = Annotated[
     float | None,
     typer.Option("--expires", metavar="SECONDS", help="Delete it when unused for so long.", show_default=False),
 ]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; may be repeated.", show_default=False),
-]
 
 
 @app.command("create")
@@ -143,9 +143,7 @@ def create(
     push_secret: PushSecret = None,
     push_header: PushHeaders = None,
     settings: Settings = None,
-    if_missing: Annotated[
-        bool, typer.Option("--if-not-exists", help="Succeed, and change nothing, when it is there already.")
-    ] = False,
+    if_missing: IfMissing = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
@@ -221,9 +219,7 @@ def describe(
         print_json(told)
         return
     print_line(f"{one_line(name)} on {', '.join(told['topics']) or 'what its members subscribe to'}")
-    for setting, value in sorted(told["settings"].items()):
-        mark = "" if setting in told["overrides"] else "  (default)"
-        print_line(f"  {setting} = {one_line(value) or '-'}{mark}")
+    print_settings(told["settings"], told["overrides"])
     print_line()
     keys = ("topic", "partition", "oldest", "backlog", "available", "leased", "parked", "blocked", "accepted")
     more = ("released", "expired", "dead_lettered", "dropped", "filtered")
@@ -253,10 +249,7 @@ def update(
     push_secret: PushSecret = None,
     push_header: PushHeaders = None,
     settings: Settings = None,
-    unset: Annotated[
-        list[str] | None,
-        typer.Option("--unset", metavar="NAME", help="Back to its default; may be repeated.", show_default=False),
-    ] = None,
+    unset: Unset = None,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
@@ -413,13 +406,14 @@ def _show(messages: Iterable[LeasedMessage], *, as_json: bool) -> None:
 
 
 def _ask(brokers: str, timeout: float, question: Callable[[SubscriptionClient], Awaitable[T]]) -> T:
-    async def asked(client: Client) -> T:
-        # Imported when there is something to ask, so that help is told at once.
-        from millstream.wire.subscriptions import SubscriptionClient
+    return ask_through(brokers, timeout, _subscriptions, question)
 
-        return await question(SubscriptionClient(client))
 
-    return ask(brokers, timeout, asked)
+def _subscriptions(client: Client) -> SubscriptionClient:
+    # Imported when there is something to ask, so that help is told at once.
+    from millstream.wire.subscriptions import SubscriptionClient
+
+    return SubscriptionClient(client)
 
 
 def _set_paused(name: str, value: str | None, *, as_json: bool, brokers: str, timeout: float) -> None:

@@ -14,6 +14,7 @@ from millstream.cluster.declarations import Declarations
 from millstream.model.clock import Clock
 from millstream.model.errors import InvalidPipeline, PipelineExists, UnknownPipeline
 from millstream.model.pipeline import (
+    GROUP_PREFIX,
     TEXT_LENGTH_MAX,
     Pipeline,
     PipelineKind,
@@ -55,6 +56,11 @@ class Pipelines:
     def get(self, name: str) -> Pipeline | None:
         """The pipeline of this name, if there is one."""
         return self._by_name.get(name)
+
+    def of_group(self, group_id: str) -> str | None:
+        """The pipeline whose group this is, if one is declared."""
+        name = group_id.removeprefix(GROUP_PREFIX)
+        return name if name != group_id and name in self._by_name else None
 
     async def find(self, name: str) -> Pipeline:
         """The pipeline of this name; another node may have declared it just now."""

@@ -35,12 +35,13 @@ from millstream.groups.requests import (
     SyncRequest,
 )
 from millstream.groups.shard import GroupShard
-from millstream.groups.share.requests import ShareAnswer, ShareGroupDescription, ShareHeartbeat
+from millstream.groups.share.requests import JOIN_EPOCH, ShareAnswer, ShareGroupDescription, ShareHeartbeat
 from millstream.groups.transactional import Producer
 from millstream.model.clock import Clock
 from millstream.model.errors import InvalidGroupId, InvalidSessionTimeout, MillstreamError
 from millstream.model.ids import NodeId, PartitionIndex, ProducerId
 from millstream.model.marker import Marker
+from millstream.model.pipeline import GROUP_TYPE
 from millstream.model.topic import CONSUMER_OFFSETS, TopicPartition
 
 GROUP_ID_CHARACTERS_MAX = 1024
@@ -75,9 +76,17 @@ class GroupCoordinator:
     """Consumer groups and their offsets, kept in `__consumer_offsets`."""
 
     def __init__(
-        self, topics: GroupTopics, config: Config, clock: Clock, *, retry_first_s: float = RETRY_FIRST_S
+        self,
+        topics: GroupTopics,
+        config: Config,
+        clock: Clock,
+        *,
+        pipeline_of: Callable[[str], str | None] = lambda _group_id: None,
+        retry_first_s: float = RETRY_FIRST_S,
     ) -> None:
+        """`pipeline_of` names the declared pipeline whose group this is, if it is one's."""
         self._topics = topics
+        self._pipeline_of = pipeline_of
         self._consumer_topics = ConsumerTopics.of(topics)
         self._clock = clock
         self._limits = GroupLimits(
@@ -121,6 +130,8 @@ class GroupCoordinator:
     async def join(self, request: JoinRequest) -> Joined:
         """A consumer joins; answered with the next generation."""
         _check_group_id(request.group_id)
+        if request.protocol_type != GROUP_TYPE:
+            self._refuse_outsider(request.group_id)
         limits = self._limits
         if not limits.session_min_ms <= request.session_timeout_ms <= limits.session_max_ms:
             raise InvalidSessionTimeout(
@@ -128,6 +139,12 @@ class GroupCoordinator:
                 f"not {request.session_timeout_ms}"
             )
         return await self._runtime.run(request.group_id, lambda shard: shard.join(request))
+
+    def _refuse_outsider(self, group_id: str) -> None:
+        """A consumer in the group of a pipeline would move its offsets, and the pipeline would skip or repeat."""
+        pipeline = self._pipeline_of(group_id)
+        if pipeline is not None:
+            raise InvalidGroupId(f"group {group_id!r} belongs to pipeline {pipeline!r}; consumers use another one")
 
     async def sync(self, request: SyncRequest) -> Synced:
         """A member asks for its assignment; answered when the leader has brought it and the log has it."""
@@ -142,11 +159,15 @@ class GroupCoordinator:
     async def consumer_heartbeat(self, request: ConsumerHeartbeat) -> HeartbeatAnswer:
         """A member of a consumer group joins, lives or goes."""
         _check_length(request.group_id)
+        if request.epoch == JOIN_EPOCH:
+            self._refuse_outsider(request.group_id)
         return await self._runtime.run(request.group_id, lambda shard: shard.consumer_heartbeat(request), pure=True)
 
     async def share_heartbeat(self, request: ShareHeartbeat) -> ShareAnswer:
         """A member of a share group joins, lives or goes."""
         _check_length(request.group_id)
+        if request.epoch == JOIN_EPOCH:
+            self._refuse_outsider(request.group_id)
         return await self._runtime.run(request.group_id, lambda shard: shard.shares.heartbeat(request), pure=True)
 
     async def describe_share_group(self, group_id: str) -> ShareGroupDescription:

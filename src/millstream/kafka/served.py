@@ -100,6 +100,7 @@ from millstream.kafka.dispatch import RawApi
 from millstream.kafka.landed_board import LandedBoard
 from millstream.kafka.node_metrics import GroupMetrics, ProcessMetrics
 from millstream.kafka.pipeline_board import PipelineBoard
+from millstream.kafka.pipeline_notes import PipelineNotes
 from millstream.kafka.quota_meter import QuotaMeters
 from millstream.kafka.share_door import ShareDoor
 from millstream.kafka.share_offsets import ShareOffsets
@@ -139,7 +140,7 @@ class Served:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._groups = GroupCoordinator(parts.topics, parts.config, parts.clock)
+        self._groups = GroupCoordinator(parts.topics, parts.config, parts.clock, pipeline_of=parts.pipelines.of_group)
         self._meters = QuotaMeters(parts.quotas)
         self._fetch = Fetch(parts.topics, parts.budget, self._meters.fetch, bytes_max=parts.config.fetch_bytes_max)
         self._transactions = TransactionService(
@@ -262,7 +263,7 @@ class Served:
         yield WriteQueueStates(service.states)
         yield SubscriptionReceive(service, self._meters.fetch)
         yield SubscriptionSettle(service)
-        yield SubscriptionCreate(service)
+        yield SubscriptionCreate(service, self._parts.pipelines)
         yield SubscriptionAlter(service)
         yield SubscriptionDelete(service.declared)
         yield SubscriptionList(service)
@@ -284,11 +285,12 @@ class Served:
 
     def _pipeline_apis(self) -> Iterable[RawApi]:
         pipelines, subscriptions = self._parts.pipelines, self._parts.subscriptions
-        yield PipelineCreate(pipelines, subscriptions)
-        yield PipelineAlter(pipelines)
+        notes = PipelineNotes(pipelines, self._parts.topics)
+        yield PipelineCreate(pipelines, subscriptions, notes)
+        yield PipelineAlter(pipelines, subscriptions, notes)
         yield PipelineDelete(pipelines)
         yield PipelineList(pipelines, self.pipeline_board)
-        yield RuleChange(pipelines, subscriptions)
+        yield RuleChange(pipelines, subscriptions, notes)
         yield PipelineLanded(self._landed)
 
     def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:

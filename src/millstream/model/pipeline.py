@@ -35,6 +35,8 @@ LATEST: Final = "latest"
 FAIL: Final = "fail"
 SKIP: Final = "skip"
 ON_LOST: Final = "on.lost"
+DECODE: Final = "decode"
+NO_DECODING: Final = "none"
 
 _DELAY: Final = re.compile(
     r"(?:interval\s+)?(?:\d+(?:\.\d+)?\s+"
@@ -209,10 +211,10 @@ class LandSettings(PipelineSettings):
         needs_restart=False,
     )
     decode: str = setting(
-        "decode",
-        "none",
+        DECODE,
+        NO_DECODING,
         "Whether payloads become columns: `json` decodes them by `schema`, or by what they are found to have.",
-        choices=("none", "json"),
+        choices=(NO_DECODING, "json"),
         needs_restart=False,
     )
     schema: str = setting(
@@ -247,7 +249,7 @@ class LandSettings(PipelineSettings):
             compile_expression(self.pattern)
         for name in self.topic_names:
             check_topic_name(name)
-        if self.schema and self.decode == "none":
+        if self.schema and self.decode == NO_DECODING:
             raise InvalidSetting("a `schema` is for payloads that are decoded: set decode=json with it")
 
     def check_texts(self) -> None:
@@ -260,7 +262,7 @@ class LandSettings(PipelineSettings):
         for name in names:
             if names.count(name) > 1:
                 raise InvalidSetting(f"`topics` names {name!r} twice")
-            if self.decode != "none" and name + QUARANTINE_ENDING in names:
+            if self.decode != NO_DECODING and name + QUARANTINE_ENDING in names:
                 raise InvalidSetting(f"topic {name + QUARANTINE_ENDING!r} has the name of the quarantine of {name!r}")
 
     @property
@@ -287,10 +289,10 @@ class TransformSettings(MovingSettings):
     )
     into: str = setting("into", "", "The topic that takes the rows.", needs_restart=False)
     decode: str = setting(
-        "decode",
+        DECODE,
         "json",
         "How payloads are read: `json` makes columns of them, `none` leaves key and value as they are.",
-        choices=("none", "json"),
+        choices=(NO_DECODING, "json"),
         needs_restart=False,
     )
     schemas: str = setting(
@@ -320,7 +322,7 @@ class TransformSettings(MovingSettings):
 
     def check_texts(self) -> None:
         """Raise `InvalidSetting` for what is no statement, reads nothing or what it writes, and for odd documents."""
-        if self.schemas.strip() and self.decode == "none":
+        if self.schemas.strip() and self.decode == NO_DECODING:
             raise InvalidSetting("`schemas` are for payloads that are decoded: set decode=json with them")
         for topic, text in named_texts("schemas", self.schemas).items():
             parse_columns(text, about=f"the schema of {topic!r}")
@@ -357,10 +359,10 @@ class RouteSettings(MovingSettings):
     """How messages are put into consumer queues, by rules that the catalog keeps beside the pipeline."""
 
     decode: str = setting(
-        "decode",
+        DECODE,
         "json",
         "How payloads are read for conditions: `json` lets them say `payload.field`, `none` only the other columns.",
-        choices=("none", "json"),
+        choices=(NO_DECODING, "json"),
         needs_restart=False,
     )
 

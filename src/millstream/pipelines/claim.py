@@ -18,6 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
+from millstream.admin.pipelines import PipelineClient
 from millstream.model.errors import (
     FencedInstance,
     GroupNotEmpty,
@@ -28,6 +29,7 @@ from millstream.model.errors import (
     UnknownMember,
 )
 from millstream.model.ids import NodeId
+from millstream.model.pipeline import GROUP_PREFIX, GROUP_TYPE
 from millstream.pipelines.job import GroupMember
 from millstream.spark.link import Link
 from millstream.wire.refusal import refusal
@@ -40,8 +42,6 @@ BEAT_S: Final = 3.0
 LEAVE_S: Final = 2.0
 """How long a goodbye may take; the group notices anyway."""
 
-_TYPE: Final = "pipeline"
-"""Not "consumer": a group of consumers forgets offsets of topics that no member says it reads."""
 _PROTOCOL: Final = "one"
 _JOINS_MAX: Final = 10
 _GROUP_COORDINATOR: Final = 0
@@ -59,11 +59,17 @@ class Claim:
         group: str,
         *,
         instance_id: str | None = None,
+        is_declared: bool = False,
         when_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """`when_lost` is called, on the link's loop, when the group has put this member out."""
+        """`when_lost` is called, on the link's loop, when the group has put this member out.
+
+        The group of a pipeline that `is_declared`, as all are that drivers run, goes with its declaration, also if
+        that goes while it is run.
+        """
         self._link = link
         self._group = group
+        self._is_declared = is_declared or instance_id is not None
         self._when_lost = when_lost
         self._me = GroupMember(instance_id=instance_id)
         self._keeping: Future[None] | None = None
@@ -98,6 +104,8 @@ class Claim:
             self._is_held = False
             with suppress(MillstreamError, TimeoutError):
                 self._link.call(asyncio.wait_for(self._leave(), LEAVE_S))
+                if self._is_declared:
+                    self._link.call(asyncio.wait_for(self._forget(), LEAVE_S))
 
     # -- on the loop ----------------------------------------------------------------------------------------
 
@@ -141,7 +149,7 @@ class Claim:
             rebalance_timeout=timedelta(seconds=SESSION_S),
             member_id=self._me.member_id,
             group_instance_id=self._me.instance_id,
-            protocol_type=_TYPE,
+            protocol_type=GROUP_TYPE,
             protocols=(messages.JoinGroupRequestProtocol(name=_PROTOCOL, metadata=b""),),
         )
         try:
@@ -170,7 +178,7 @@ class Claim:
             generation_id=self._me.generation,
             member_id=self._me.member_id,
             group_instance_id=self._me.instance_id,
-            protocol_type=_TYPE,
+            protocol_type=GROUP_TYPE,
             protocol_name=_PROTOCOL,
             assignments=(share,),
         )
@@ -219,6 +227,9 @@ class Claim:
             await self._ask(
                 messages.LeaveGroupRequest(group_id=self._group, members=(me,)), lambda answer: answer.error_code
             )
+
+    async def _forget(self) -> None:
+        await PipelineClient(self._link.client).forget_deleted(self._group.removeprefix(GROUP_PREFIX))
 
     async def _ask(self, request: Any, code_of: Callable[[Any], int], *fine: int) -> Any:
         async def attempt(coordinator: NodeId) -> Any:

@@ -22,7 +22,7 @@ def test_an_error_of_several_lines_points_at_its_place(
         "settings": {},
         "overrides": {},
     }
-    monkeypatch.setattr("millstream.cli.pipeline._ask", lambda *_: [told])
+    monkeypatch.setattr("millstream.cli.pipeline.ask_pipelines", lambda *_: [told])
     describe("broken")
     assert capsys.readouterr().out.splitlines()[3:7] == [
         "parked      a column is unknown",

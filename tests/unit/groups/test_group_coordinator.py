@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from millstream.config import Config
+from millstream.groups.consumer.requests import ConsumerHeartbeat
 from millstream.groups.coordinator import GroupCoordinator
 from millstream.groups.requests import (
     CommitRequest,
@@ -19,6 +21,7 @@ from millstream.groups.requests import (
     PartitionCommit,
     SyncRequest,
 )
+from millstream.groups.share.requests import ShareHeartbeat
 from millstream.model.clock import SystemClock
 from millstream.model.errors import (
     CoordinatorLoading,
@@ -249,3 +252,30 @@ async def test_an_answer_that_nobody_waits_for_is_no_defect_when_it_is_refused(
         await committing
     gc.collect()
     assert not complaints
+
+
+async def test_consumers_stay_out_of_the_group_of_a_pipeline(topics: MemoryTopics) -> None:
+    pipelines = {"pipeline-mine": "mine"}
+    groups = GroupCoordinator(topics, CONFIG, SystemClock(), pipeline_of=pipelines.get)
+    beat = ConsumerHeartbeat(group_id="pipeline-mine", member_id="m", epoch=0)
+    share = ShareHeartbeat(
+        group_id="pipeline-mine",
+        member_id="m",
+        epoch=0,
+        rack_id=None,
+        topics=frozenset({"orders"}),
+        client_id="c",
+        client_host="/h",
+        session_ms=10_000,
+        heartbeat_ms=1000,
+    )
+    asked = (groups.join(join_request("pipeline-mine")), groups.consumer_heartbeat(beat), groups.share_heartbeat(share))
+    for refused in asked:
+        with pytest.raises(InvalidGroupId, match="belongs to pipeline 'mine'"):
+            await refused
+    await groups.start()
+    with pytest.raises(MemberIdRequired):
+        await groups.join(join_request("pipeline-yours"))
+    with pytest.raises(MemberIdRequired):
+        await groups.join(replace(join_request("pipeline-mine"), protocol_type="pipeline"))
+    await groups.close()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from uuid import uuid4
 
 import pytest
 
@@ -16,24 +17,30 @@ from millstream.catalog.catalog import Catalog
 from millstream.cluster.declarations import CatalogDeclarations
 from millstream.cluster.pipelines import Pipelines
 from millstream.cluster.subscriptions import Subscriptions
+from millstream.cluster.topics import Topics
 from millstream.kafka.api import ClientInfo
 from millstream.kafka.apis.pipeline_alter import PipelineAlter
 from millstream.kafka.apis.pipeline_create import PipelineCreate
 from millstream.kafka.apis.pipeline_delete import PipelineDelete
 from millstream.kafka.apis.pipeline_list import PipelineList
 from millstream.kafka.apis.rule_change import RuleChange
+from millstream.kafka.apis.subscription_create import NewSubscription, SubscriptionCreate
 from millstream.kafka.pipeline_board import STATES, PipelineBoard, PipelineReport
+from millstream.kafka.pipeline_notes import PipelineNotes
 from millstream.kafka.private import PrivateApi
+from millstream.kafka.subscription_service import SubscriptionService
 from millstream.model.errors import (
     BrokerUnreachable,
     InvalidPipeline,
     InvalidRequest,
     InvalidSetting,
+    InvalidSubscription,
     NotFound,
     PipelineExists,
     UnknownGroup,
 )
 from millstream.model.pipeline import PipelineKind, Rule
+from millstream.model.topic import Topic
 from millstream.testing.clock import ManualClock
 from millstream.wire.client import Client
 from millstream.wire.codec import RequestHeader, response_body_at
@@ -41,6 +48,10 @@ from millstream.wire.pipeline_messages import ALTER_KEY, PipelineChanges
 
 LARGE = Rule(name="large", topic="orders", targets=("large-orders", "audit"), condition="payload.total > 1000")
 ORDERS = {"topics": "orders"}
+
+
+def topic_of(name: str) -> Topic:
+    return Topic(topic_id=uuid4(), name=name, partitions=1, replication=1, overrides={}, created_ms=0)
 
 
 class Node:
@@ -51,15 +62,23 @@ class Node:
         self.pipelines = Pipelines(declarations, ManualClock())
         self.subscriptions = Subscriptions(declarations, ManualClock())
         self.board = PipelineBoard(self.pipelines.all)
+        self.topics: list[Topic] = []
+        notes = PipelineNotes(self.pipelines, cast("Topics", self))
         apis: list[PrivateApi[Any]] = [
-            PipelineCreate(self.pipelines, self.subscriptions),
-            PipelineAlter(self.pipelines),
+            PipelineCreate(self.pipelines, self.subscriptions, notes),
+            PipelineAlter(self.pipelines, self.subscriptions, notes),
             PipelineDelete(self.pipelines),
             PipelineList(self.pipelines, self.board),
-            RuleChange(self.pipelines, self.subscriptions),
+            RuleChange(self.pipelines, self.subscriptions, notes),
         ]
         self.apis = {api.key: api for api in apis}
         self.is_away = False
+
+    def get(self, name: str) -> Topic | None:
+        return next((topic for topic in self.topics if topic.name == name), None)
+
+    def all(self) -> list[Topic]:
+        return self.topics
 
 
 @dataclass
@@ -105,10 +124,15 @@ def client(nodes: Nodes) -> PipelineClient:
 
 
 async def test_what_is_declared_at_one_node_is_told_by_all(client: PipelineClient, nodes: Nodes) -> None:
-    made = await client.create("land-orders", "land", ORDERS)
+    made = (await client.create("land-orders", "land", ORDERS)).pipeline_id
     await client.create("checked-only", "route", {}, validate_only=True)
     (told,) = await client.describe()
-    assert (told["pipeline_id"], told["kind"], told["state"], told["rules"]) == (str(made), "land", "waiting", [])
+    assert (told["pipeline_id"], told["kind"], told["state"], told["rules"]) == (
+        str(made),
+        "land",
+        "waiting",
+        [],
+    )
     assert (told["overrides"], told["settings"]["every.ms"]) == (ORDERS, "60000")
     # The others have not heard of it, and look it up when they are asked for it.
     assert nodes.nodes[2].pipelines.all() == []
@@ -203,8 +227,8 @@ async def test_rules_are_changed_together_or_not_at_all(client: PipelineClient, 
     with pytest.raises(InvalidRequest, match=r"rule 'odd'.*column 15"):
         await client.change_rules("director", [broken], gone=["large"])
     await nodes.nodes[1].subscriptions.create("cheap", ["orders"], {})
-    assert await client.change_rules("director", [small], validate_only=True) == 2
-    assert await client.change_rules("director", [small], gone=["large"]) == 1
+    assert (await client.change_rules("director", [small], validate_only=True)).rules == 2
+    assert (await client.change_rules("director", [small], gone=["large"])).rules == 1
     assert [told["rules"] for told in await client.describe()] == [[]]
     (told,) = await client.describe(["director"])
     assert told["rules"] == [
@@ -216,6 +240,72 @@ async def test_rules_are_changed_together_or_not_at_all(client: PipelineClient, 
             "subscription": "cheap",
         }
     ]
+
+
+async def test_a_rule_that_looks_at_what_is_not_decoded_is_refused(client: PipelineClient, nodes: Nodes) -> None:
+    said = "'large' looks into payloads, which decode=none leaves alone"
+    with pytest.raises(InvalidRequest, match=said):
+        await client.create("director", "route", {"decode": "none"}, rules=[LARGE])
+    await client.create("director", "route", {"decode": "none"})
+    with pytest.raises(InvalidRequest, match=said):
+        await client.change_rules("director", [LARGE])
+    await nodes.nodes[1].subscriptions.create("rich", ["orders"], {"millstream.filter": "payload.total > 5"})
+    rich = Rule(name="large", topic="orders", targets=("a",), subscription="rich")
+    with pytest.raises(InvalidRequest, match=said):
+        await client.change_rules("director", [rich])
+    await client.alter("director", {"decode": None})
+    await client.change_rules("director", [rich])
+    with pytest.raises(InvalidRequest, match=said):
+        await client.alter("director", {"decode": "none"})
+
+
+async def test_what_its_owner_should_know_is_told_and_no_reason_to_refuse(client: PipelineClient, nodes: Nodes) -> None:
+    node = nodes.nodes[1]
+    node.topics = [topic_of(name) for name in ("orders", "bills")]
+    assert (await client.create("known", "land", {"topics": "orders,bills"})).notes == []
+    assert (await client.create("few", "land", {"topics": "ordres,bills"})).notes == [
+        "There is no topic 'ordres' yet; the pipeline waits for it; did you mean 'orders'?"
+    ]
+    many = ",".join(f"x{number}" for number in range(9))
+    assert (await client.alter("few", {"topics": many}))[-1] == "Nor are 4 more of its topics there yet."
+    sql = {"sql": "SELECT * FROM orders JOIN c", "into": "copies", "tables": '{"c": "/lake/c"}'}
+    more = {"schemas": '{"order": "id long"}', "watermarks": '{"orders": "at 1 hour"}'}
+    assert (await client.create("copying", "transform", {**sql, **more})).notes == [
+        "The statement does not read 'order', which `schemas` names; did you mean 'orders'?"
+    ]
+    unclear = {"sql": "SELECT * FROM STREAM none", "into": "others"}
+    assert (await client.create("unclear", "transform", unclear)).notes == []
+
+
+async def test_circles_of_several_pipelines_are_told(client: PipelineClient, nodes: Nodes) -> None:
+    nodes.nodes[1].topics = [topic_of(name) for name in ("orders", "large-orders", "audit", "copies")]
+    await client.create("director", "route", {}, rules=[LARGE])
+    await client.create("on", "transform", {"sql": "SELECT * FROM audit", "into": "copies"})
+    back = Rule(name="back", topic="copies", targets=("orders",))
+    made = await client.create("return", "route", {}, rules=[back])
+    said = (
+        "Messages may go round for ever: copies to orders to audit to copies, by the pipelines director, on, return. "
+        "Have a condition end that."
+    )
+    assert made.notes == [said]
+    assert (await client.alter("return", {"batch.max.messages": "5"})) == [said]
+    await client.change_rules("return", gone=["back"])
+    assert (await client.change_rules("return", [back])).notes == [said]
+    await client.delete("on")
+    assert await client.alter("return", {"batch.max.messages": "6"}) == []
+
+
+async def test_a_group_that_is_a_subscription_is_no_pipelines(client: PipelineClient, nodes: Nodes) -> None:
+    pipelines, subscriptions = nodes.nodes[1].pipelines, nodes.nodes[1].subscriptions
+    await subscriptions.create("pipeline-mine", ["orders"], {})
+    with pytest.raises(InvalidRequest, match="group 'pipeline-mine' is a subscription's"):
+        await client.create("mine", "land", ORDERS)
+    await client.create("yours", "land", ORDERS)
+    groups = ("pipeline-yours", "pipeline-mine", "yours", "pipeline-")
+    assert [pipelines.of_group(group) for group in groups] == ["yours", None, None, None]
+    create = SubscriptionCreate(cast("SubscriptionService", SimpleNamespace(declared=subscriptions)), pipelines)
+    with pytest.raises(InvalidSubscription, match="is the group of pipeline 'yours'"):
+        await create.handle(NewSubscription("pipeline-yours", ["orders"]))
 
 
 async def test_what_cannot_be_is_refused_in_a_sentence(client: PipelineClient) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from millstream.admin.groups import describe_group
-from millstream.model.errors import GroupNotEmpty
+from millstream.admin.pipelines import PipelineClient
+from millstream.model.errors import GroupNotEmpty, InvalidGroupId, UnknownGroup
 from millstream.pipelines import claim as claim_module
 from millstream.pipelines.claim import DRIVER_INSTANCE, Claim
 from millstream.spark.link import Link
@@ -110,3 +111,42 @@ def test_whoever_runs_it_stays_when_another_joins_the_group_past_the_door(
     assert claim.is_held
     assert claim.member().generation > generation
     claim.leave()
+
+
+def test_the_group_of_a_pipeline_goes_with_its_declaration_while_it_is_run(link: Link, topic: str) -> None:
+    pipelines = PipelineClient(link.client)
+    group = f"pipeline-{topic}"
+    link.call(pipelines.create(topic, "land", {"topics": topic}, is_wanted=False))
+    claim = Claim(link, group, instance_id=DRIVER_INSTANCE)
+    claim.take()
+    claim.leave()
+    # One that is only stopped keeps how far it came.
+    assert link.call(describe_group(link.client, group)).members == ()
+    claim.take()
+    link.call(pipelines.delete(topic))
+    with pytest.raises(GroupNotEmpty, match="is still being run"):
+        link.call(pipelines.create(topic, "land", {"topics": topic}))
+    claim.leave()
+    with pytest.raises(UnknownGroup):
+        link.call(describe_group(link.client, group))
+    # One that was never declared goes on where it ended.
+    by_hand = Claim(link, group)
+    by_hand.take()
+    by_hand.leave()
+    assert link.call(describe_group(link.client, group)).protocol_type == "pipeline"
+
+
+def test_consumers_and_pipelines_leave_each_others_groups_alone(
+    link: Link, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipelines = PipelineClient(link.client)
+    monkeypatch.setattr(claim_module, "GROUP_TYPE", "consumer")
+    consumer = Claim(link, f"pipeline-{topic}")
+    consumer.take()
+    consumer.leave()
+    with pytest.raises(GroupNotEmpty, match="is one of consumers, who have offsets in it; choose another name"):
+        link.call(pipelines.create(topic, "land", {"topics": topic}))
+    link.call(pipelines.create(f"{topic}-2", "land", {"topics": topic}, is_wanted=False))
+    with pytest.raises(InvalidGroupId):
+        Claim(link, f"pipeline-{topic}-2").take()
+    link.call(pipelines.delete(f"{topic}-2"))

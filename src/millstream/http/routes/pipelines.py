@@ -65,6 +65,8 @@ class PipelineCreated(msgspec.Struct, frozen=True):
 
     pipeline: str
     id: str
+    notes: list[str]
+    """What its owner should know, such as topics that are not there yet."""
 
 
 class PipelineSummary(msgspec.Struct, frozen=True):
@@ -144,7 +146,7 @@ async def create(parts: Parts, asked: Asked[Nothing, NewPipeline]) -> PipelineCr
     made = await PipelineClient(parts.client).create(
         new.name, new.kind, new.settings, rules=rules, is_wanted=new.wanted
     )
-    return PipelineCreated(new.name, str(made))
+    return PipelineCreated(new.name, str(made.pipeline_id), made.notes)
 
 
 async def describe(parts: Parts, asked: Asked[Any, Any]) -> PipelineDescription:

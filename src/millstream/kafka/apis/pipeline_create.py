@@ -2,10 +2,10 @@
 
     {"name": "land-orders", "kind": "land", "settings": {"topics": "orders"}, "rules": [], "wanted": true,
     "validate_only": false}
-    answer: {"error": 0, "message": null, "pipeline_id": "…"}
+    answer: {"error": 0, "message": null, "pipeline_id": "…", "notes": ["There is no topic 'orders' yet; …"]}
 
 A name that is taken is DUPLICATE_RESOURCE. Settings are those of docs/configuration.md; rules are written as in
-RuleChange.
+RuleChange. Notes are what its owner should know, and no reason to refuse it.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -17,8 +17,10 @@ from typing import Any
 from millstream.cluster.pipelines import Pipelines
 from millstream.cluster.subscriptions import Subscriptions
 from millstream.kafka.apis.rule_change import check_filters_of
+from millstream.kafka.pipeline_notes import PipelineNotes
 from millstream.kafka.private import PrivateApi
-from millstream.model.pipeline import kind_of
+from millstream.model.errors import InvalidPipeline
+from millstream.model.pipeline import DECODE, GROUP_PREFIX, kind_of
 from millstream.wire.pipeline_messages import CREATE_KEY, NewPipeline
 
 
@@ -28,14 +30,18 @@ class PipelineCreate(PrivateApi[NewPipeline]):
     key = CREATE_KEY
     asks = NewPipeline
 
-    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions) -> None:
+    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineNotes) -> None:
         self._pipelines = pipelines
         self._subscriptions = subscriptions
+        self._notes = notes
 
     async def handle(self, request: NewPipeline) -> dict[str, Any]:
         """Declare it durably."""
+        group = f"{GROUP_PREFIX}{request.name}"
+        if self._subscriptions.get(group) is not None:
+            raise InvalidPipeline(f"the pipeline's group {group!r} is a subscription's; choose another name")
         rules = [told.rule() for told in request.rules]
-        await check_filters_of(rules, self._subscriptions)
+        await check_filters_of(rules, self._subscriptions, decode=request.settings.get(DECODE, ""))
         made = await self._pipelines.create(
             request.name,
             kind_of(request.kind),
@@ -44,4 +50,4 @@ class PipelineCreate(PrivateApi[NewPipeline]):
             is_wanted=request.wanted,
             validate_only=request.validate_only,
         )
-        return {"pipeline_id": str(made.pipeline_id)}
+        return {"pipeline_id": str(made.pipeline_id), "notes": self._notes.on(made)}

@@ -3,7 +3,8 @@
     {"name": "billing", "topics": ["orders"], "settings": {"millstream.filter": "…"}, "validate_only": false}
     answer: {"error": 0, "message": null, "subscription_id": "…"}
 
-A name that is taken is DUPLICATE_RESOURCE. Settings are those of docs/configuration.md.
+A name that is taken is DUPLICATE_RESOURCE, and the group of a pipeline is refused. Settings are those of
+docs/configuration.md.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -14,8 +15,10 @@ from typing import Any
 
 import msgspec
 
+from millstream.cluster.pipelines import Pipelines
 from millstream.kafka.private import PrivateApi
 from millstream.kafka.subscription_service import SubscriptionService
+from millstream.model.errors import InvalidSubscription
 from millstream.model.subscription import check_subscription
 from millstream.wire.subscription_messages import CREATE_KEY
 
@@ -35,13 +38,17 @@ class SubscriptionCreate(PrivateApi[NewSubscription]):
     key = CREATE_KEY
     asks = NewSubscription
 
-    def __init__(self, service: SubscriptionService) -> None:
+    def __init__(self, service: SubscriptionService, pipelines: Pipelines) -> None:
         self._service = service
+        self._pipelines = pipelines
         self._subscriptions = service.declared
 
     async def handle(self, request: NewSubscription) -> dict[str, Any]:
         """Declare it durably."""
         settings = check_subscription(request.name, request.topics, request.settings)
+        pipeline = self._pipelines.of_group(request.name)
+        if pipeline is not None:
+            raise InvalidSubscription(f"{request.name!r} is the group of pipeline {pipeline!r}; choose another name")
         made = await self._subscriptions.create(
             request.name,
             request.topics,

@@ -1,0 +1,83 @@
+"""The flags of pipelines: the same for those that are declared and those that are run by hand, and none in vain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import typer
+
+from millstream.cli import pipeline
+from millstream.cli.pipeline_options import Flags
+from millstream.cli.pipeline_run import _refuse_changes
+from millstream.model.pipeline import PipelineKind, check_pipeline
+
+LAND, TRANSFORM, ROUTE = PipelineKind.LAND, PipelineKind.TRANSFORM, PipelineKind.ROUTE
+DECLARED_ONLY = {"--stopped", "--if-not-exists"}
+BY_HAND_ONLY = {"--once", "--dry-run", "--name", "--master", "--memory", "--folder"}
+
+
+def flags_of(*path: str) -> set[str]:
+    command: Any = typer.main.get_command(pipeline.app)
+    for name in path:
+        command = command.commands[name]
+    return {flag for parameter in command.params for flag in parameter.opts if flag.startswith("--")}
+
+
+def test_a_run_by_hand_takes_what_is_declared() -> None:
+    declared = {flag for kind in PipelineKind for flag in flags_of("create", kind)}
+    assert flags_of("run") - BY_HAND_ONLY == declared - DECLARED_ONLY
+
+
+def test_flags_become_settings() -> None:
+    land = Flags(topic=["a", "b"], every=0.5, schema=["id long"], dedupe=60, start="latest", settings=["compact=false"])
+    assert land.settings_of(LAND) == {
+        "topics": "a,b",
+        "every.ms": "500",
+        "decode": "json",
+        "schema": "id long",
+        "dedupe.ms": "60000",
+        "from": "latest",
+        "compact": "false",
+    }
+    transform = Flags(
+        sql="SELECT * FROM orders JOIN c",
+        into="copies",
+        schema=["orders=at timestamp"],
+        table=["c=/lake/c"],
+        watermark=["orders=at 1 minute"],
+        settings=["into=others"],
+    ).settings_of(TRANSFORM)
+    assert transform == {
+        "sql": "SELECT * FROM orders JOIN c",
+        "into": "others",
+        "schemas": '{"orders": "at timestamp"}',
+        "tables": '{"c": "/lake/c"}',
+        "watermarks": '{"orders": "at 1 minute"}',
+    }
+    check_pipeline("mine", TRANSFORM, transform)
+    assert Flags(decode="none", rules="rules.json").settings_of(ROUTE) == {"decode": "none"}
+    assert Flags(decode="none", schema=["id long"]).settings_of(LAND)["decode"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "said"),
+    [
+        (TRANSFORM, Flags(lake="/lake"), "--lake is not for transform; it takes --decode, --from, --into, --schema"),
+        (ROUTE, Flags(sql="SELECT 1"), "--sql is not for route"),
+        (LAND, Flags(rules="rules.json"), "--rules is not for land"),
+        (LAND, Flags(schema=["a int", "b int"]), "given once for land"),
+        (TRANSFORM, Flags(schema=["id long"]), "--schema takes NAME=VALUE"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(kind: PipelineKind, flags: Flags, said: str) -> None:
+    with pytest.raises(typer.BadParameter, match=said):
+        flags.settings_of(kind)
+
+
+def test_a_declared_pipeline_is_run_as_it_is() -> None:
+    _refuse_changes("mine", Flags(lake="/here", topic=[]), None)
+    with pytest.raises(typer.BadParameter, match="--set is for a pipeline that is not declared; 'mine' is run"):
+        _refuse_changes("mine", Flags(settings=["every.ms=5"]), None)
+    with pytest.raises(typer.BadParameter, match="--name is for"):
+        _refuse_changes("mine", Flags(), "other")
