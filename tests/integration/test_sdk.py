@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import millstream
+from millstream.admin.topics import create_topic, delete_topic
 from millstream.model.errors import (
     InvalidRecordState,
     InvalidRequest,
@@ -61,6 +62,19 @@ async def test_five_lines(ms: millstream.Connection, topic: str) -> None:
     assert (message.id, message.attempt, message.subscription) == (receipt.id, 1, f"{topic}-billing")
     assert abs(message.timestamp - datetime.now(UTC)) < timedelta(minutes=5)
     assert message.deadline is not None
+
+
+async def test_what_is_published_to_a_topic_made_anew_is_called_by_its_id(
+    ms: millstream.Connection, topic: str
+) -> None:
+    """Also in a partition of which nothing tells that it is another one: nothing was stored in it before."""
+    receipts = []
+    for partitions in ([0], [1, 0]):
+        await create_topic(ms.client, topic, partitions=2, replication=-1, settings={})
+        receipts += [await ms.publish(topic, "x", partition=partition) for partition in partitions]
+        found = (await ms.client.metadata([topic])).topics[topic]
+        assert {one.id for one in receipts[-len(partitions) :]} == {f"{found.topic_id}/{at}/0" for at in partitions}
+        await delete_topic(ms.client, topic)
 
 
 async def test_values_are_stored_as_what_they_are(ms: millstream.Connection, topic: str) -> None:

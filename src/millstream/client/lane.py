@@ -7,12 +7,14 @@ waits for a timer. Only when much has gathered are more requests sent before the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
+from uuid import UUID
 
 from millstream.client.outgoing_batch import OutgoingBatch
 from millstream.client.partition_queue import IN_FLIGHT_MAX, PartitionQueue
-from millstream.model.errors import MillstreamError, NotEnoughReplicas, RequestTimedOut, UnknownTopic
+from millstream.model.errors import MillstreamError, NotEnoughReplicas, RequestTimedOut, UnknownTopic, UnknownTopicId
 from millstream.model.ids import NO_OFFSET, NodeId, Offset
 from millstream.wire import producing
 from millstream.wire.channel import Channel
@@ -69,7 +71,8 @@ class Lane:
     def open(self, pool: Pool, channel: Channel) -> None:
         """Send over this connection from now on."""
         self._pool, self._channel = pool, channel
-        self._version = channel.version_for(producing.PRODUCE_KEY, newest=producing.NEWEST, oldest=producing.OLDEST)
+        newest, oldest = producing.NEWEST_BY_ID, producing.OLDEST
+        self._version = channel.version_for(producing.PRODUCE_KEY, newest=newest, oldest=oldest)
 
     def kick(self, queue: PartitionQueue) -> None:
         """Something waits for a partition of this node: send it with whatever else comes in this turn of the loop."""
@@ -142,7 +145,7 @@ class Lane:
 
     def _send(self, sent: list[_Sent], topics: dict[str, list[tuple[int, Buffer]]]) -> None:
         body = producing.write_produce_many(
-            self._version, topics, acks=self._acks, timeout_ms=int(self._request_s * 1000)
+            self._version, topics, acks=self._acks, timeout_ms=int(self._request_s * 1000), ids=self._ids(sent)
         )
         answer: asyncio.Future[Any]
         try:
@@ -159,6 +162,11 @@ class Lane:
         if self._watch is None:
             self._watch = self._loop.call_later(self._patience_s, self._look)
         answer.add_done_callback(lambda done: self._answered(done, sent))
+
+    def _ids(self, sent: Sequence[_Sent]) -> dict[str, UUID]:
+        if self._version < producing.NEWEST_BY_ID:
+            return {}
+        return {queue.topic: _as_id(queue.topic_id) for queue, _ in sent}
 
     def _look(self) -> None:
         """Break the connection if an answer does not come; everything under way there goes again."""
@@ -194,7 +202,7 @@ class Lane:
                     queue.stored(batch, Produced(Offset(NO_OFFSET), -1))
             self._settle(sent)
             return
-        found, throttle_ms = producing.read_produced_many(self._version, frame)
+        found, throttle_ms = producing.read_produced_many(self._version, frame, ids=self._ids(sent))
         if throttle_ms > 0 and self._pool is not None:
             self._muted_until = self._loop.time() + throttle_ms / 1000
             self._pool.mute(throttle_ms / 1000)
@@ -228,11 +236,14 @@ class Lane:
                 queue.lane.kick(queue)
 
 
+_as_id: Final = lru_cache(maxsize=1024)(UUID)
+
+
 def _refuse(queue: PartitionQueue, batch: OutgoingBatch, error: MillstreamError | None) -> None:
     if error is None or isinstance(error, RequestTimedOut | NotEnoughReplicas):
         # It may be in the log, and only the acknowledgement is missing.
         queue.failed_for_now(batch, maybe_stored=True)
-    elif isinstance(error, (*TRANSIENT, UnknownTopic)):
+    elif isinstance(error, (*TRANSIENT, UnknownTopic, UnknownTopicId)):
         queue.failed_for_now(batch, maybe_stored=False)
     elif getattr(error, "code", None) == _DUPLICATE_SEQUENCE:
         queue.stored(batch, Produced(Offset(NO_OFFSET), -1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
+from uuid import UUID
 
 from millstream.model.errors import MillstreamError, ProtocolViolation
 from millstream.model.ids import Offset
@@ -14,7 +15,8 @@ from millstream.wire.refusal import refusal
 PRODUCE_KEY: Final = 0
 OLDEST: Final = 3
 NEWEST: Final = 12
-"""From 13 on topics go by id, which names nothing that a topic created anew would not refuse anyway."""
+NEWEST_BY_ID: Final = 13
+"""From 13 on topics go by id, so that nothing lands in a topic that was made anew under the name of another."""
 
 
 class Produced(NamedTuple):
@@ -55,8 +57,9 @@ def write_produce_many(
     acks: int,
     timeout_ms: int,
     transactional_id: str | None = None,
+    ids: Mapping[str, UUID] | None = None,
 ) -> list[Buffer]:
-    """Lay the body of a request for partitions of one node, each with its batches."""
+    """Lay the body of a request for partitions of one node, each with its batches; by id if the version has it so."""
     flexible = is_flexible(PRODUCE_KEY, version)
     no_tags = b"\0" if flexible else b""
     writer = Writer(flexible=flexible)
@@ -66,7 +69,10 @@ def write_produce_many(
     writer.array_length(len(topics))
     body: list[Buffer] = []
     for topic, partitions in topics.items():
-        writer.string(topic)
+        if version >= NEWEST_BY_ID:
+            writer.uuid((ids or {})[topic])
+        else:
+            writer.string(topic)
         writer.array_length(len(partitions))
         for partition, batches in partitions:
             writer.int32(partition)
@@ -86,12 +92,15 @@ def read_produced(version: int, frame: memoryview, *, about: str) -> tuple[Produ
     return found[0].answer, throttle_ms
 
 
-def read_produced_many(version: int, frame: memoryview, *, about: str = "") -> tuple[list[ProducedAt], int]:
+def read_produced_many(
+    version: int, frame: memoryview, *, about: str = "", ids: Mapping[str, UUID] | None = None
+) -> tuple[list[ProducedAt], int]:
     """Read the answer for every partition, and for how many milliseconds the broker asks to be left alone."""
+    names = {topic_id: name for name, topic_id in (ids or {}).items()} if version >= NEWEST_BY_ID else {}
     reader = Reader(frame, response_body_at(PRODUCE_KEY, version, frame), flexible=is_flexible(PRODUCE_KEY, version))
     found: list[ProducedAt] = []
     for _ in range(reader.array_length()):
-        topic = reader.string()
+        topic = names.get(reader.uuid(), "") if version >= NEWEST_BY_ID else reader.string()
         for _ in range(reader.array_length()):
             partition = reader.int32()
             code = reader.int16()
