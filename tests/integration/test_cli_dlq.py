@@ -42,7 +42,7 @@ def name(millstream: CommandLine, request: pytest.FixtureRequest) -> str:
     assert sent.code == 0, sent.err
     rejected: list[object] = []
     while len(rejected) < LETTERS:
-        pulled = millstream("subscription", "pull", name, "-n", LETTERS, "--wait", 10, "--reject", "no", "--json")
+        pulled = millstream("subscription", "pull", name, "-n", LETTERS, "--wait", 60, "--reject", "no", "--json")
         rejected += pulled.documents
     until(lambda: open_letters(millstream, name) == LETTERS)
     return name
@@ -75,7 +75,7 @@ def test_what_is_redriven_is_as_young_as_the_redrive(millstream: CommandLine, na
         story = {key: text for key, text in last["headers"] if key.startswith("dlq-")}
         assert story == {"dlq-redriven": times, "dlq-timestamp": str(first["timestamp_ms"])}
         # It dies again, and keeps that.
-        pulled = millstream("subscription", "pull", name, "-n", 1, "--wait", 10, "--reject", "no", "--json")
+        pulled = millstream("subscription", "pull", name, "-n", 1, "--wait", 60, "--reject", "no", "--json")
         assert len(pulled.documents) == 1
         until(lambda: open_letters(millstream, name) == LETTERS)
 
@@ -97,7 +97,7 @@ async def test_what_another_command_holds_is_told(server: Server, millstream: Co
         # As an earlier version left it, with leases of ten minutes.
         old = {START: EARLIEST, ATTEMPTS: "0", LEASE: "600000"}
         await subscriptions.create(own, [f"{name}-dead"], old)
-        held = await subscriptions.receive(own, "another", max_records=LETTERS, wait_ms=10_000)
+        held = await subscriptions.receive(own, "another", max_records=LETTERS, wait_ms=60_000)
         assert len(held) == LETTERS
         shown = await asyncio.to_thread(millstream, "dlq", "show", name)
         assert (shown.code, shown.out) == (0, "")
@@ -126,7 +126,7 @@ async def test_an_interrupted_command_gives_back_what_it_held(
         with pytest.raises(asyncio.CancelledError):
             await task
         subscriptions = SubscriptionClient(client)
-        again = await subscriptions.receive(f"__dlq/{name}-dead", "next", max_records=LETTERS, wait_ms=10_000)
+        again = await subscriptions.receive(f"__dlq/{name}-dead", "next", max_records=LETTERS, wait_ms=60_000)
         assert [letter.attempt for letter in again] == [1] * LETTERS, "nobody has worked on them"
         await subscriptions.settle(f"__dlq/{name}-dead", "next", again, Verb.RETURN)
     purged = (await asyncio.to_thread(millstream, "dlq", "purge", name, "--json")).document

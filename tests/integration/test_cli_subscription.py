@@ -30,7 +30,7 @@ def test_a_seek_in_a_partition_that_is_not_there_finds_nothing(millstream: Comma
 
 def test_a_pull_tells_what_became_of_the_messages(millstream: CommandLine, name: str) -> None:
     assert millstream.process("publish", name, stdin=b"a\nb\nc\n").code == 0
-    pull = ("subscription", "pull", name, "--wait", 10)
+    pull = ("subscription", "pull", name, "--wait", 60)
     assert millstream(*pull, "-n", 1, "--release").err == "Gave back 1 message.\n"
     assert millstream(*pull, "-n", 1, "--reject", "no").err == "Rejected 1 message.\n"
     assert "1 message held until" in millstream(*pull, "-n", 1).err

@@ -295,8 +295,8 @@ def test_a_subscription_is_used_through_any_node_as_soon_as_it_is_declared(clust
     name = f"of-{topic}"
     dead = ("--dead-letter", f"{topic}-d")
     assert millstream("subscription", "create", name, "--topic", topic, "--start", "start", *dead).code == 0
-    assert len(millstream("subscription", "pull", name, "-n", "1", "--wait", "10", "--json").documents) == 1
-    taken = millstream("subscription", "pull", name, "-n", "7", "--wait", "10", "--reject", "no", "--json").documents
+    assert len(millstream("subscription", "pull", name, "-n", "1", "--wait", "60", "--json").documents) == 1
+    taken = millstream("subscription", "pull", name, "-n", "7", "--wait", "60", "--reject", "no", "--json").documents
     assert 1 <= len(taken) <= 7
     until(lambda: millstream("dlq", "list", "--json").document["dead_letters"][0]["letters"] == len(taken))
     shown = millstream("dlq", "show", name, "--json")
@@ -315,7 +315,7 @@ def test_no_letter_is_lost_or_doubled_when_a_node_is_killed_during_a_redrive(clu
     assert millstream.process("publish", topic, stdin=b"\n".join(values)).code == 0
     rejected = 0
     while rejected < number:
-        taken = millstream("subscription", "pull", topic, "-n", number, "--wait", 10, "--reject", "no", "--json")
+        taken = millstream("subscription", "pull", topic, "-n", number, "--wait", 60, "--reject", "no", "--json")
         rejected += len(taken.documents)
     until(lambda: len(read_all(cluster, f"{topic}-d", 1)) == number)
     with ThreadPoolExecutor(1) as pool:

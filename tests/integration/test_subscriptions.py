@@ -37,7 +37,7 @@ from millstream.testing.server import Server
 from millstream.wire.client import Client
 from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
 
-WAIT_MS = 10_000
+WAIT_MS = 60_000
 
 
 class Desk:
