@@ -153,8 +153,10 @@ def test_a_topic_made_to_be_landed_is_a_table_soon_and_a_second_run_is_refused(s
     assert "it is being run by 'pipelines-node-1' at 127.0.0.1" in second.err
     (driver,) = children(server.pid, DRIVER)
     (java,) = children(driver, "java")
-    assert land.millstream("pipeline", "stop", f"land-{topic}").code == 0
+    # Its group goes with it, although the driver is a member when it is deleted.
+    assert land.millstream("pipeline", "delete", f"land-{topic}").code == 0
     until(lambda: not is_alive(driver) and not is_alive(java))
+    assert land.millstream("group", "describe", f"pipeline-land-{topic}").code == 3
     land.check()
     assert "Traceback" not in server.log.read_text()
 
