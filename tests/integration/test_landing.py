@@ -315,7 +315,9 @@ def test_what_retention_took_before_it_was_landed_is_counted(shore: Shore, topic
 
 def test_only_what_is_committed_is_landed(shore: Shore, topic: str) -> None:
     shore.create(topic)
-    producer = Producer({"bootstrap.servers": shore.server.kafka, "transactional.id": topic, "log_level": 0})
+    # On a slow machine Spark works for longer than the minute that transactions have by default.
+    settings = {"transactional.id": topic, "transaction.timeout.ms": 600_000, "log_level": 0}
+    producer = Producer({"bootstrap.servers": shore.server.kafka, **settings})
     producer.init_transactions(WAIT_S)
     for number, ends in enumerate((producer.commit_transaction, producer.abort_transaction) * 3):
         producer.begin_transaction()
