@@ -79,7 +79,8 @@ async def test_a_connection_that_says_nothing_is_closed(door: Door, monkeypatch:
 
 
 @pytest.mark.parametrize("size", [100_000, 200_000, 4_000_000])
-async def test_a_head_that_is_too_large_is_told_so(door: Door, size: int) -> None:
+async def test_a_head_that_is_too_large_is_told_so(door: Door, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "REFUSED_S_MAX", WAIT_S)
     reader, writer = await asyncio.open_connection(*door.address)
     async with asyncio.timeout(WAIT_S):
         for _ in range(2):
