@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from millstream.coordination.state import StateRecord
 from millstream.groups.records import CommittedOffset, OffsetKey, offset_record, read_offset
-from millstream.groups.requests import FetchedOffsets
+from millstream.groups.requests import FetchedOffset, FetchedOffsets
 from millstream.model.errors import FencedProducer
 from millstream.model.ids import NO_EPOCH, ProducerId
 from millstream.model.marker import Marker
@@ -127,6 +127,17 @@ class PendingOffsets:
             }
             for topic, offsets in fetched.items()
         }
+
+    def with_first(self, group_id: str, fetched: FetchedOffsets) -> FetchedOffsets:
+        """Offsets, and beside them those that a transaction is about to commit where there is none yet.
+
+        Who asks for everything that a group has would else take such a partition for one that was never read.
+        """
+        pending = [key.offset for key in self.of_group(group_id)] if self._producers_of else []
+        found = {topic: dict(offsets) for topic, offsets in fetched.items()}
+        for key in pending:
+            found.setdefault(key.topic, {}).setdefault(key.partition, FetchedOffset(is_stable=False))
+        return found
 
     def of_group(self, group_id: str) -> list[PendingKey]:
         """Everything that transactions have committed for a group."""

@@ -264,12 +264,18 @@ class GroupShard:
         member_id: str | None = None,
         epoch: int = -1,
     ) -> Outcome[FetchedOffsets]:
-        """Committed offsets of some partitions, or of all when `wanted` is None."""
+        """Committed offsets of some partitions, or of all when `wanted` is None.
+
+        All are also those of which the first is about to be committed by a transaction: -1, and not stable.
+        """
         self._check_not_shared(group_id)
         self.consumers.check_fetch(group_id, member_id, epoch)
-        offsets = self._offsets
-        fetched = offsets.fetch_all(group_id) if wanted is None else offsets.fetch(group_id, wanted)
-        return [], self.transactional.pending.marked(group_id, fetched)
+        pending = self.transactional.pending
+        if wanted is None:
+            fetched = pending.with_first(group_id, self._offsets.fetch_all(group_id))
+        else:
+            fetched = self._offsets.fetch(group_id, wanted)
+        return [], pending.marked(group_id, fetched)
 
     def delete_offsets(
         self, group_id: str, unwanted: Mapping[str, Iterable[int]]

@@ -14,7 +14,7 @@ from millstream.coordination.state import StateRecord
 from millstream.coordination.timers import Timers
 from millstream.groups.coordinator import GroupCoordinator
 from millstream.groups.pending_offsets import MarkerKey, PendingOffsets, read_pending_key
-from millstream.groups.requests import CommitRequest, GroupLimits, MemberRef, PartitionCommit
+from millstream.groups.requests import CommitRequest, FetchedOffset, GroupLimits, MemberRef, PartitionCommit
 from millstream.groups.shard import GroupShard
 from millstream.groups.transactional import Guard, Producer
 from millstream.model.clock import SystemClock
@@ -84,6 +84,16 @@ async def test_offsets_count_with_the_marker(groups: GroupCoordinator) -> None:
     assert await offset_of(groups) == (5, True)
     with pytest.raises(NotCoordinator):
         await groups.end_transaction(3, marker(7, 0, commit=True))
+
+
+async def test_the_first_offset_of_a_partition_is_told_to_be_on_its_way_to_who_asks_for_all(
+    groups: GroupCoordinator,
+) -> None:
+    await commit(groups, 5)
+    assert await groups.fetch(GROUP, None) == {TOPIC: {0: FetchedOffset(is_stable=False)}}
+    assert await groups.fetch("another", None) == {}
+    await groups.end_transaction(0, marker(7, 0, commit=True))
+    assert await groups.fetch(GROUP, None) == {TOPIC: {0: FetchedOffset(5)}}
 
 
 async def test_late_commits_and_markers_are_fenced(groups: GroupCoordinator) -> None:

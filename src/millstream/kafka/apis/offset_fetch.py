@@ -118,10 +118,8 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
     async def _fetch(self, query: GroupQuery) -> GroupAnswer:
         try:
             if query.topics is None:
-                return GroupAnswer(
-                    group_id=query.group_id,
-                    topics=self._all_topics(query.version, await self._offsets(query, None)),
-                )
+                fetched = await self._offsets(query, None)
+                return GroupAnswer(group_id=query.group_id, topics=self._all_topics(query.version, fetched))
             return GroupAnswer(group_id=query.group_id, topics=await self._fetch_topics(query, query.topics))
         except MillstreamError as error:
             code = error_code(error)
@@ -147,7 +145,11 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
 
     def _all_topics(self, version: int, fetched: FetchedOffsets) -> tuple[TopicAnswer, ...]:
         answers = []
-        for name, offsets in fetched.items():
+        for name, listed in fetched.items():
+            # What only a transaction has, who does not ask for what is stable is not told of.
+            offsets = {index: one for index, one in listed.items() if one.offset >= 0 or not one.is_stable}
+            if not offsets:
+                continue
             topic = self._topics.get(name)
             topic_id = None if topic is None else topic.topic_id
             if topic_id is None and version >= _FIRST_BY_ID:
