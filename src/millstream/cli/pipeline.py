@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 import typer
 
@@ -40,6 +40,9 @@ app = typer.Typer(
 app.add_typer(pipeline_create.app, name="create")
 app.add_typer(pipeline_rule.app, name="rule")
 app.command("run")(pipeline_run.run)
+
+STILL_S_TOLD: Final = 30.0
+"""A batch that has made no progress for so long is told of; Spark itself tells of its tasks every ten seconds."""
 
 
 @app.command("list")
@@ -151,6 +154,10 @@ def _facts(told: dict[str, Any]) -> dict[str, str]:
         facts["rows"] = f"{report['rows']:,} in {report['batches']:,} batches, {report['rows_per_s']:,.0f} a second"
         facts["lag"] = "not known yet" if report["lag"] is None else f"{report['lag']:,}"
         facts["restarts"] = str(report["restarts"])
+        if report.get("stalls"):
+            facts["stalls"] = f"{report['stalls']} (batches that made no progress and were given up)"
+        if report.get("still_s", 0.0) >= STILL_S_TOLD:
+            facts["still"] = f"no progress for {report['still_s']:.0f} s"
         facts.update({what: f"{number:,}" for what, number in sorted(report["counts"].items())})
         if report["last_error"]:
             when = datetime.fromtimestamp(report["last_error_ms"] / 1000, UTC).isoformat(timespec="seconds")

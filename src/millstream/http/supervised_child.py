@@ -80,9 +80,13 @@ class SupervisedChild(ABC):
             await asyncio.wait_for(process.wait(), self.stop_s)
         except TimeoutError:
             _logger.warning("%s did not stop in time and is killed", self.name, extra={"pid": process.pid})
-            with suppress(ProcessLookupError):
-                process.kill()
+            self._kill(process)
             await process.wait()
+
+    def _kill(self, process: Process) -> None:
+        """End it at once."""
+        with suppress(ProcessLookupError):
+            process.kill()
 
     @abstractmethod
     async def _spawn(self) -> Process:
@@ -117,8 +121,7 @@ class SupervisedChild(ABC):
             return await self._ended(process)
         except asyncio.CancelledError:
             # The broker gives up waiting, for example because its own start failed.
-            with suppress(ProcessLookupError):
-                process.kill()
+            self._kill(process)
             await process.wait()
             raise
         finally:

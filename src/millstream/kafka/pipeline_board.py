@@ -28,6 +28,10 @@ class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
     batches: int = 0
     restarts: int = 0
     """How often it was begun anew after a failure."""
+    stalls: int = 0
+    """How often a batch was given up, since it made no progress."""
+    still_s: float = 0.0
+    """For how long the batch that is under way has made no progress."""
     last_error: str = ""
     last_error_ms: int = 0
     counts: dict[str, int] = {}
@@ -93,6 +97,16 @@ class PipelineBoard:
             "restarts",
             "How often a pipeline was begun anew after a failure.",
             [_sample(one.name, one.restarts) for one in reports],
+        )
+        yield _counter(
+            "stalls",
+            "How often a batch of a pipeline was given up, since it made no progress.",
+            [_sample(one.name, one.stalls) for one in reports],
+        )
+        yield _gauge(
+            "still_seconds",
+            "For how long the batch that is under way has made no progress.",
+            [_sample(one.name, one.still_s) for one in reports],
         )
         yield _counter(
             "counted",

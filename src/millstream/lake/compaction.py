@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from typing import Final, NamedTuple
 
@@ -40,15 +40,17 @@ class Compacted(NamedTuple):
         return Compacted(*(mine + its for mine, its in zip(self, other, strict=True)))
 
 
-def compact(log: DeltaLog, *, before: datetime, small_bytes: int) -> Compacted:
-    """Compact what was landed in hours that were over before a moment."""
+def compact(
+    log: DeltaLog, *, before: datetime, small_bytes: int, progress: Callable[[], None] = lambda: None
+) -> Compacted:
+    """Compact what was landed in hours that were over before a moment; `progress` is called now and then."""
     table = log.refresh()
     total = Compacted()
     if table is None:
         return total
     schema = log.schema()
     for files in list(_rounds(list(active_files(table)), before, small_bytes)):
-        written = _rewritten(log, files, schema)
+        written = _rewritten(log, files, schema, progress)
         if _replaced(log, files, written):
             total = total.plus(Compacted(len(files), len(written), sum(file.rows for file in written)))
     return total
@@ -71,12 +73,15 @@ def _rounds(files: list[ActiveFile], before: datetime, small_bytes: int) -> Iter
             yield taken
 
 
-def _rewritten(log: DeltaLog, files: list[ActiveFile], schema: pa.Schema) -> list[Written]:
+def _rewritten(
+    log: DeltaLog, files: list[ActiveFile], schema: pa.Schema, progress: Callable[[], None]
+) -> list[Written]:
     """New files with the rows of others, in order."""
     writer = TaskWriter(log.storage, schema, files[0].topic_id, landed=files[0].hour_start)
     source = log.storage.files()
     for batch in ordered(source, row_groups(source, [file.path for file in files]), file_schema(schema)):
         writer.write(batch)
+        progress()
     return writer.close()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -95,12 +95,14 @@ class DeltaTable:
             time.sleep(random.uniform(0, _PAUSE_S))
         raise Conflict(f"others commit to {self.storage.url} all the time: {ATTEMPTS_MAX} attempts came too late")
 
-    def compact(self, *, before: datetime, small_bytes: int = SMALL_BYTES) -> Compacted:
+    def compact(
+        self, *, before: datetime, small_bytes: int = SMALL_BYTES, progress: Callable[[], None] = lambda: None
+    ) -> Compacted:
         """Make small files of hours that were over before a moment into large ones, in both tables."""
         if self.recover() is None:
             return Compacted()
-        done = compact(self.log, before=before, small_bytes=small_bytes)
-        return done.plus(compact(self.quarantine, before=before, small_bytes=small_bytes))
+        done = compact(self.log, before=before, small_bytes=small_bytes, progress=progress)
+        return done.plus(compact(self.quarantine, before=before, small_bytes=small_bytes, progress=progress))
 
     def vacuum(self, *, grace: timedelta = GRACE) -> int:
         """Delete what no commit knows or a compaction replaced, once it is older than the grace; from both tables."""

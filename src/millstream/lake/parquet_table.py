@@ -7,7 +7,7 @@ not moved: whoever uses the table next moves them. Readers see whole files that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 
 import pyarrow as pa
@@ -62,7 +62,9 @@ class ParquetTable:
         self._publish()
         return is_mine
 
-    def compact(self, *, before: datetime, small_bytes: int = SMALL_BYTES) -> Compacted:
+    def compact(
+        self, *, before: datetime, small_bytes: int = SMALL_BYTES, progress: Callable[[], None] = lambda: None
+    ) -> Compacted:
         """Nothing: whoever lists files while others take their place would see rows twice, or not at all."""
         return Compacted()
 

@@ -7,7 +7,7 @@ twice, at the same time or after a crash, is in the table once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Final, Protocol
 
@@ -67,8 +67,13 @@ class LakeTable(Protocol):
         `ColumnMismatch` when it has a column under another type.
         """
 
-    def compact(self, *, before: datetime, small_bytes: int = SMALL_BYTES) -> Compacted:
-        """Make small files of hours that were over before a moment into large ones; readers see no difference."""
+    def compact(
+        self, *, before: datetime, small_bytes: int = SMALL_BYTES, progress: Callable[[], None] = lambda: None
+    ) -> Compacted:
+        """Make small files of hours that were over before a moment into large ones; readers see no difference.
+
+        It may take long; `progress` is called whenever a piece is done.
+        """
 
     def vacuum(self, *, grace: timedelta = GRACE) -> int:
         """Delete files that no commit knows, or that a compaction replaced, once they are older than the grace.

@@ -135,6 +135,15 @@ class PipelineSettings:
         maximum=100_000_000,
         needs_restart=False,
     )
+    stall_ms: int = setting(
+        "stall.ms",
+        30 * 60_000,
+        "A batch that makes no progress for so long is cancelled, and counts as failed: no task of it ended or moved, "
+        "and nothing else was done. 0 waits for ever.",
+        minimum=0,
+        maximum=7 * 24 * 3600 * 1000,
+        needs_restart=False,
+    )
 
     @classmethod
     def from_strings(cls: type[S], given: Mapping[str, str]) -> S:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
@@ -40,6 +41,9 @@ BACKOFF_S_MIN: Final = 1.0
 PARK_PAUSE_S: Final = 5.0
 LOOK_S: Final = 5.0
 """How often it is looked whether what was missing has been installed: nobody tells of that."""
+SILENT_S: Final = 60.0
+"""A driver says something every few seconds; one that has not for so long hangs."""
+SILENT_LOOKS: Final = 6
 LINE_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
@@ -82,6 +86,7 @@ class PipelineChild(SupervisedChild):
         missing: Callable[[], str],
         module: str = MODULE,
         backoff_min_s: float = BACKOFF_S_MIN,
+        silent_s: float = SILENT_S,
     ) -> None:
         """`missing` says why nothing can be run here, if nothing can: what has to be installed, or set."""
         super().__init__(backoff_min_s=backoff_min_s)
@@ -91,6 +96,7 @@ class PipelineChild(SupervisedChild):
         self._owner = owner
         self._missing = missing
         self._module = module
+        self._silent_s = silent_s
         self._roll = Roll(options.node)
         self._due: list[Pipeline] = []
         self._why_not = ""
@@ -146,6 +152,11 @@ class PipelineChild(SupervisedChild):
             *command, stdin=PIPE, stdout=PIPE, start_new_session=True, limit=LINE_BYTES_MAX
         )
 
+    def _kill(self, process: Process) -> None:
+        """End it at once, with its Java: it is the first of a group of its own."""
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
     def _hang_up(self) -> None:
         process = self._process
         if process is not None and process.stdin is not None:
@@ -161,6 +172,8 @@ class PipelineChild(SupervisedChild):
         finally:
             telling.cancel()
             await asyncio.gather(telling, return_exceptions=True)
+            # A Java that hangs would stay behind; nobody else has the number as long as it is there.
+            self._kill(process)
             self._driver_ended(code)
 
     def _driver_ended(self, code: int) -> None:
@@ -168,8 +181,8 @@ class PipelineChild(SupervisedChild):
         self._roll.driver_ended(code, is_death=is_death)
         if is_death:
             self._board.restarts = self.restarts + 1
-        for name in self._roll.blamed():
-            self._park(name, f"the driver died {DEATHS_MAX} times in a row while it ran this pipeline")
+        for name, reason in self._roll.blamed():
+            self._park(name, f"the driver died {DEATHS_MAX} times in a row while it ran this pipeline: {reason}")
         self._tell_board(is_running=False)
 
     async def _tell(self, process: Process) -> None:
@@ -194,7 +207,7 @@ class PipelineChild(SupervisedChild):
             return
         while True:
             try:
-                line = await process.stdout.readline()
+                line = await self._line(process, process.stdout)
                 if not line:
                     return
                 said = msgspec.json.decode(line, type=Said)
@@ -208,6 +221,18 @@ class PipelineChild(SupervisedChild):
                     self._park(report.name, report.last_error)
             if said.reports is not None:
                 self._tell_board(is_running=True)
+
+    async def _line(self, process: Process, stream: asyncio.StreamReader) -> bytes:
+        """What it says next; one that says nothing is killed, and starts anew."""
+        # Looked at several times, so that a broker that was stopped itself finds what was said meanwhile.
+        for _ in range(SILENT_LOOKS):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._silent_s / SILENT_LOOKS):
+                    return await stream.readline()
+        _logger.error("the driver of pipelines hangs and is killed", extra={"pid": process.pid})
+        self._roll.hear(Said(failed=f"the driver was silent for {self._silent_s:.0f} s, and was killed"))
+        self._kill(process)
+        return await stream.readline()
 
     # -- what is due ----------------------------------------------------------------------------------------
 

@@ -26,7 +26,9 @@ from millstream.pipelines.job import JobContext, JobKind
 from millstream.pipelines.jobs import JOBS
 from millstream.pipelines.reason import reason_of
 from millstream.pipelines.runner import BACKOFF_S_MIN, Held, Runner, Surroundings
+from millstream.pipelines.spark_activity import Activity, activity_of
 from millstream.pipelines.turns import Turns
+from millstream.pipelines.watch import CANCEL_S, LOOK_S, Watch
 from millstream.spark.link import Link
 from millstream.wire.lean_kio import import_lean_kio
 
@@ -42,6 +44,8 @@ RATES_S: Final = 5.0
 """How often rates are told when nothing else changes."""
 END_S: Final = 5.0
 """How long steps may take to notice that they are given up."""
+STUCK: Final = 71
+"""The exit code of a driver that has to be replaced."""
 
 
 class Voice:
@@ -89,7 +93,11 @@ class Driver:
         jobs: Mapping[PipelineKind, JobKind] = JOBS,
         report_s: float = REPORT_S,
         backoff_s: float = BACKOFF_S_MIN,
+        look_s: float = LOOK_S,
+        cancel_s: float = CANCEL_S,
+        leave: Callable[[int], None] = os._exit,
     ) -> None:
+        """`leave` ends the process at once, with an exit code."""
         self._options = options
         self._spark: Any = spark
         self._say = say
@@ -97,6 +105,7 @@ class Driver:
         self._jobs = jobs
         self._report_s = report_s
         self._backoff_s = backoff_s
+        self._leave = leave
         self._running: dict[str, _Running] = {}
         self._ending: dict[str, _Running] = {}
         self._turns = Turns()
@@ -104,6 +113,8 @@ class Driver:
         self._over = threading.Event()
         self._reporter = threading.Thread(target=self._keep_reporting, name="reports", daemon=True)
         self._reporter.start()
+        watch = Watch(self._runners, self._activity, self._be_replaced, look_s=look_s, cancel_s=cancel_s)
+        threading.Thread(target=watch.run, args=(self._over,), name="watch", daemon=True).start()
 
     def declare(self, wanted: list[Wanted]) -> None:
         """Run these from now on, and nothing else."""
@@ -152,6 +163,7 @@ class Driver:
             make=self._jobs[pipeline.kind],
             context=self._context,
             claim=self._claim,
+            turn=lambda: self._turns.take(name),
             begun=lambda: self._begun(name),
             ended=lambda is_well: self._ended(name, is_well),
             cancel=lambda: self._cancel(name),
@@ -164,7 +176,6 @@ class Driver:
         return JobContext(spark=self._spark, brokers=options.kafka, lake=options.lake, folder=options.folder)
 
     def _begun(self, name: str) -> None:
-        self._turns.take(name)
         if self._spark is not None:
             # Both belong to the thread, and a pool of its own is what makes the scheduler fair.
             self._spark.sparkContext.setJobGroup(name, f"pipeline {name}", interruptOnCancel=True)
@@ -180,6 +191,22 @@ class Driver:
             with suppress(Exception):
                 self._spark.sparkContext.cancelJobGroup(name)
 
+    # -- what hangs -----------------------------------------------------------------------------------------
+
+    def _runners(self) -> list[Runner]:
+        """Those that run, and those that are to end and have not yet."""
+        known = (*list(self._running.values()), *list(self._ending.values()))
+        return [one.runner for one in known if one.thread.is_alive()]
+
+    def _activity(self) -> Activity:
+        return Activity() if self._spark is None else activity_of(self._spark)
+
+    def _be_replaced(self, name: str, reason: str) -> None:
+        _logger.error("the driver has to be replaced", extra={"pipeline": name, "reason": reason})
+        about = f"pipeline {name!r}: " if name else ""
+        self._say(Said(failed=f"the driver was replaced: {about}{reason}", stuck=name))
+        self._leave(STUCK)
+
     def _keep_reporting(self) -> None:
         while not self._over.is_set():
             self._news.wait(RATES_S)
@@ -193,10 +220,18 @@ def _is_another(running: _Running, one: Wanted) -> bool:
     return running.runner.declared.pipeline_id != one.pipeline.pipeline_id or running.attempt != one.attempt
 
 
+def _say_alive(voice: Voice) -> None:
+    """Say something now and then, also before there is anything to tell: a driver that is silent is replaced."""
+    while True:
+        voice.say(Said())
+        time.sleep(RATES_S)
+
+
 def run(options: Options, heard: IO[bytes], voice: Voice) -> None:
     """Drive until the broker hangs up."""
     from millstream.pipelines.spark_session import close_session, open_session
 
+    threading.Thread(target=_say_alive, args=(voice,), name="alive", daemon=True).start()
     try:
         spark = open_session(
             options.master,

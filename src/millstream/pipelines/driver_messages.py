@@ -49,4 +49,6 @@ class Said(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_well: bool = False
     """Whether the step that ended went well."""
     failed: str = ""
-    """Why the driver cannot work at all."""
+    """Why the driver cannot work at all, or has to be replaced."""
+    stuck: str = ""
+    """The pipeline because of which it has to be replaced, if there is one."""

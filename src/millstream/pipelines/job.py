@@ -25,6 +25,8 @@ class Step:
     """How long there is nothing to do, as far as is known; 0 when there is more."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """More numbers of this batch, by name: files, quarantined rows and such. They are summed up."""
+    is_open: bool = False
+    """Whether a batch goes on beyond the step, of which nothing is done yet: no sign that the job gets on."""
 
 
 class GroupMember(NamedTuple):
@@ -65,6 +67,8 @@ class JobContext:
     """The rules of a route; a job whose rules change is told so by a new context."""
     stopping: threading.Event = field(default_factory=threading.Event)
     """Set when the job is to end: whoever waits, waits for this."""
+    progress: Callable[[], None] = lambda: None
+    """Called, by any thread, when a part of a step is done of which Spark does not know; long steps have many."""
 
 
 class JobKind(Protocol):

@@ -123,6 +123,7 @@ class LandJob:
             table = open_table(f"{self._lake}/{source.topic}", format=self._settings.format, options=options)
             self._tables[source.topic] = table
         schema = table.schema()
+        self._context.progress()
         offsets = table.next_offsets([(source.topic_id, number) for number in source.end])
         is_new = schema is None and (self._beginning or {}).get(source.topic) == source.topic_id
         return TopicBatch(
@@ -198,7 +199,7 @@ class LandJob:
         for batch in batches:
             recent = self._recent.get(batch.topic)
             if recent is None:
-                recent = RecentIds(batch.table, self._settings.dedupe_header, window)
+                recent = RecentIds(batch.table, self._settings.dedupe_header, window, self._context.progress)
                 self._recent[batch.topic] = recent
             known = recent.known(now, {number: span.start for number, span in batch.spans.items()})
             rows = found.filter(pc.equal(found.column("topic"), batch.topic))
@@ -226,7 +227,9 @@ class LandJob:
 
     def _commit_one(self, batch: TopicBatch) -> bool:
         try:
-            return batch.commit()
+            done = batch.commit()
+            self._context.progress()
+            return done
         except StalePlan as stale:
             _logger.info("pipeline %s: another run landed %s: %s", self._pipeline.name, batch.topic, stale)
             return False
@@ -242,8 +245,9 @@ class LandJob:
         if self._context.stopping.is_set():
             return
         try:
-            batch.table.compact(before=hour)
+            batch.table.compact(before=hour, progress=self._context.progress)
             batch.table.vacuum()
+            self._context.progress()
         except (MillstreamError, DeltaError, OSError) as error:
             # Nothing depends on it, and the next hour tries again.
             _logger.warning("pipeline %s: table %s was not compacted: %s", self._pipeline.name, batch.topic, error)

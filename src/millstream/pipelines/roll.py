@@ -30,6 +30,7 @@ class Roll:
         self._under_way: set[str] = set()
         self._deaths: Counter[str] = Counter()
         self._failed = ""
+        self._stuck = ""
         self._ended = ("", 0)
 
     def hear(self, said: Said) -> None:
@@ -45,16 +46,24 @@ class Roll:
                 del self._deaths[said.ended]
         if said.failed:
             self._failed = said.failed
+            self._stuck = said.stuck
 
     def driver_ended(self, code: int, *, is_death: bool) -> None:
-        """The driver is no more; if nobody asked for that, whoever was under way may be to blame."""
+        """The driver is no more; if nobody asked for that, whoever was under way may be to blame.
+
+        A driver that was replaced because of one pipeline has said so, and the others are not suspected.
+        """
         under_way, self._under_way = self._under_way, set()
         reason, self._failed = self._failed, ""
-        if is_death:
+        stuck, self._stuck = self._stuck, ""
+        if is_death and stuck:
+            self._deaths[stuck] += 1
+        elif is_death:
             self._deaths = Counter({name: self._deaths[name] + 1 for name in under_way})
+        if is_death:
             self._ended = (reason or f"the driver ended with {_exit(code)}", int(time.time() * 1000))
         for name, report in self._reports.items():
-            told = self._with_earlier(report)
+            told = msgspec.structs.replace(self._with_earlier(report), still_s=0.0)
             self._earlier[name] = self._ended_with(told) if is_death else told
         self._reports = {}
 
@@ -62,12 +71,12 @@ class Roll:
         """Whether it was under way when the last driver died."""
         return self._deaths[name] > 0
 
-    def blamed(self) -> list[str]:
-        """Those that were under way in too many deaths; told once."""
+    def blamed(self) -> list[tuple[str, str]]:
+        """Those that were under way in too many deaths, with the reason of the last; told once."""
         found = [name for name, deaths in self._deaths.items() if deaths >= DEATHS_MAX]
         for name in found:
             del self._deaths[name]
-        return found
+        return [(name, self._ended[0]) for name in found]
 
     def forget(self, names: Iterable[str]) -> None:
         """Keep nothing of pipelines that are gone."""
@@ -106,6 +115,7 @@ class Roll:
             rows=report.rows + before.rows,
             batches=report.batches + before.batches,
             restarts=report.restarts + before.restarts,
+            stalls=report.stalls + before.stalls,
             counts=dict(Counter(report.counts) + Counter(before.counts)),
             last_error=report.last_error or before.last_error,
             last_error_ms=report.last_error_ms or before.last_error_ms,

@@ -19,6 +19,7 @@ from millstream.kafka.pipeline_board import PipelineReport, State
 from millstream.model.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 from millstream.model.pipeline import Pipeline
 from millstream.pipelines.job import GroupMember, Job, JobContext, JobKind
+from millstream.pipelines.progress import Progress
 from millstream.pipelines.reason import reason_of
 from millstream.pipelines.tally import Tally
 from millstream.wire.refusal import TRANSIENT
@@ -31,6 +32,10 @@ BACKOFF_S_MIN: Final = 1.0
 BACKOFF_S_MAX: Final = 30.0
 OCCUPIED_S: Final = 3.0
 """How often it is looked whether somebody else still runs the pipeline, or its topic is still missing."""
+
+
+class Stalled(MillstreamError):
+    """A step made no progress and was given up."""
 
 
 class Held(Protocol):
@@ -63,8 +68,10 @@ class Surroundings:
     """What jobs use, except what belongs to one pipeline."""
     claim: Callable[[str, Callable[[], None]], Held]
     """The claim on a group; the second is called when it is lost."""
+    turn: Callable[[], None] = lambda: None
+    """Called before each step, by the runner's thread; waits until it may be done."""
     begun: Callable[[], None] = lambda: None
-    """Called before each step, by the runner's thread."""
+    """Called then."""
     ended: Callable[[bool], None] = lambda _well: None
     """Called after each step, with whether it went well."""
     cancel: Callable[[], None] = lambda: None
@@ -90,6 +97,10 @@ class Runner:
         self._claim = around.claim(pipeline.group, self._end_job)
         self._failures = 0
         self._restarts = 0
+        self._stalls = 0
+        self._given_up = ""
+        """Why the step that is under way was given up, if it was."""
+        self.progress = Progress()
         self._state: State = "starting"
         self._error = ""
         self._error_ms = 0
@@ -98,6 +109,32 @@ class Runner:
     def declared(self) -> Pipeline:
         """What is run."""
         return self._declared
+
+    @property
+    def name(self) -> str:
+        """The name of the pipeline."""
+        return self._declared.name
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was told to end."""
+        return self._ended.is_set()
+
+    @property
+    def stall_s(self) -> float:
+        """For how long a step may be without any progress; 0 means for ever."""
+        try:
+            return self._declared.settings.stall_ms / 1000
+        except MillstreamError:
+            # The job says so too, and is not made.
+            return 0.0
+
+    def give_up(self, reason: str) -> None:
+        """Have the step that is under way fail for a reason; called by the one who watches."""
+        self._given_up = reason
+        self._stalls += 1
+        _logger.warning("a pipeline is cancelled", extra={"pipeline": self.name, "reason": reason})
+        self._around.cancel()
 
     def change(self, pipeline: Pipeline) -> None:
         """Go on with other settings or rules, after the step that is under way."""
@@ -123,6 +160,8 @@ class Runner:
             lag=self._tally.lag if self._tally.is_begun else None,
             batches=self._tally.batches,
             restarts=self._restarts,
+            stalls=self._stalls,
+            still_s=round(self.progress.still_s, 1),
             last_error=self._error,
             last_error_ms=self._error_ms,
             counts=self._tally.counts,
@@ -131,11 +170,13 @@ class Runner:
 
     def run(self) -> None:
         """Do steps until `stop`, or until it has failed too often; in a thread of its own."""
+        self.progress.work()
         try:
             while not self._ended.is_set() and self._state != "parked":
                 self._attempt()
         finally:
             self._claim.leave()
+            self.progress.rest()
             if self._state != "parked":
                 self._be("stopped")
 
@@ -146,6 +187,7 @@ class Runner:
                 return
             self._job_ends = stopping = threading.Event()
             pipeline = self._declared
+        self._given_up = ""
         try:
             if not self._claim.is_held:
                 self._claim.take()
@@ -153,7 +195,7 @@ class Runner:
         except GroupNotEmpty as occupied:
             self._note(occupied)
             self._be("waiting")
-            stopping.wait(self._around.occupied_s)
+            self._rest(stopping, self._around.occupied_s)
             return
         except Exception as error:
             self._failed(error, stopping)
@@ -167,11 +209,15 @@ class Runner:
         try:
             while not stopping.is_set():
                 wait_s = self._step(job)
-                stopping.wait(wait_s)
+                if wait_s:
+                    self._rest(stopping, wait_s)
         except Exception as error:
             self._failed(error, stopping)
 
     def _step(self, job: Job) -> float:
+        self.progress.is_working = False
+        self._around.turn()
+        self.progress.is_working = True
         self._around.begun()
         if self._ended.is_set():
             # It had to wait for its turn, and was stopped meanwhile.
@@ -182,10 +228,16 @@ class Runner:
         is_well = False
         try:
             step = job.step()
-            is_well = True
+            is_well = not step.is_open
         finally:
             self._around.ended(is_well)
         self._tally.add(step)
+        if step.is_open:
+            if self._given_up:
+                raise Stalled(self._given_up)
+            return step.wait_s
+        self.progress.sign()
+        self._given_up = ""
         self._failures = 0
         self._be("running")
         return step.wait_s
@@ -194,11 +246,15 @@ class Runner:
         if self._ended.is_set():
             # It was told to end, and what it did was cancelled.
             return
+        if self._given_up:
+            # What a cancelled step says of itself explains nothing.
+            error, self._given_up = Stalled(self._given_up), ""
+        self.progress.sign()
         self._note(error)
         if isinstance(error, UnknownTopic):
             # Whoever declared it may make the topic later.
             self._be("waiting")
-            stopping.wait(self._around.occupied_s)
+            self._rest(stopping, self._around.occupied_s)
             return
         self._restarts += 1
         # What happens while the broker cannot be reached says nothing about the pipeline.
@@ -215,7 +271,12 @@ class Runner:
             exc_info=None if expected else error,
         )
         self._be("retrying")
-        stopping.wait(min(self._around.backoff_s * 2 ** max(0, self._failures - 1), BACKOFF_S_MAX))
+        self._rest(stopping, min(self._around.backoff_s * 2 ** max(0, self._failures - 1), BACKOFF_S_MAX))
+
+    def _rest(self, stopping: threading.Event, seconds: float) -> None:
+        self.progress.rest()
+        stopping.wait(seconds)
+        self.progress.work()
 
     def _close(self, job: Job) -> None:
         # Whatever it could not let go of ends with the driver.
@@ -224,7 +285,11 @@ class Runner:
 
     def _context(self, pipeline: Pipeline, stopping: threading.Event) -> JobContext:
         return replace(
-            self._around.context(), rules=pipeline.rules, stopping=stopping, member=lambda: self._claim.member()
+            self._around.context(),
+            rules=pipeline.rules,
+            stopping=stopping,
+            member=lambda: self._claim.member(),
+            progress=self.progress.sign,
         )
 
     def _end_job(self) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.model.errors import MillstreamError
 from millstream.pipelines.reason import reason_of
+from millstream.pipelines.scratch import make_scratch, remove_scratch
 from millstream.spark.session import session
 
 if TYPE_CHECKING:
@@ -27,14 +25,16 @@ _CLOSE_S: Final = 4.0
 _FOLDER_BYTES_MAX: Final = 60
 """Spark names a socket by a UUID, with a few characters around it."""
 _LOG_TAIL: Final = 1000
+_JAVA_OPTIONS: Final = "-XX:+ExitOnOutOfMemoryError"
+"""Half dead it would fail one pipeline after the other; whoever started the driver starts another one."""
 _SETTINGS: Final = {
     "spark.scheduler.mode": "FAIR",
     "spark.log.level": "ERROR",
-    # Half dead it would fail one pipeline after the other; whoever started the driver starts another one.
-    "spark.driver.extraJavaOptions": "-XX:+ExitOnOutOfMemoryError",
+    # A task that goes on after it was cancelled keeps a place; on workers its executor is replaced.
+    "spark.task.reaper.enabled": "true",
+    "spark.task.reaper.killTimeout": "60s",
 }
 _closing = threading.Event()
-_folders: list[str] = []
 
 
 def open_session(
@@ -45,15 +45,15 @@ def open_session(
     What Java writes goes to the file `log`; that of the run before is kept beside it. A process that lives for the
     session ends with its Java.
     """
-    chosen = {**_SETTINGS, **_sockets_in_a_folder(master), "spark.driver.memory": memory, **settings}
+    chosen = {**_SETTINGS, **_in_scratch(master, make_scratch()), "spark.driver.memory": memory, **settings}
     try:
         with _written_to(log):
             spark = session("millstream-pipelines", master=master or None, settings=chosen)
     except MillstreamError:
-        _remove_folders()
+        remove_scratch()
         raise
     except Exception as error:
-        _remove_folders()
+        remove_scratch()
         raise SparkFailed(f"Spark did not start: {reason_of(error)}; {log} ends with: {_tail(log)}") from error
     if ends_with_java:
         threading.Thread(target=_end_with, args=(_java_of(spark),), name="watch Java", daemon=True).start()
@@ -76,27 +76,21 @@ def close_session(spark: SparkSession) -> None:
         java.wait(_CLOSE_S)
     except subprocess.TimeoutExpired:
         java.kill()
-    _remove_folders()
+    remove_scratch()
 
 
-def _sockets_in_a_folder(master: str) -> dict[str, str]:
-    """Spark leaves the sockets of its Python workers behind; on this machine they go with the process."""
+def _in_scratch(master: str, folder: str) -> dict[str, str]:
+    """Have everything that Spark writes on the side be in a folder, since it leaves it behind when it is killed."""
+    settings = {
+        "spark.local.dir": folder,
+        "spark.driver.extraJavaOptions": f'{_JAVA_OPTIONS} "-Djava.io.tmpdir={folder}"',
+    }
     if master.partition("[")[0] not in ("", "local"):
-        return {}
-    folder = tempfile.mkdtemp(prefix="millstream-spark-")
+        return settings
     if len(os.fsencode(folder)) > _FOLDER_BYTES_MAX:
         # The path of a socket may have 107 bytes; over loopback it goes too.
-        os.rmdir(folder)
-        return {"spark.python.unix.domain.socket.enabled": "false"}
-    _folders.append(folder)
-    # Registered before Spark's own, it is called after Java has ended.
-    atexit.register(_remove_folders)
-    return {"spark.python.unix.domain.socket.dir": folder}
-
-
-def _remove_folders() -> None:
-    while _folders:
-        shutil.rmtree(_folders.pop(), ignore_errors=True)
+        return {**settings, "spark.python.unix.domain.socket.enabled": "false"}
+    return {**settings, "spark.python.unix.domain.socket.dir": folder}
 
 
 @contextmanager
@@ -132,5 +126,5 @@ def _java_of(spark: SparkSession) -> Any:
 def _end_with(java: Any) -> None:
     java.wait()
     if not _closing.is_set():
-        _remove_folders()
+        remove_scratch()
         os._exit(DIED)

@@ -54,7 +54,7 @@ class StreamLoop:
         self._query.awaitTermination(WAIT_S)
         rows = self._take_progress(self._query)
         lag = sum(map(len, ranges_between(self._ends, self._latest())))
-        return Step(rows=rows, lag=lag)
+        return Step(rows=rows, lag=lag, is_open=lag > 0 and not rows)
 
     def close(self) -> None:
         """Stop the stream; what it was doing is done again."""

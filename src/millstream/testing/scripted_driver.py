@@ -1,7 +1,7 @@
 """A driver without Spark: `python -m millstream.testing.scripted_driver OPTIONS`, as the real one is started.
 
-What a pipeline does stands in its setting `topics`: `idle` waits, `failing` fails, `deadly` ends the process hard, and
-anything else takes one message with each step.
+What a pipeline does stands in its setting `topics`: `idle` waits, `failing` fails, `deadly` ends the process hard,
+`hanging` never comes to an end, and anything else takes one message with each step.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 
 import msgspec
 
@@ -20,6 +21,7 @@ from millstream.pipelines.job import Job, JobContext, Step
 from millstream.testing.pipeline_script import FreeClaim
 
 PAUSE_S = 0.05
+LOOK_S = 0.01
 
 
 class OneWordJob:
@@ -35,6 +37,8 @@ class OneWordJob:
             os.kill(os.getpid(), signal.SIGKILL)
         if self._word == "failing":
             raise InvalidRequest("it fails as it is told to")
+        if self._word == "hanging":
+            threading.Event().wait()
         if self._word == "idle":
             return Step(wait_s=60.0)
         return Step(rows=1, wait_s=PAUSE_S, counts={"files": 1})
@@ -59,6 +63,8 @@ def main() -> None:
         jobs={PipelineKind.LAND: make},
         report_s=PAUSE_S,
         backoff_s=0.001,
+        look_s=LOOK_S,
+        cancel_s=2 * LOOK_S,
     )
     for line in sys.stdin.buffer:
         driver.declare(msgspec.json.decode(line, type=Told).wanted)

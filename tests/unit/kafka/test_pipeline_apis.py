@@ -152,6 +152,8 @@ async def test_the_node_that_runs_a_pipeline_tells_how_it_does(client: PipelineC
         "lag": 2,
         "batches": 0,
         "restarts": 0,
+        "stalls": 0,
+        "still_s": 0.0,
         "last_error": "",
         "last_error_ms": 0,
         "counts": {},

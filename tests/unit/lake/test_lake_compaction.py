@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -103,8 +104,10 @@ def test_a_compaction_that_comes_late_replaces_nothing(
 ) -> None:
     rewritten = compaction._rewritten
 
-    def meanwhile(log: DeltaLog, files: list[ActiveFile], schema: pa.Schema) -> list[Written]:
-        written = rewritten(log, files, schema)
+    def meanwhile(
+        log: DeltaLog, files: list[ActiveFile], schema: pa.Schema, progress: Callable[[], None]
+    ) -> list[Written]:
+        written = rewritten(log, files, schema, progress)
         with monkeypatch.context() as patched:
             patched.setattr(compaction, "_rewritten", rewritten)
             assert DeltaTable(storage).compact(before=HOUR_OVER).files_after == 1

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -95,8 +95,8 @@ class Scene:
             backoff_min_s=0.01,
         )
 
-    async def declare(self, name: str, word: str) -> Pipeline:
-        return await self.declared.create(name, PipelineKind.LAND, {"topics": word})
+    async def declare(self, name: str, word: str, **settings: str) -> Pipeline:
+        return await self.declared.create(name, PipelineKind.LAND, {"topics": word, **settings})
 
     async def until_parked(self, name: str) -> str:
         await self.board.until(lambda: bool(self._parked(name)))
@@ -168,6 +168,37 @@ async def test_one_that_kills_the_driver_is_parked_and_harms_no_other(tmp_path: 
         assert not scene.declared.all()[1].parked
 
 
+async def test_one_that_hangs_has_the_driver_replaced_and_harms_no_other(tmp_path: Path) -> None:
+    async with scene_in(tmp_path) as scene:
+        await scene.declare("good", "orders")
+        await scene.board.until(lambda: scene.board.report("good").rows > 0)
+        await scene.declare("hanging", "hanging", **{"stall.ms": "20"})
+        reason = await scene.until_parked("hanging")
+        assert "died 3 times in a row" in reason
+        assert "the driver was replaced: pipeline 'hanging': it made no progress for" in reason
+        rows = scene.board.report("good").rows
+        await scene.board.until(lambda: scene.board.report("good").rows > rows + 2)
+        assert scene.board.restarts == 3
+        assert scene.board.report("good").stalls == 0
+
+
+async def test_a_driver_that_is_silent_is_killed(tmp_path: Path) -> None:
+    async with scene_in(tmp_path) as scene:
+        await scene.declare("a", "orders")
+        await scene.board.until(lambda: scene.board.report("a").rows > 0)
+        first, rows = scene.child.pid, scene.board.report("a").rows
+        assert first is not None
+        scene.child._silent_s = 0.6
+        await scene.board.until(lambda: scene.board.report("a").rows > rows)
+        with suppress(ProcessLookupError):
+            # A machine that is slow may have been silent for so long by itself.
+            os.kill(first, signal.SIGSTOP)
+        await scene.board.until(lambda: scene.board.restarts > 0)
+        scene.child._silent_s = HANG_S
+        assert scene.board.report("a").last_error == "the driver was silent for 1 s, and was killed"
+        await scene.board.until(lambda: scene.child.pid not in (None, first))
+
+
 async def test_a_node_that_is_not_the_owner_runs_nothing(tmp_path: Path) -> None:
     async with scene_in(tmp_path) as scene:
         scene.owner.be(mine=False)
@@ -226,9 +257,28 @@ def test_deaths_are_counted_only_in_a_row() -> None:
         roll.hear(Said(begun="b"))
         roll.hear(Said(ended="b", is_well=deaths == 0))
         roll.driver_ended(-9, is_death=True)
-    assert roll.blamed() == ["a"]
+    assert roll.blamed() == [("a", "the driver ended with signal 9")]
     assert roll.blamed() == []
     assert not roll.is_suspect("b")
+
+
+def test_only_the_one_because_of_which_a_driver_was_replaced_is_suspected() -> None:
+    roll = Roll(1)
+    reports = [PipelineReport(name=name, state="running", still_s=9.0) for name in ("a", "b")]
+    for _ in range(3):
+        roll.hear(Said(reports=reports))
+        roll.hear(Said(begun="a"))
+        roll.hear(Said(begun="b"))
+        roll.hear(Said(failed="replaced", stuck="b"))
+        roll.driver_ended(71, is_death=True)
+        assert (roll.is_suspect("a"), roll.is_suspect("b")) == (False, True)
+    told = {one.name: one for one in roll.reports([landing("a"), landing("b")], is_running=False, why_not="")}
+    assert [(one.restarts, one.still_s) for one in told.values()] == [(3, 0.0), (3, 0.0)]
+    assert roll.blamed() == [("b", "replaced")]
+    # Whoever was under way when a driver dies otherwise is suspected as before.
+    roll.hear(Said(begun="a"))
+    roll.driver_ended(-9, is_death=True)
+    assert roll.is_suspect("a")
 
 
 def test_why_a_driver_ended_is_told_until_the_next_one_reports() -> None:

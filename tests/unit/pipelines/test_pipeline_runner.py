@@ -177,6 +177,49 @@ def test_what_is_cancelled_by_a_stop_is_no_failure() -> None:
     assert (report.state, report.last_error, report.restarts) == ("stopped", "", 0)
 
 
+def test_a_step_that_is_given_up_is_a_failure_with_a_reason() -> None:
+    script = Script(Step(rows=1))
+    with running(script) as watched:
+        assert script.at_end.wait(HANG_S)
+        assert watched.runner.progress.is_working
+        script.at_end.clear()
+        script.fails_when_stopped = True
+        watched.runner.give_up("it made no progress for 60 s and was cancelled")
+        # The script has nothing that can be cancelled.
+        script.contexts[0].stopping.set()
+        assert script.at_end.wait(HANG_S)
+        report = watched.runner.report()
+        assert (report.last_error, report.restarts, report.stalls) == (
+            "it made no progress for 60 s and was cancelled",
+            1,
+            1,
+        )
+
+
+def test_a_batch_that_goes_on_beyond_its_steps_gives_no_sign_and_can_be_given_up() -> None:
+    script = Script(Step(rows=1), *[Step(lag=5, is_open=True)] * 3)
+    with running(script) as watched:
+        assert script.at_end.wait(HANG_S)
+        assert watched.steps == ["begun", True, *["begun", False] * 3, "begun"]
+        signs = watched.runner.progress.signs
+        script.contexts[0].progress()
+        assert watched.runner.progress.signs == signs + 1
+    stuck = Script(Step(lag=5, is_open=True, wait_s=HANG_S), Step(lag=5, is_open=True))
+    with running(stuck) as watched:
+        watched.until("running")
+        watched.runner.give_up("it hangs")
+        stuck.contexts[0].stopping.set()
+        assert stuck.at_end.wait(HANG_S)
+
+
+def test_while_it_waits_it_is_not_at_work() -> None:
+    script = Script(Step(rows=1, wait_s=HANG_S))
+    with running(script) as watched:
+        watched.until("running")
+        while watched.runner.progress.is_working:
+            pass
+
+
 def test_the_rate_is_that_of_the_last_minute() -> None:
     now = [0.0]
     tally = Tally(lambda: now[0])

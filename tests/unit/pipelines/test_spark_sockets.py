@@ -1,4 +1,4 @@
-"""The sockets of Spark's Python workers go when the process that has the session does."""
+"""What Spark writes on the side goes when the process that has the session does, or with the next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millstream.pipelines import spark_session
+from millstream.pipelines import scratch, spark_session
 
 
 def test_sockets_on_this_machine_are_in_a_folder_that_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,17 +26,31 @@ def test_sockets_on_this_machine_are_in_a_folder_that_goes(tmp_path: Path, monke
         spark_session.open_session(master, memory="1g", settings={}, log=str(tmp_path / "spark.log"))
     folders = [settings.get("spark.python.unix.domain.socket.dir") for settings in given]
     assert folders[2] is None
+    assert all(Path(settings["spark.local.dir"]).is_dir() for settings in given)
     assert [Path(folder).is_dir() for folder in folders[:2] if folder] == [True, True]
-    spark_session._remove_folders()
+    scratch.remove_scratch()
     assert [Path(folder).is_dir() for folder in folders[:2] if folder] == [False, False]
 
 
-def test_a_folder_with_a_long_name_has_no_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deep = tmp_path / ("deep" * 20)
-    deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    assert spark_session._sockets_in_a_folder("") == {"spark.python.unix.domain.socket.enabled": "false"}
-    assert list(deep.iterdir()) == []
+def test_a_folder_with_a_long_name_has_no_sockets() -> None:
+    folder = "/tmp/" + "deep" * 20
+    settings = spark_session._in_scratch("", folder)
+    assert settings["spark.python.unix.domain.socket.enabled"] == "false"
+    assert settings["spark.local.dir"] == folder
+
+
+def test_what_a_killed_process_left_behind_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / f"{scratch.PREFIX}left"
+    left.joinpath("blockmgr").mkdir(parents=True)
+    mine = Path(scratch.make_scratch())
+    assert not left.exists()
+    # A folder whose process lives stays.
+    other = Path(scratch.make_scratch())
+    assert mine.is_dir()
+    assert other.is_dir()
+    scratch.remove_scratch()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_start_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +58,8 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest
         raise OSError("no Java")
 
     monkeypatch.setattr(spark_session, "session", failing)
-    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
+    (tmp_path / "temp").mkdir()
     with pytest.raises(spark_session.SparkFailed, match="no Java"):
         spark_session.open_session("", memory="1g", settings={}, log=str(tmp_path / "spark.log"))
-    assert spark_session._folders == []
+    assert list((tmp_path / "temp").iterdir()) == []

@@ -97,6 +97,8 @@ class PipelineReport(msgspec.Struct, frozen=True):
     lag: int | None
     batches: int
     restarts: int
+    stalls: int
+    still_s: float
     last_error: str
     last_error_ms: int
     counts: dict[str, int]

@@ -8,7 +8,7 @@ an hour longer than was asked.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -85,10 +85,13 @@ def repeated(found: pa.Table, known: pa.Array) -> tuple[dict[int, pa.Array], pa.
 class RecentIds:
     """The ids of one topic that were landed in the last while."""
 
-    def __init__(self, table: LakeTable, header: str, window: timedelta) -> None:
+    def __init__(
+        self, table: LakeTable, header: str, window: timedelta, progress: Callable[[], None] = lambda: None
+    ) -> None:
         self._table = table
         self._header = header
         self._window = window
+        self._progress = progress
         self._known: list[tuple[datetime, pa.Array]] | None = None
         self._ends: Mapping[int, int | None] = {}
 
@@ -96,7 +99,7 @@ class RecentIds:
         """The ids that were landed lately, given where the table stands."""
         if self._known is None or any(self._ends.get(number) != start for number, start in starts.items()):
             self._known = [
-                (min(now, hour + _HOUR), ids_of(batch.column("headers"), self._header).drop_null())
+                (min(now, hour + _HOUR), self._ids(batch))
                 for hour, batch in self._table.landed_since(now - self._window, ["headers"])
             ]
         self._known = [(landed, ids) for landed, ids in self._known if landed >= now - self._window]
@@ -106,6 +109,10 @@ class RecentIds:
             size -= len(ids)
             _logger.warning("more than %d ids: those of %s are forgotten", IDS_MAX, landed)
         return pa.concat_arrays([ids for _, ids in self._known] or [_NONE])
+
+    def _ids(self, batch: pa.RecordBatch) -> pa.Array:
+        self._progress()
+        return ids_of(batch.column("headers"), self._header).drop_null()
 
     def landed(self, now: datetime, ids: pa.Array, ends: Mapping[int, int]) -> None:
         """Know ids of messages that are in the table now, which stands where it says."""

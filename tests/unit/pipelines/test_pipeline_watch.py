@@ -1,0 +1,192 @@
+"""The watch over pipelines: who gets nowhere is cancelled, and what cannot be cancelled has the driver replaced."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from millstream.pipelines.progress import Progress
+from millstream.pipelines.spark_activity import Activity
+from millstream.pipelines.watch import Watch
+
+LOOK_S = 5.0
+
+
+class Pipeline:
+    """One that is watched."""
+
+    def __init__(self, name: str = "a", *, stall_s: float = 60.0) -> None:
+        self.name = name
+        self.progress = Progress()
+        self.is_ending = False
+        self.stall_s = stall_s
+        self.given_up: list[str] = []
+        self.progress.work()
+
+    def give_up(self, reason: str) -> None:
+        self.given_up.append(reason)
+
+
+class Scene:
+    """A watch whose clock and whose Spark are a test's."""
+
+    def __init__(self, *pipelines: Pipeline) -> None:
+        self.now_s = 0.0
+        self.activity = Activity()
+        self.replaced: list[tuple[str, str]] = []
+        self.asked = 0
+        self.silent = threading.Event()
+        self.silent.set()
+        self.watch = Watch(
+            lambda: pipelines,
+            self._ask,
+            lambda name, reason: self.replaced.append((name, reason)),
+            look_s=LOOK_S,
+            cancel_s=20.0,
+            java_s=30.0,
+            clock=lambda: self.now_s,
+        )
+
+    def pass_by(self, seconds: float) -> None:
+        """Look as often as a driver would."""
+        for _ in range(round(seconds / LOOK_S)):
+            self.now_s += LOOK_S
+            self.watch.look()
+
+    def _ask(self) -> Activity:
+        self.asked += 1
+        self.silent.wait()
+        return self.activity
+
+
+@contextmanager
+def watched(*pipelines: Pipeline) -> Iterator[Scene]:
+    scene = Scene(*pipelines)
+    over = threading.Event()
+    over.set()
+    try:
+        yield scene
+    finally:
+        scene.silent.set()
+        scene.watch.run(over)
+
+
+def test_who_gives_signs_is_left_alone_and_spark_is_not_asked() -> None:
+    one = Pipeline()
+    with watched(one) as scene:
+        for _ in range(100):
+            one.progress.sign()
+            scene.pass_by(LOOK_S)
+        assert (one.given_up, scene.replaced, scene.asked, one.progress.still_s) == ([], [], 0, 0.0)
+
+
+def test_a_long_batch_of_which_spark_tells_progress_is_left_alone() -> None:
+    one = Pipeline()
+    with watched(one) as scene:
+        for tasks in range(100):
+            scene.activity = Activity({"a": tasks}, {"a": 1})
+            scene.pass_by(50)
+        assert (one.given_up, scene.replaced) == ([], [])
+        assert scene.asked > 100
+
+
+def test_who_gets_nowhere_is_given_up_once_and_then_the_driver_is_replaced() -> None:
+    one, other = Pipeline(), Pipeline("b")
+    with watched(one, other) as scene:
+        for _ in range(12):
+            scene.activity = Activity({"a": 7}, {"a": 1})
+            other.progress.sign()
+            scene.pass_by(LOOK_S)
+        assert one.progress.still_s == 50.0
+        assert one.given_up == []
+        scene.pass_by(10)
+        assert one.given_up == ["it made no progress for 60 s and was cancelled"]
+        assert scene.replaced == []
+        scene.pass_by(20)
+        assert len(one.given_up) == 1
+        assert scene.replaced == [("a", "it made no progress for 80 s and could not be cancelled")]
+
+
+def test_one_that_was_given_up_and_goes_on_has_all_of_its_time_again() -> None:
+    one = Pipeline()
+    with watched(one) as scene:
+        scene.pass_by(65)
+        assert len(one.given_up) == 1
+        one.progress.sign()
+        scene.pass_by(60)
+        assert len(one.given_up) == 1
+        scene.pass_by(5)
+        assert len(one.given_up) == 2
+        assert scene.replaced == []
+
+
+def test_who_waits_or_may_take_for_ever_is_left_alone() -> None:
+    waiting, patient = Pipeline("a"), Pipeline("b", stall_s=0.0)
+    waiting.progress.rest()
+    with watched(waiting, patient) as scene:
+        scene.pass_by(10_000)
+        assert (waiting.given_up, patient.given_up, scene.replaced) == ([], [], [])
+        assert patient.progress.still_s > 9000
+        # One that was told to end has to, whatever it may do otherwise.
+        patient.is_ending = True
+        scene.pass_by(LOOK_S)
+        assert [name for name, _ in scene.replaced] == ["b"]
+
+
+def test_one_whose_tasks_wait_for_those_of_others_is_not_blamed() -> None:
+    hanging, waiting = Pipeline("a"), Pipeline("b", stall_s=30.0)
+    with watched(hanging, waiting) as scene:
+        scene.activity = Activity({"a": 1, "b": 1}, {"a": 1, "b": 0})
+        scene.pass_by(70)
+        assert (len(hanging.given_up), waiting.given_up) == (1, [])
+        # There is nobody else any more, and still nothing runs.
+        scene.activity = Activity({"b": 1}, {"b": 0})
+        hanging.progress.rest()
+        scene.pass_by(40)
+        assert len(waiting.given_up) == 1
+
+
+def test_tasks_that_run_on_after_they_were_cancelled_have_the_driver_replaced_when_others_need_their_place() -> None:
+    one, other = Pipeline("a"), Pipeline("b")
+    with watched(one, other) as scene:
+        one.progress.rest()
+        scene.activity = Activity({"b": 1}, {"b": 1}, {"a": 1})
+        scene.pass_by(40)
+        assert scene.replaced == []
+        scene.activity = Activity({"b": 1}, {"b": 0}, {"a": 1})
+        scene.pass_by(20)
+        assert [name for name, _ in scene.replaced] == ["a"]
+        assert other.given_up == []
+
+
+def test_a_java_that_does_not_answer_has_the_driver_replaced() -> None:
+    one = Pipeline(stall_s=3600.0)
+    with watched(one) as scene:
+        scene.watch._look_s = scene.watch._java_s = 0.01
+        scene.silent.clear()
+        for _ in range(3):
+            scene.now_s += 0.01
+            scene.watch.look()
+        assert scene.replaced[0] == ("", "Java has not answered for 0 s")
+
+
+def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
+    one = Pipeline()
+    with watched(one) as scene:
+        scene.pass_by(20)
+        scene.now_s += 100_000
+        scene.watch.look()
+        assert (one.given_up, scene.replaced) == ([], [])
+
+
+def test_a_spark_that_fails_to_answer_is_no_sign() -> None:
+    one = Pipeline()
+    with watched(one) as scene:
+
+        def failing() -> Activity:
+            raise RuntimeError("no such job")
+
+        scene.watch._activity = failing
+        scene.pass_by(70)
+        assert len(one.given_up) == 1
