@@ -4,9 +4,13 @@
 
 `fault` is where the process kills itself: `before-commit`, when all files are written; `between-topics`, when one of
 several tables has its commit; `before-quarantine`, when a table has its commit and its quarantine does not;
-`before-compaction` and `after-compaction`, around the commit of one. Or it strikes a task that has written its files
+`before-compaction` and `after-compaction`, around the commit of one; `in-vacuum`, when one of two tables has lost its
+old files. Or it strikes a task that has written its files
 and did not tell yet: `kill-worker` kills its process, `kill-executor` the executor. Everything is landed as of the
 moment `landed`, an hour before, so that there is something to compact.
+
+With `until` it goes on until there is such a file and nothing is left, whatever else fails meanwhile; `more` are the
+settings of other pipelines that take turns with the first.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from pyspark import TaskContext
 
 from millstream.lake import compaction
 from millstream.lake.delta_log import DeltaLog
+from millstream.model.errors import MillstreamError
 from millstream.model.pipeline import Pipeline, PipelineKind
 from millstream.pipelines import land
 from millstream.pipelines.job import JobContext
@@ -88,8 +93,19 @@ def plant(fault: str, folder: str) -> None:
         DeltaLog.commit = dying(DeltaLog.commit, after=True, when=has_quarantine)  # type: ignore[method-assign]
     elif fault.endswith("-compaction"):
         compaction._replaced = dying(compaction._replaced, after=fault.startswith("after"))
+    elif fault == "in-vacuum":
+        DeltaLog.vacuum = dying(DeltaLog.vacuum, after=True)  # type: ignore[method-assign]
     elif fault.startswith("kill-"):
         setattr(land, "LandTasks", struck_tasks(folder, fault))  # noqa: B010
+
+
+def opened(settings: dict[str, str], context: JobContext, moment: datetime) -> LandJob:
+    """A job that lands everything as of a moment."""
+    pipeline = Pipeline(pipeline_id=uuid.uuid4(), name="trial", kind=PipelineKind.LAND, overrides=settings)
+    job = LandJob(pipeline, context)
+    write = job._reports
+    job._reports = lambda batches, landed: write(batches, moment)  # type: ignore[method-assign]
+    return job
 
 
 def main() -> None:
@@ -98,16 +114,25 @@ def main() -> None:
     plant(given["fault"], given["folder"])
     spark = session("land-trial", master=given["master"], settings=given.get("spark", {}))
     spark.sparkContext.setLogLevel("WARN")
-    pipeline = Pipeline(pipeline_id=uuid.uuid4(), name="trial", kind=PipelineKind.LAND, overrides=given["settings"])
-    job = LandJob(pipeline, JobContext(spark=spark, brokers=given["brokers"], lake=given["lake"], folder=""))
-    write, moment = job._reports, datetime.fromisoformat(given["landed"])
-    job._reports = lambda batches, landed: write(batches, moment)  # type: ignore[method-assign]
+    context = JobContext(spark=spark, brokers=given["brokers"], lake=given["lake"], folder="")
+    moment = datetime.fromisoformat(given["landed"])
+    jobs = [opened(settings, context, moment) for settings in (given["settings"], *given.get("more", []))]
+    until = Path(given["until"]) if "until" in given else None
     while True:
-        step = job.step()
-        print(step, flush=True)
-        if not step.lag and not step.rows:
+        is_last = until is None or until.exists()
+        try:
+            steps = [job.step() for job in jobs]
+        except MillstreamError as error:
+            # The broker is away; a task that fails for it ends the program, which is begun anew.
+            if until is None:
+                raise
+            print(error, flush=True)
+            continue
+        print(steps, flush=True)
+        if is_last and not any(step.lag or step.rows for step in steps):
             break
-    job.close()
+    for job in jobs:
+        job.close()
     spark.stop()
 
 

@@ -242,9 +242,12 @@ def test_both_lives_of_a_topic_are_landed(shore: Shore, topic: str) -> None:
     assert run(job)[-1].rows == 0
     shore.create(topic)
     second = shore.publish(topic, numbered(20, 100))
-    run(job)
+    assert run(job)[0].counts["remade"] == 1
+    assert run(job)[0].counts["remade"] == 0
     job.close()
     assert shore.landed(topic) == sorted(first + second)
+    ids = deltalake.DeltaTable(str(shore.lake / topic)).to_pyarrow_table(columns=["topic_id"]).column(0)
+    assert sorted(count["counts"] for count in ids.value_counts().to_pylist()) == [20, 30]
 
 
 def test_a_topic_that_is_made_again_while_it_is_read_is_not_taken_for_the_old_one(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -100,7 +101,7 @@ async def _status_findings(client: Client, brokers: str) -> list[Finding]:
         advice = "checks of its inside are left out; if it is a Millstream node, look at its log"
         return [warning("status", f"{brokers} does not tell its status; it may be another kind of broker", advice)]
     findings = [_version(status), _readiness(status), *_warned(status), *_damage(status), _clock(status)]
-    return [*findings, *_parked(status), await _http(status)]
+    return [*findings, *_parked(status), *_held(status), await _http(status)]
 
 
 def _version(status: dict[str, Any]) -> Finding:
@@ -139,6 +140,21 @@ def _parked(status: dict[str, Any]) -> Iterator[Finding]:
     for name in [labels["pipeline"] for listed in samples for value, labels in listed if value][:_SHOWN_MAX]:
         advice = f"millstream pipeline describe {name} tells why, millstream pipeline start {name} tries it again"
         yield warning("pipelines", f"pipeline {name} failed again and again, and is not run any more", advice)
+
+
+def _held(status: dict[str, Any]) -> Iterator[Finding]:
+    """What is past its retention and waits for somebody who may never come."""
+    samples = [one["samples"] for one in status.get("metrics", []) if one["name"] == "millstream_log_held_bytes"]
+    held: Counter[str] = Counter()
+    for value, labels in (sample for listed in samples for sample in listed):
+        held[labels["topic"]] += int(value)
+    for topic, size in held.most_common(_SHOWN_MAX):
+        detail = f"topic {topic} keeps {size:,} bytes past its retention that are not delivered or not landed yet"
+        advice = (
+            "millstream pipeline list and millstream subscription list show who stands still; "
+            f"they are waited for as long as retention.until.max.ms of {topic} says"
+        )
+        yield warning("retention", detail, advice)
 
 
 def _clock(status: dict[str, Any]) -> Finding:

@@ -218,6 +218,7 @@ class _ByHand:
         self._is_declared = is_declared
         self._brokers = brokers
         self._lake = self._place("--lake", lake, places.lake, places)
+        self._lake_is_shared = lake is None
         self._folder = self._place("--folder", folder, places.folder, places)
         self._stopping = threading.Event()
         self._shown: Any = None
@@ -264,7 +265,12 @@ class _ByHand:
         spark = open_session(master, memory=memory, settings={}, log=log)
         self._show("running")
         context = JobContext(
-            spark=spark, brokers=self._brokers, lake=self._lake, folder=self._folder, stopping=self._stopping
+            spark=spark,
+            brokers=self._brokers,
+            lake=self._lake,
+            lake_is_shared=self._lake_is_shared,
+            folder=self._folder,
+            stopping=self._stopping,
         )
         return RunByHand(self._pipeline, context, claim, when_stepped=self._stepped)
 

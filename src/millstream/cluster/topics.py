@@ -18,7 +18,7 @@ from millstream.cluster.keys import PartitionKey
 from millstream.cluster.reassignment import Reassignment
 from millstream.cluster.told import Placement
 from millstream.config import Config
-from millstream.log.retention import DeliveryFloor, LandedFloor
+from millstream.log.retention import DeliveryFloor, LandedFloor, held_bytes
 from millstream.log.store import LogStore
 from millstream.model.clock import Clock
 from millstream.model.errors import (
@@ -334,6 +334,8 @@ class Topics:
         yield Metric("millstream_log_start_offset", "gauge", "First offset kept.", self._by_partition("log_start"))
         yield Metric("millstream_high_watermark", "gauge", "Next offset to read.", self._by_partition("high_watermark"))
         yield Metric("millstream_log_bytes", "gauge", "Bytes on disk.", self._by_partition("size_bytes"))
+        text = "Bytes past their retention that stay, since they are not delivered or not landed yet."
+        yield Metric("millstream_log_held_bytes", "gauge", text, self._held())
 
     def _by_topic(self, attribute: str) -> Iterable[Sample]:
         for topic in self._by_name.values():
@@ -343,6 +345,13 @@ class Topics:
     def _by_partition(self, attribute: str) -> Iterable[Sample]:
         for one in self.carried():
             yield Sample(getattr(one, attribute), (("topic", one.topic.name), ("partition", str(one.index))))
+
+    def _held(self) -> Iterable[Sample]:
+        now_ms = self._clock.now_ms()
+        for one in self.carried():
+            held = held_bytes(one.log, now_ms)
+            if held:
+                yield Sample(held, (("topic", one.topic.name), ("partition", str(one.index))))
 
     def close(self) -> None:
         """Close every partition: waiting producers are told that the broker stops."""

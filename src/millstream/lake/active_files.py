@@ -27,8 +27,7 @@ class ActiveFile:
     @property
     def topic_id(self) -> str:
         """The topic whose rows it has: names of files begin with it. Empty when another program wrote the file."""
-        topic_id, found, _rest = self.path.rpartition("/")[2].partition("_")
-        return topic_id if found else ""
+        return topic_of(self.path)
 
     @property
     def hour_start(self) -> datetime:
@@ -39,6 +38,12 @@ class ActiveFile:
     def partition_values(self) -> dict[str, str | None]:
         """What its folders say, as the log has it."""
         return {APPEND_DAY: self.day.isoformat(), APPEND_HOUR: str(self.hour)}
+
+
+def topic_of(path: str) -> str:
+    """The topic whose rows a file has, by its name; empty when another program wrote it."""
+    topic_id, found, _rest = path.rpartition("/")[2].partition("_")
+    return topic_id if found else ""
 
 
 def active_files(table: deltalake.DeltaTable) -> Iterator[ActiveFile]:

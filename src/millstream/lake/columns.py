@@ -10,10 +10,16 @@ from millstream.model.errors import ColumnMismatch
 
 APPEND_DAY: Final = "append_day"
 APPEND_HOUR: Final = "append_hour"
+TOPIC_ID: Final = "topic_id"
+"""Which topic a message was in: one that is made anew under its old name has other messages at the same offsets."""
 PARTITION_COLUMNS: Final = (APPEND_DAY, APPEND_HOUR)
 
 _HEADERS: Final = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
-_APPENDED: Final = [pa.field(APPEND_DAY, pa.date32()), pa.field(APPEND_HOUR, pa.int32())]
+_APPENDED: Final = [
+    pa.field(TOPIC_ID, pa.string()),
+    pa.field(APPEND_DAY, pa.date32()),
+    pa.field(APPEND_HOUR, pa.int32()),
+]
 
 RAW: Final = pa.schema(
     [
@@ -27,7 +33,7 @@ RAW: Final = pa.schema(
         *_APPENDED,
     ]
 )
-"""What every table begins with: the message as it was, and the hour in which it was landed."""
+"""What every table begins with: the message as it was, its topic, and the hour in which it was landed."""
 
 QUARANTINE: Final = pa.schema(
     [

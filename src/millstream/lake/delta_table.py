@@ -11,16 +11,18 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
 import deltalake
 import pyarrow as pa
+import pyarrow.fs
 
+from millstream.lake.active_files import topic_of
 from millstream.lake.columns import QUARANTINE
 from millstream.lake.compaction import SMALL_BYTES, Compacted, compact
-from millstream.lake.delta_log import DeltaLog, added
+from millstream.lake.delta_log import DeltaLog, added, schema_of
 from millstream.lake.recent import landed_since
-from millstream.lake.scan import Rows, scan
+from millstream.lake.scan import Rows, paths_of, scan
 from millstream.lake.storage import Storage
 from millstream.lake.table import GRACE, TopicPartition
 from millstream.lake.task_writer import TaskWriter
@@ -56,6 +58,11 @@ class DeltaTable:
         found = {} if table is None else _next_offsets(table, asked)
         self._known = (self._known - asked) | found.keys()
         return found
+
+    def reached(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        """The same for whoever only reads; see `LakeTable`."""
+        table = self.log.refresh()
+        return {} if table is None else _next_offsets(table, partitions)
 
     def writer(self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
         """A writer of files for this table."""
@@ -113,11 +120,32 @@ class DeltaTable:
         self, topic_id: str, partition: int, start: int, end: int, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
         """Rows of one partition from an offset to before another, in their order."""
-        return scan(self.log, self.storage, Rows(topic_id, partition, start, end), columns)
+        return self.scan_in(self.storage.files(), Rows(topic_id, partition, start, end), columns)
+
+    def scan_quarantined(
+        self, topic_id: str, partition: int, start: int, end: int, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows of the quarantine likewise."""
+        files = self.quarantine.storage.files()
+        return self.scan_quarantined_in(files, Rows(topic_id, partition, start, end), columns)
+
+    def scan_in(self, files: Any, rows: Rows, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
+        """Rows of the table, whose files are elsewhere."""
+        table = self.log.refresh()
+        return iter(()) if table is None else scan(files, paths_of(table, rows), schema_of(table), rows, columns)
+
+    def scan_quarantined_in(self, files: Any, rows: Rows, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
+        """Rows of the quarantine, whose files are elsewhere; those too that a crash kept from being brought there."""
+        table = self.log.refresh()
+        quarantine = self.quarantine.refresh()
+        paths = [] if quarantine is None else paths_of(quarantine, rows)
+        if table is not None:
+            paths += [file.path for file in self._waiting(table, quarantine) if topic_of(file.path) == rows.topic_id]
+        return scan(files, paths, QUARANTINE, rows, columns)
 
     def landed_since(self, moment: datetime, columns: Sequence[str]) -> Iterator[tuple[datetime, pa.RecordBatch]]:
         """Rows that were landed in the hour of a moment or later, each with that hour."""
-        return landed_since(self.log, self.storage, moment, columns)
+        return landed_since(self.log, self.storage.files(), moment, columns)
 
     def recover(self) -> deltalake.DeltaTable | None:
         """The table as it is now, once all that it says of the quarantine is there too."""
@@ -131,14 +159,40 @@ class DeltaTable:
         version = table.transaction_version(_QUARANTINED)
         if version is None:
             return
-        # Each run does this before it commits, so that there is at most the last of such commits to be done.
-        source = f"millstream/{table.metadata().id}"
         while True:
             quarantine = self.quarantine.require(QUARANTINE)
-            if (quarantine.transaction_version(source) or 0) >= version:
+            if _has(quarantine, table, version):
                 return
-            if self.quarantine.commit(added(_manifest(self.log, version)), {source: version}):
+            if self.quarantine.commit(added(self._waiting(table, quarantine)), {_source(table): version}):
                 return
+
+    def _waiting(self, table: deltalake.DeltaTable, quarantine: deltalake.DeltaTable | None) -> list[Written]:
+        """The files that the table says are in quarantine, and that were not brought there.
+
+        Each run brings them before it commits, so that they are those of the last such commit, if any.
+        """
+        version = table.transaction_version(_QUARANTINED)
+        if version is None or (quarantine is not None and _has(quarantine, table, version)):
+            return []
+        if quarantine is not None and quarantine.transaction_version(_source(table)) is not None:
+            return _manifest(self.log, version)
+        # The quarantine never had anything of this table, unless somebody deleted it: then its files are gone as well.
+        files = self.quarantine.storage.files()
+        return [file for file in _manifest(self.log, version, is_old=True) if _is_there(files, file.path)]
+
+
+def _source(table: deltalake.DeltaTable) -> str:
+    """The name under which a quarantine has how far it has come in a table."""
+    return f"millstream/{table.metadata().id}"
+
+
+def _has(quarantine: deltalake.DeltaTable, table: deltalake.DeltaTable, version: int) -> bool:
+    """Whether a quarantine has what a version of its table says."""
+    return (quarantine.transaction_version(_source(table)) or 0) >= version
+
+
+def _is_there(files: Any, path: str) -> bool:
+    return bool(files.get_file_info(path).type == pyarrow.fs.FileType.File)
 
 
 def _key(partition: TopicPartition) -> str:
@@ -165,9 +219,11 @@ def _is_done(current: Mapping[TopicPartition, int], offsets: Mapping[TopicPartit
     return False
 
 
-def _manifest(log: DeltaLog, version: int) -> list[Written]:
-    """The quarantined files that a commit names."""
+def _manifest(log: DeltaLog, version: int, *, is_old: bool = False) -> list[Written]:
+    """The quarantined files that a commit names; none if it is so old that it may have been cleared away."""
     said = log.said_with(version)
     if _MANIFEST not in said:
+        if is_old:
+            return []
         raise CorruptState(f"version {version} of {log.storage.url} does not say which files it has in quarantine")
     return from_json(str(said[_MANIFEST]))

@@ -15,8 +15,9 @@ import pyarrow as pa
 from millstream.lake.compaction import SMALL_BYTES, Compacted
 from millstream.lake.delta_log import DeltaLog
 from millstream.lake.delta_table import DeltaTable
+from millstream.lake.either_place import EitherPlace
 from millstream.lake.recent import landed_since
-from millstream.lake.scan import Rows, scan
+from millstream.lake.scan import Rows
 from millstream.lake.storage import Storage
 from millstream.lake.table import GRACE, TopicPartition
 from millstream.lake.task_writer import TaskWriter
@@ -40,6 +41,10 @@ class ParquetTable:
         found = self._staged.next_offsets(partitions)
         self._publish()
         return found
+
+    def reached(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        """The same for whoever only reads; see `LakeTable`."""
+        return self._staged.reached(partitions)
 
     def writer(self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
         """A writer of files for this table."""
@@ -78,15 +83,21 @@ class ParquetTable:
         self, topic_id: str, partition: int, start: int, end: int, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
         """Rows of one partition from an offset to before another, in their order."""
-        self._staged.recover()
-        self._publish()
-        return scan(self._staged.log, self.storage, Rows(topic_id, partition, start, end), columns)
+        return self._staged.scan_in(self._files(), Rows(topic_id, partition, start, end), columns)
+
+    def scan_quarantined(
+        self, topic_id: str, partition: int, start: int, end: int, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows of the quarantine likewise."""
+        files = self._files(QUARANTINE_ENDING)
+        return self._staged.scan_quarantined_in(files, Rows(topic_id, partition, start, end), columns)
 
     def landed_since(self, moment: datetime, columns: Sequence[str]) -> Iterator[tuple[datetime, pa.RecordBatch]]:
         """Rows that were landed in the hour of a moment or later, each with that hour."""
-        self._staged.recover()
-        self._publish()
-        return landed_since(self._staged.log, self.storage, moment, columns)
+        return landed_since(self._staged.log, self._files(), moment, columns)
+
+    def _files(self, ending: str = "") -> EitherPlace:
+        return EitherPlace(self.storage.beside(ending).files(), self._staged.storage.beside(ending).files())
 
     def _publish(self) -> None:
         """Move what is committed to where it is read."""

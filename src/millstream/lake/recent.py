@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from millstream.lake.active_files import active_files
 from millstream.lake.delta_log import DeltaLog
-from millstream.lake.storage import Storage
 
 
 def landed_since(
-    log: DeltaLog, storage: Storage, moment: datetime, columns: Sequence[str]
+    log: DeltaLog, files: Any, moment: datetime, columns: Sequence[str]
 ) -> Iterator[tuple[datetime, pa.RecordBatch]]:
     """Rows that a log knows of and that were landed in the hour of a moment or later, each with its hour."""
     table = log.refresh()
     if table is None:
         return
-    files = storage.files()
     for file in active_files(table):
         if file.hour_start + timedelta(hours=1) > moment:
             with files.open_input_file(file.path) as opened:

@@ -1,18 +1,20 @@
-"""Reads a range of offsets out of a table, in order: what a log has given up is still there."""
+"""Reads a range of offsets out of a table, in order: what a log has given up is still there.
+
+Nothing is written, so that whoever may only read can do it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import deltalake
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.lake.active_files import ActiveFile, active_files
-from millstream.lake.columns import file_schema
-from millstream.lake.delta_log import DeltaLog, schema_of
+from millstream.lake.active_files import ActiveFile, active_files, topic_of
+from millstream.lake.columns import TOPIC_ID, file_schema
 from millstream.lake.row_groups import RowGroup, ordered, row_groups
-from millstream.lake.storage import Storage
 
 
 class Rows(NamedTuple):
@@ -42,21 +44,29 @@ class Rows(NamedTuple):
         offsets = batch.column("offset")
         within = pc.and_(pc.greater_equal(offsets, self.start), pc.less(offsets, self.end))
         wanted = pc.and_(pc.equal(batch.column("partition"), self.partition), within)
+        if TOPIC_ID in batch.schema.names:
+            # Rows from before there was this column do not say it.
+            wanted = pc.and_(wanted, pc.equal(batch.column(TOPIC_ID).fill_null(self.topic_id), self.topic_id))
         return batch if pc.all(wanted).as_py() else batch.filter(wanted)
 
 
-def scan(log: DeltaLog, storage: Storage, rows: Rows, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """Rows that a log knows of, from files that are in a storage."""
-    table = log.refresh()
-    if table is None:
-        return
-    schema = file_schema(schema_of(table))
-    wanted = list(columns) if columns is not None else schema.names
-    needed = pa.schema([field for field in schema if field.name in {*wanted, "partition", "offset"}])
-    paths = [file.path for file in active_files(table) if rows.may_be_in(file)]
-    files = storage.files()
+def paths_of(table: deltalake.DeltaTable, rows: Rows) -> list[str]:
+    """The files of a table that can have some of the rows."""
+    return [file.path for file in active_files(table) if rows.may_be_in(file)]
+
+
+def scan(
+    files: Any, paths: Sequence[str], schema: pa.Schema, rows: Rows, columns: Sequence[str] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Rows that are in some files, which a table of a schema has."""
+    stored = file_schema(schema)
+    wanted = list(columns) if columns is not None else stored.names
+    needed = {*wanted, "partition", "offset"}
+    if not all(map(topic_of, paths)):
+        # Another program has put files together, which may be of several topics.
+        needed.add(TOPIC_ID)
     groups = [group for group in row_groups(files, paths) if rows.may_be_of(group)]
-    for batch in ordered(files, groups, needed):
+    for batch in ordered(files, groups, pa.schema([field for field in stored if field.name in needed])):
         found = rows.of(batch)
         if len(found):
             yield found.select(wanted)

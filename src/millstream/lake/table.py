@@ -36,6 +36,9 @@ class LakeTable(Protocol):
         table and in its quarantine when this returns.
         """
 
+    def reached(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        """The same for whoever only reads: nothing is written, and what a crash left half done is read as it is."""
+
     def writer(self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
         """A writer of files for this table; can be pickled, for use in tasks.
 
@@ -84,7 +87,15 @@ class LakeTable(Protocol):
     def scan(
         self, topic_id: str, partition: int, start: int, end: int, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Rows of one partition from an offset to before another, in their order; without the columns of the layout."""
+        """Rows of one partition from an offset to before another, in their order; without the columns of the layout.
+
+        Nothing is written for it, whatever a crash left half done.
+        """
+
+    def scan_quarantined(
+        self, topic_id: str, partition: int, start: int, end: int, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows of the quarantine likewise."""
 
     def landed_since(self, moment: datetime, columns: Sequence[str]) -> Iterator[tuple[datetime, pa.RecordBatch]]:
         """Rows that were landed in the hour of a moment or later, each with that hour; in no order."""

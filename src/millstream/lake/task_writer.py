@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from millstream.lake.columns import APPEND_DAY, APPEND_HOUR, file_schema
+from millstream.lake.columns import APPEND_DAY, APPEND_HOUR, TOPIC_ID, file_schema
 from millstream.lake.stats import has_group_bounds, stats_json
 from millstream.lake.storage import Storage
 from millstream.lake.written import Written
@@ -23,7 +23,7 @@ GROUP_BYTES: Final = 64 * 1024 * 1024
 GROUP_ROWS: Final = 1024 * 1024
 _COUNTED: Final = ("offset", "timestamp")
 """Columns whose values mostly go up: differences take the least room."""
-_REPEATED: Final = ("partition", "timestamp_type", "reason")
+_REPEATED: Final = ("partition", "timestamp_type", "reason", TOPIC_ID)
 """Columns that have few values. Dictionaries of keys and payloads would be begun and given up."""
 
 
@@ -56,8 +56,11 @@ class TaskWriter:
         self._written: list[Written] = []
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Take rows in the order of their offsets; columns that they lack are null, and any besides are refused."""
-        for partition, rows in _by_partition(_shaped(batch, self._schema)):
+        """Take rows in the order of their offsets; columns that they lack are null, and any besides are refused.
+
+        Rows that do not say of which topic they are, are of that of the writer.
+        """
+        for partition, rows in _by_partition(_shaped(self._with_topic(batch), self._schema)):
             if partition != self._partition:
                 self._end_group()
                 self._partition = partition
@@ -65,6 +68,15 @@ class TaskWriter:
             self._rows_bytes += rows.nbytes
             if self._rows_bytes >= GROUP_BYTES or sum(map(len, self._rows)) >= GROUP_ROWS:
                 self._end_group()
+
+    def _with_topic(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        if TOPIC_ID not in self._schema.names or not self._topic_id:
+            return batch
+        if TOPIC_ID not in batch.schema.names:
+            return batch.append_column(TOPIC_ID, pa.repeat(pa.scalar(self._topic_id, pa.string()), len(batch)))
+        at = batch.schema.get_field_index(TOPIC_ID)
+        said = batch.column(at)
+        return batch.set_column(at, TOPIC_ID, said.fill_null(self._topic_id)) if said.null_count else batch
 
     def close(self) -> list[Written]:
         """Finish; the files are durable, and nobody sees them until they are committed. More may be written after."""

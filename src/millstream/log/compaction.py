@@ -20,6 +20,7 @@ from millstream.log.cleaner_worker import Worker
 from millstream.log.files import Files
 from millstream.log.index import RELATIVE_OFFSET_MAX, Index
 from millstream.log.key_map import KEYS_MAX
+from millstream.log.retention import is_to_be_landed
 from millstream.log.segment import Segment, cleaned_path
 from millstream.log.swap import swap_in
 from millstream.model.errors import MillstreamError, StorageFailure
@@ -91,6 +92,8 @@ def cleanable_segments(log: Log, now_ms: int) -> list[Segment]:
     for segment in log.segments[:-1]:
         durable = segment.sealed and not segment.broken and segment.synced_bytes == segment.size
         if not durable or segment.next_offset > limit or _is_fresh(log, segment, now_ms):
+            break
+        if is_to_be_landed(log, segment, now_ms):
             break
         found.append(segment)
     return found

@@ -51,9 +51,7 @@ def delete_expired(log: Log, now_ms: int) -> int:
     needed_from = _needed_from(log)
     freed = count = 0
     for segment in log.segments[:-1]:
-        too_old = _expired(log, segment, now_ms) and (
-            segment.next_offset <= needed_from or _beyond_cap(log, segment, now_ms)
-        )
+        too_old = _expired(log, segment, now_ms) and not _is_held(log, segment, needed_from, now_ms)
         if segment.next_offset > limit or not (too_old or freed + segment.size <= excess):
             break
         freed += segment.size
@@ -67,6 +65,27 @@ def delete_expired(log: Log, now_ms: int) -> int:
     return freed
 
 
+def held_bytes(log: Log, now_ms: int) -> int:
+    """How much is older than the topic wants, and stays since it is not delivered or not landed yet."""
+    settings = log.settings
+    waits = settings.retention_until_delivered or settings.retention_until_landed
+    if not waits or not settings.deletes or log.closed or log.broken:
+        return 0
+    needed_from = _needed_from(log)
+    return sum(
+        segment.size
+        for segment in log.segments
+        if _expired(log, segment, now_ms) and _is_held(log, segment, needed_from, now_ms)
+    )
+
+
+def is_to_be_landed(log: Log, segment: Segment, now_ms: int) -> bool:
+    """Whether nothing may be taken out of a segment, however little of it is worth keeping, until it is landed."""
+    if not log.settings.retention_until_landed:
+        return False
+    return _is_held(log, segment, log.keeper.floors.landed(log.partition), now_ms)
+
+
 def _needed_from(log: Log) -> int:
     """From which offset on age alone is no reason to delete."""
     needed: int = log.end_offset
@@ -78,8 +97,9 @@ def _needed_from(log: Log) -> int:
     return needed
 
 
-def _beyond_cap(log: Log, segment: Segment, now_ms: int) -> bool:
-    return _age_ms(segment, now_ms) > log.settings.retention_until_max_ms
+def _is_held(log: Log, segment: Segment, needed_from: int, now_ms: int) -> bool:
+    """Whether a segment has what is needed, and has not waited too long for those who need it."""
+    return segment.next_offset > needed_from and _age_ms(segment, now_ms) <= log.settings.retention_until_max_ms
 
 
 def _expired(log: Log, segment: Segment, now_ms: int) -> bool:

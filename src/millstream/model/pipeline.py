@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, TypeVar
@@ -281,9 +281,14 @@ class LandSettings(PipelineSettings):
 
     def takes(self, topic: str) -> bool:
         """Whether a topic of this name is landed."""
+        return self.matcher()(topic)
+
+    def matcher(self) -> Callable[[str], bool]:
+        """Says of names of topics whether they are landed; for whoever asks of many."""
         if not self.pattern:
-            return topic in self.topic_names
-        return compile_expression(self.pattern).fullmatch(topic) is not None
+            return frozenset(self.topic_names).__contains__
+        expression = compile_expression(self.pattern)
+        return lambda topic: expression.fullmatch(topic) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,8 @@ class TopicSettings:
         "retention.until.landed",
         False,
         "Whether records that are older than `retention.ms` stay until every pipeline that lands the topic has them in "
-        "its table, but not longer than `retention.until.max.ms`. `retention.bytes` holds all the same.",
+        "its table, but not longer than `retention.until.max.ms`; compaction leaves them alone so long, too. All of "
+        "them stay while no pipeline lands the topic. `retention.bytes` holds all the same.",
         needs_restart=False,
     )
     retention_until_max_ms: int = setting(

@@ -63,6 +63,8 @@ class JobContext:
     """Where a job keeps what it must find again, such as checkpoints; shared by all nodes of a cluster."""
     member: Callable[[], GroupMember] = GroupMember
     """Who the job is in the group of its pipeline, now; offsets that are committed say it."""
+    lake_is_shared: bool = True
+    """Whether the lake is that of the nodes, and no other one that somebody who runs a job by hand wants."""
     rules: tuple[Rule, ...] = ()
     """The rules of a route; a job whose rules change is told so by a new context."""
     stopping: threading.Event = field(default_factory=threading.Event)

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake.exceptions import DeltaError
 
+from millstream.lake.columns import TOPIC_ID
 from millstream.lake.opening import open_table
 from millstream.lake.table import LakeTable
 from millstream.model.errors import InvalidSetting, MillstreamError, StalePlan, UnknownTopic
@@ -125,6 +126,12 @@ class LandJob:
         schema = table.schema()
         self._context.progress()
         offsets = table.next_offsets([(source.topic_id, number) for number in source.end])
+        is_remade = schema is not None and not offsets
+        if is_remade:
+            _logger.warning(
+                "pipeline %s: topic %s is another one than its table has messages of; %s tells them apart",
+                *(self._pipeline.name, source.topic, TOPIC_ID),
+            )
         is_new = schema is None and (self._beginning or {}).get(source.topic) == source.topic_id
         return TopicBatch(
             source=source,
@@ -137,6 +144,7 @@ class LandJob:
             fields=self._fields(schema),
             decodes=self._settings.decode != "none",
             evolves=self._settings.decode != "none" and self._given is None,
+            is_remade=is_remade,
         )
 
     def _fields(self, schema: pa.Schema | None) -> pa.Schema:
@@ -261,7 +269,8 @@ class LandJob:
         by_id = {batch.source.topic_id: offsets[batch.topic] for batch in batches}
         link = self._sources.link
         try:
-            link.call(tell_landed(link.client, self._pipeline.name, by_id))
+            if self._context.lake_is_shared or self._settings.lake:
+                link.call(tell_landed(link.client, self._pipeline, by_id))
             link.call(commit_plainly(link.client, self._pipeline.group, offsets, self._context.member()))
         except MillstreamError as error:
             _logger.warning("progress was not committed to group %s: %s", self._pipeline.group, error)

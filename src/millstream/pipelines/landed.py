@@ -9,16 +9,19 @@ from uuid import UUID
 import msgspec
 
 from millstream.model.ids import NodeId
+from millstream.model.pipeline import LandSettings, Pipeline
 from millstream.wire.client import Client
 from millstream.wire.pipeline_messages import LANDED_KEY, Landed, LandedTopic
 
 
-async def tell_landed(client: Client, pipeline: str, landed: Mapping[str, Mapping[int, int]]) -> None:
+async def tell_landed(client: Client, pipeline: Pipeline, landed: Mapping[str, Mapping[int, int]]) -> None:
     """Tell every node, by the id of the topic and the partition, the next offset that is not landed."""
+    settings = LandSettings.from_strings(pipeline.overrides)
     topics = [LandedTopic(topic_id=UUID(topic_id), offsets=dict(offsets)) for topic_id, offsets in landed.items()]
     if not topics:
         return
-    body = msgspec.json.encode(Landed(pipeline=pipeline, topics=topics))
+    told = Landed(pipeline_id=pipeline.pipeline_id, lake=settings.lake, format=settings.format, topics=topics)
+    body = msgspec.json.encode(told)
     nodes = (await client.metadata(())).nodes
     # Who does not hear it keeps more than it must, until the next batch tells it again.
     await asyncio.gather(*(client.private(NodeId(node), LANDED_KEY, body) for node in nodes), return_exceptions=True)

@@ -17,10 +17,10 @@ import pyarrow.compute as pc
 
 from millstream.admin.pipelines import PipelineClient
 from millstream.admin.places import places_of
+from millstream.lake.columns import QUARANTINE
 from millstream.lake.opening import open_table
 from millstream.lake.table import LakeTable
 from millstream.model.errors import InvalidSetting, MillstreamError
-from millstream.model.lake_place import QUARANTINE_ENDING
 from millstream.model.pipeline import LandSettings, PipelineKind
 from millstream.spark.link import Link
 from millstream.spark.options import ReadOptions
@@ -80,7 +80,7 @@ class LakeReach:
             if landed is None:
                 continue
             table, opened = landed
-            nexts = opened.next_offsets([(table.topic_id, number) for number in early])
+            nexts = opened.reached([(table.topic_id, number) for number in early])
             for number in early:
                 reached = min(nexts.get((table.topic_id, number), 0), first[topic][number], ends[topic][number])
                 if reached > offsets[number]:
@@ -179,24 +179,16 @@ def _rows(one: Range, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
     if table is None:
         return
     try:
-        whole = open_table(table.url, format=table.format)
-        odd = open_table(table.url + QUARANTINE_ENDING, format=table.format)
-        sources = [
-            source.scan(table.topic_id, one.partition, one.start, one.end, there)
-            for source, there in ((whole, _there(whole, columns)), (odd, _there(odd, columns)))
-            if there
-        ]
+        opened = open_table(table.url, format=table.format)
+        place = (table.topic_id, one.partition, one.start, one.end)
+        odd = tuple(name for name in columns if name in QUARANTINE.names)
+        sources = (opened.scan(*place, columns), opened.scan_quarantined(*place, odd))
         yield from _merged([_completed(source, columns) for source in sources])
     except OSError as error:
         raise MillstreamError(
             f"the table {table.url} cannot be read: {error}; if it is reached elsewhere from here, say where with the "
             "option lake"
         ) from None
-
-
-def _there(table: LakeTable, columns: tuple[str, ...]) -> tuple[str, ...]:
-    schema = table.schema()
-    return () if schema is None else tuple(name for name in columns if name in schema.names)
 
 
 def _completed(batches: Iterator[pa.RecordBatch], columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.json as pj
 
+from millstream.spark.nesting import is_text_too_deep, is_too_deep
 from millstream.spark.shape import Column
 
 _EMPTY = b"{}"
@@ -31,6 +32,12 @@ def _parse_together(values: pa.Array, schema: pa.Schema) -> list[pa.Array] | Non
         return [pa.array([], field.type) for field in schema]
     documents = values.fill_null(_EMPTY).to_pylist() if values.null_count else values.to_pylist()
     if any(b"\n" in document or not document.lstrip().startswith(b"{") for document in documents):
+        return None
+    try:
+        if is_too_deep(values.cast(pa.string())):
+            return None
+    except pa.ArrowInvalid:
+        # Some payload is no text.
         return None
     text = b"\n".join(documents)
     options = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
@@ -54,7 +61,10 @@ def _parse_apart(values: pa.Array, schema: pa.Schema) -> list[pa.Array]:
 
 def _document(value: bytes | None) -> dict[str, Any]:
     try:
-        document = json.loads(value or _EMPTY)
+        text = (value or _EMPTY).decode("utf-8")
+        document = {} if is_text_too_deep(text) else json.loads(text)
+        # Half of a surrogate pair is no character, and no column takes it.
+        json.dumps(document, ensure_ascii=False).encode("utf-8")
     except ValueError:
         return {}
     return document if isinstance(document, dict) else {}

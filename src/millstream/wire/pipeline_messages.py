@@ -25,9 +25,11 @@ class LandedTopic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Landed(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a pipeline has landed its topics."""
+    """How far a pipeline has landed its topics, and where, as its settings say it."""
 
-    pipeline: str
+    pipeline_id: UUID
+    lake: str
+    format: str
     topics: list[LandedTopic]
 
 

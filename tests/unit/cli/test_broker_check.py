@@ -118,6 +118,17 @@ def test_lost_offsets_are_problems_that_say_what_to_do() -> None:
     assert (len(found), found[-1].detail) == (6, "2 more ranges that the disk lost")
 
 
+def test_what_waits_beyond_its_retention_is_a_warning() -> None:
+    def told(value: float) -> dict[str, Any]:
+        samples = [[value, {"topic": "orders", "partition": "0"}], [1.0, {"topic": "orders", "partition": "1"}]]
+        return status(metrics=[{"name": "millstream_log_held_bytes", "samples": samples}])
+
+    assert list(broker_check._held(status())) == []
+    (found,) = broker_check._held(told(12345.0))
+    assert found.severity is Severity.WARNING
+    assert found.detail.startswith("topic orders keeps 12,346 bytes past")
+
+
 def test_lost_states_of_transactions_are_no_matter_of_groups() -> None:
     lost = [{"topic": "__transaction_state", "partition": 0, "first": 3, "next": 4}]
     (found,) = broker_check._damage(status(damage=lost))

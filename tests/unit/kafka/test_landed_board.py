@@ -18,7 +18,7 @@ from millstream.kafka.apis.pipeline_landed import PipelineLanded
 from millstream.kafka.landed_board import LandedBoard
 from millstream.model.errors import UnknownTopic
 from millstream.model.ids import PartitionIndex
-from millstream.model.pipeline import PipelineKind
+from millstream.model.pipeline import LandSettings, PipelineKind
 from millstream.model.topic import TopicPartition
 from millstream.testing.clock import ManualClock
 from millstream.wire.pipeline_messages import Landed, LandedTopic
@@ -33,6 +33,7 @@ class Topics:
         self.topic_id = uuid4()
         self.is_leader = True
         self.is_here = True
+        self.version = 0
         self.floor: Any = None
 
     def use_landed_floor(self, floor: Any) -> None:
@@ -62,9 +63,11 @@ class Desk:
     async def declare(self, name: str, **settings: str) -> None:
         await self.pipelines.create(name, PipelineKind.LAND, settings)
 
-    async def tell(self, name: str, offset: int, topic_id: UUID | None = None) -> None:
+    async def tell(self, name: str, offset: int, topic_id: UUID | None = None, lake: str = "") -> None:
+        found = self.pipelines.get(name)
         told = LandedTopic(topic_id=topic_id or self.topics.topic_id, offsets={0: offset})
-        body = msgspec.json.encode(Landed(pipeline=name, topics=[told]))
+        pipeline_id = uuid4() if found is None else found.pipeline_id
+        body = msgspec.json.encode(Landed(pipeline_id=pipeline_id, lake=lake, format="delta", topics=[told]))
         assert await PipelineLanded(self.board).handle(msgspec.json.decode(body, type=Landed)) == {}
 
     def floor(self) -> int:
@@ -120,3 +123,34 @@ async def test_only_the_leader_decides(desk: Desk) -> None:
     assert desk.floor() == 7
     desk.topics.is_here = False
     assert desk.floor() == 0
+
+
+async def test_what_is_landed_elsewhere_is_not_landed(desk: Desk) -> None:
+    await desk.declare("one", topics="orders")
+    await desk.tell("one", 30, lake="/by/hand")
+    assert desk.floor() == 0
+    await desk.tell("one", 30)
+    await desk.pipelines.alter("one", {"every.ms": "1000"})
+    assert desk.floor() == 30
+    await desk.pipelines.alter("one", {"lake": "/other"})
+    assert desk.floor() == 0, "the tables of the other lake have nothing yet"
+    await desk.tell("one", 30)
+    assert desk.floor() == 0, "a job that ended with the change came late"
+    await desk.tell("one", 20, lake="/other")
+    assert desk.floor() == 20
+    await desk.pipelines.delete("one")
+    assert desk.floor() == 0
+    await desk.declare("one", topics="orders", lake="/other")
+    assert desk.floor() == 0, "it has the name of the other and nothing else"
+
+
+async def test_pipelines_are_read_when_they_change_and_not_when_retention_asks(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await desk.declare("one", pattern="ord.*")
+    await desk.tell("one", 30)
+    assert desk.floor() == 30
+    monkeypatch.setattr(LandSettings, "from_strings", lambda _: pytest.fail("settings were read again"))
+    monkeypatch.setattr("millstream.model.pipeline.compile_expression", lambda _: pytest.fail("compiled again"))
+    desk.topics.version += 1
+    assert desk.floor() == 30

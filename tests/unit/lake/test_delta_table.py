@@ -204,7 +204,7 @@ def test_a_crash_before_the_quarantine_has_its_rows(storage: Storage, monkeypatc
     class Killed(BaseException):
         pass
 
-    def killed(*_: object) -> Sequence[Written]:
+    def killed(*_: object, **__: object) -> Sequence[Written]:
         raise Killed
 
     table = DeltaTable(storage)

@@ -178,3 +178,16 @@ def test_vacuum_deletes_what_no_commit_knows_once_it_is_old(table: DeltaTable, s
     assert table.vacuum(grace=timedelta(0)) == 6
     assert delta_rows(storage.beside("__quarantine")) == once(0, [50])
     assert delta_rows(storage) == once(0, range(60)) + once(1, [at for at in range(50) if at % 10 < 5])
+
+
+def test_a_reader_that_began_before_a_compaction_has_its_files(table: DeltaTable, storage: Storage) -> None:
+    reader = deltalake.DeltaTable(storage.url)
+    long_ago = time.time() - timedelta(days=30).total_seconds()
+    for path in Path(storage.url).rglob("*.parquet"):
+        os.utime(path, (long_ago, long_ago))
+    slow = table.scan(TOPIC, 0, 0, 100)
+    first = next(slow)
+    assert table.compact(before=HOUR_OVER).files_before == 5
+    assert table.vacuum() == 0, "what was replaced just now stays, however old it is"
+    assert len(first) + sum(map(len, slow)) == 50
+    assert pa.table(reader.to_pyarrow_table(columns=["offset"])).num_rows == 75

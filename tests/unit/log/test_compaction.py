@@ -183,6 +183,20 @@ def test_a_deletion_is_kept_as_long_as_was_promised_and_then_goes(store: LogStor
     assert pairs_of(log) == [(1, b"here", b"2"), (3, b"too", b"3"), (5, b"other", b"5")]
 
 
+def test_what_is_not_landed_stays_for_a_while(store: LogStore, clock: ManualClock) -> None:
+    log = opened(store, dataclasses.replace(SETTINGS, retention_until_landed=True, retention_until_max_ms=5000))
+    for value in (b"1", b"2", b"3"):
+        put(log, clock, (b"k", value))
+        settle(store, log)
+    assert not store.compact_once(), "as long as nobody has told what is landed, nothing is"
+    store.floors.landed = lambda _partition: 2
+    assert store.compact_once()
+    assert pairs_of(log) == [(1, b"k", b"2"), (2, b"k", b"3")]
+    clock.advance_ms(6000)
+    assert store.compact_once(), "a pipeline that stands still is not waited for for ever"
+    assert pairs_of(log) == [(2, b"k", b"3")]
+
+
 def test_nothing_newer_than_the_lag_is_touched(store: LogStore, clock: ManualClock) -> None:
     log = opened(store, dataclasses.replace(SETTINGS, min_compaction_lag_ms=1000))
     put(log, clock, (b"k", b"1"))

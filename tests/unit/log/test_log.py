@@ -7,6 +7,7 @@ from uuid import UUID
 import pytest
 
 from millstream.log.log import Log
+from millstream.log.retention import held_bytes
 from millstream.log.store import LogStore
 from millstream.model.errors import (
     BatchTooLarge,
@@ -386,12 +387,14 @@ def test_old_records_wait_until_they_are_landed(store: LogStore, clock: ManualCl
     store.commit_once()
     clock.advance_ms(10_000)
     assert store.delete_expired() == 0, "as long as nobody has told what is landed, nothing is"
+    assert held_bytes(log, clock.now_ms()) == log.size_bytes
     store.floors.landed = lambda _partition: 2
     store.delete_expired()
     assert log.start_offset == 2
     clock.advance_ms(100_000)
     store.delete_expired()
     assert log.start_offset == 3, "a pipeline that stands still does not fill the disk"
+    assert held_bytes(log, clock.now_ms()) == 0
 
 
 def test_without_subscriptions_only_the_age_counts(store: LogStore, clock: ManualClock) -> None:

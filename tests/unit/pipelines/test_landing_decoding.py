@@ -63,6 +63,10 @@ ODD = st.sampled_from(
         *(b"", b" ", b"[]", b"{", b"null", b'{"id":1}{"id":2}', b'{"id":', b'{"id":1}}', b"\xff\xfe", b'{"id":01}'),
         *(b'{\n"id" : 1 }\n', b'{"id":1,"id":2}', b'{"amount":NaN}', b'{"amount":1e999}', b'{"text":"a\nb"}'),
         b'{"text":"\\ud800"}',
+        # Parsers that call themselves for every level would take the whole process with them.
+        *(b'{"a":' * 250 + b"1" + b"}" * 250, b'{"text":"]]","a":' + b"[" * 199 + b"]" * 199 + b"}"),
+        b'{"text":"' + b"]" * 300 + b'","a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"a":' + b"[" * 100_000,
     ]
 )
 
@@ -152,6 +156,10 @@ def test_every_type_takes_what_fits() -> None:
         (b"", "the payload is empty"),
         (b"[1]", "the payload is no JSON object but [1]"),
         (b"\xff", "the payload is not UTF-8: byte 0 cannot be read"),
+        (
+            b'{"id":' + b"[" * 200 + b"]" * 200 + b"}",
+            "the payload has more than 200 objects and arrays within each other",
+        ),
         (b'{"text":"\\ud800"}', "the payload has half of a surrogate pair, which is no character"),
     ],
 )

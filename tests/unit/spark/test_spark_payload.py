@@ -33,7 +33,17 @@ def test_fields_are_typed_and_what_is_missing_is_null() -> None:
 
 def test_one_bad_payload_does_not_harm_the_others() -> None:
     good = b'{"id": 1, "total": 2.5, "name": "a", "paid": true}'
-    bad = [b"", b"no json", b"[1]", b'{"id": 1', b"\xff", b'"text"', b"{}{}"]
+    bad = [
+        b"",
+        b"no json",
+        b"[1]",
+        b'{"id": 1',
+        b"\xff",
+        b'"text"',
+        b"{}{}",
+        b'{"a":' + b"[" * 100_000,
+        b'{"name":"\\ud800"}',
+    ]
     rows = parsed(good, *bad, good)
     assert rows[0] == rows[-1] == (1, 2.5, "a", True)
     assert rows[1:-1] == [(None, None, None, None)] * len(bad)

@@ -1,9 +1,10 @@
 """PipelineLanded (key 32055), version 0: Millstream's private request that tells how far a topic was landed.
 
-    {"pipeline": "land-orders", "topics": [{"topic_id": "…", "offsets": {"0": 1200, "1": 900}}]}
+    {"pipeline_id": "…", "lake": "", "format": "delta", "topics": [{"topic_id": "…", "offsets": {"0": 1200, "1": 900}}]}
     answer: {"error": 0, "message": null}
 
-The driver tells it to all nodes after each batch. A topic with `retention.until.landed` keeps what lies beyond.
+The driver tells it to all nodes after each batch, with the lake and the format that the pipeline is declared with. A
+topic with `retention.until.landed` keeps what lies beyond.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -29,5 +30,5 @@ class PipelineLanded(PrivateApi[Landed]):
     async def handle(self, request: Landed) -> dict[str, Any]:
         """Note it."""
         for topic in request.topics:
-            self._board.take(request.pipeline, topic.topic_id, topic.offsets)
+            self._board.take(request.pipeline_id, (request.lake, request.format), topic.topic_id, topic.offsets)
         return {}

@@ -16,6 +16,7 @@ import pyarrow.json as pj
 
 from millstream.pipelines.landing.document import Misfit, parsed, value_for
 from millstream.pipelines.landing.inference import grown, joined_schemas, type_of
+from millstream.spark.nesting import is_too_deep
 
 _APART_MAX: Final = 32
 """So few are looked at one by one."""
@@ -132,13 +133,13 @@ def _grown_by(fields: pa.Schema, found: list[pa.Schema]) -> pa.Schema:
 
 
 def _lines(values: pa.Array) -> pa.Buffer | None:
-    """The payloads as lines of text; None if one of them is no object for sure, or could reach into the next."""
+    """The payloads as lines of text; None if one of them is no object for sure, or nothing that the parser survives."""
     try:
         texts = values.cast(pa.string())
     except pa.ArrowInvalid:
         return None
     texts = pc.ascii_trim(texts.fill_null("{}"), _BLANK)
-    if not pc.all(pc.and_(pc.starts_with(texts, "{"), pc.ends_with(texts, "}"))).as_py():
+    if not pc.all(pc.and_(pc.starts_with(texts, "{"), pc.ends_with(texts, "}"))).as_py() or is_too_deep(texts):
         return None
     if pc.any(pc.match_substring(texts, "\n")).as_py():
         # Between two words of JSON the one is as good as the other, and neither may stand within one.

@@ -15,6 +15,8 @@ from typing import Any, Final, NoReturn
 import pyarrow as pa
 import pyarrow.json as pj
 
+from millstream.spark.nesting import NESTING_MAX, is_text_too_deep
+
 _SHOWN_MAX: Final = 60
 _BITS: Final = {pa.int8(): 8, pa.int16(): 16, pa.int32(): 32, pa.int64(): 64}
 _NAMES: Final = {
@@ -51,14 +53,15 @@ def parsed(value: bytes | None) -> dict[str, Any]:
     if value is None:
         return {}
     try:
-        document = json.loads(value.decode("utf-8"), parse_float=_Number)
+        text = value.decode("utf-8")
+        if is_text_too_deep(text):
+            raise Misfit(f"the payload has more than {NESTING_MAX} objects and arrays within each other")
+        document = json.loads(text, parse_float=_Number)
         json.dumps(document, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         raise Misfit(f"the payload is not UTF-8: byte {error.start} cannot be read") from None
     except UnicodeEncodeError:
         raise Misfit("the payload has half of a surrogate pair, which is no character") from None
-    except RecursionError:
-        raise Misfit("the payload is nested too deeply") from None
     except ValueError as error:
         raise Misfit(f"the payload is not JSON: {error}" if value.strip() else "the payload is empty") from None
     if not isinstance(document, dict):

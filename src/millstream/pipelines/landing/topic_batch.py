@@ -30,6 +30,8 @@ class TopicBatch:
     evolves: bool = False
     left_out: Mapping[int, pa.Array] = field(default_factory=dict)
     """By partition, the offsets of messages that repeat others."""
+    is_remade: bool = False
+    """Whether the table has messages of another topic that had the name before, and none of this one yet."""
     ids: pa.Array | None = None
     """The ids of messages that do not; None when nobody asked."""
     reports: list[Report] = field(default_factory=list)
@@ -47,7 +49,8 @@ class TopicBatch:
     @property
     def lag(self) -> int:
         """How many offsets are left for the next batch."""
-        return sum(self.source.end[number] - span.end for number, span in self.spans.items())
+        # A leader that has just taken over may tell an end that lies before what the table has.
+        return sum(max(0, self.source.end[number] - span.end) for number, span in self.spans.items())
 
     def admit(self, ends: Mapping[int, int]) -> None:
         """Go no further than this."""
@@ -101,5 +104,6 @@ class TopicBatch:
             "bytes": sum(file.bytes for file in (*files, *quarantined)),
             "quarantined": sum(file.rows for file in quarantined),
             "duplicates": sum(map(len, self.left_out.values())),
+            "remade": int(self.is_remade),
             "lost": sum(span.lost for span in self.spans.values()),
         }

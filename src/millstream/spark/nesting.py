@@ -1,0 +1,43 @@
+"""How deeply a JSON text is nested, found before it is parsed: parsers call themselves for every level.
+
+The compiled parser of Arrow runs out of its stack in a payload of a hundred thousand brackets, which ends the process
+and not the payload; that of Python gives up at some depth which depends on who calls it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+NESTING_MAX: Final = 200
+"""How many objects and arrays may stand within each other."""
+
+_STRINGS: Final = r'(?s)"(?:[^"\\]|\\.)*"'
+_STEPS: Final = np.zeros(256, np.int8)
+_STEPS[list(b"[{")] = 1
+_STEPS[list(b"]}")] = -1
+
+
+def is_text_too_deep(text: str) -> bool:
+    """Whether a text is nested too deeply to be parsed."""
+    return text.count("{") + text.count("[") > NESTING_MAX and is_too_deep(pa.array([text], pa.string()))
+
+
+def is_too_deep(texts: pa.Array) -> bool:
+    """Whether one of some texts is nested too deeply to be parsed."""
+    opened = pc.add(pc.count_substring(texts, "{"), pc.count_substring(texts, "["))
+    # Hardly any text opens so many that it has to be looked at any closer.
+    many = texts.filter(pc.greater(opened, NESTING_MAX))
+    if not len(many):
+        return False
+    # Brackets within strings open nothing.
+    return any(_depth(text) > NESTING_MAX for text in pc.replace_substring_regex(many, _STRINGS, ""))
+
+
+def _depth(text: pa.StringScalar) -> int:
+    """The depth of a text without strings; exact as far as a parser gets in it."""
+    steps = _STEPS[np.frombuffer(text.as_buffer(), np.uint8)]
+    return int(np.cumsum(steps, dtype=np.int32).max(initial=0))

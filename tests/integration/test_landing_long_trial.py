@@ -1,0 +1,283 @@
+"""Landing that goes on for long while everything it is made of is killed: every message is landed once, as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import deltalake
+import duckdb
+import polars
+import psutil
+import pyarrow as pa
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.testing.server import Server
+from millstream.testing.spark_cluster import WAIT_S, ProcessFailed, environment, running, wait_until
+
+pytestmark = [pytest.mark.trial, pytest.mark.timeout(7200)]
+
+PARTITIONS = 2
+KILLS = int(os.environ.get("LANDING_KILLS", "36"))
+NAMED = ("before-commit", "between-topics", "before-quarantine", "before-compaction", "after-compaction", "in-vacuum")
+Row = tuple[int, int, bytes]
+
+
+class Publisher(threading.Thread):
+    """Publishes to all topics until it is told to end; a broker that is away for a while is waited for."""
+
+    def __init__(self, brokers: str, decoded: list[str], raw: list[str]) -> None:
+        super().__init__(name="publisher")
+        self._producer = Producer(
+            {"bootstrap.servers": brokers, "log_level": 0, "linger.ms": 20, "enable.idempotence": True}
+        )
+        self._decoded = decoded
+        self._raw = raw
+        self.published: dict[str, list[Row]] = {name: [] for name in (*decoded, *raw)}
+        self.failures: list[str] = []
+        self._ended = threading.Event()
+        self._random = random.Random(7)
+
+    def run(self) -> None:
+        number = 0
+        while not self._ended.wait(0.05):
+            for _ in range(40):
+                number += 1
+                for name in self._decoded:
+                    self._send(name, number, self._document(number))
+                for name in self._raw:
+                    self._send(name, number, self._random.randbytes(number % 200))
+            self._producer.poll(0)
+        self._producer.flush(300)
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+    def _send(self, topic: str, number: int, value: bytes) -> None:
+        with suppress(BufferError):
+            self._producer.produce(
+                topic, value, key=b"%d" % number, partition=number % PARTITIONS, on_delivery=self._tell
+            )
+
+    def _tell(self, error: object, message: Any) -> None:
+        if error is not None:
+            self.failures.append(str(error))
+        else:
+            self.published[message.topic()].append((message.partition(), message.offset(), message.value()))
+
+    def _document(self, number: int) -> bytes:
+        """New fields every now and then, also inside of others; some that do not fit, and some that are no JSON."""
+        document: dict[str, Any] = {"id": number, "text": f"é{number}", "inner": {"a": number / 2}}
+        document[f"field_{number // 3000}"] = number
+        document["inner"][f"deep_{number // 5000}"] = [number, None]
+        if number > 3000 and number % 50 == 7:
+            document["id"] = "no number"
+        return b"\xff no JSON" if number % 333 == 0 else json.dumps(document, ensure_ascii=False).encode()
+
+
+class LongTrial:
+    """A broker with topics, programs that land them, and whoever kills them."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        self.server = server
+        self.folder = folder
+        self.lake = folder / "lake"
+        self.decoded, self.raw = ["orders", "bills"], ["bytes"]
+        self.kills: list[str] = []
+        self._landed = datetime.now(UTC) - timedelta(hours=1)
+        self._random = random.Random(11)
+        self._until = folder / "until"
+        admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+        for future in admin.create_topics(
+            [NewTopic(name, PARTITIONS, 1) for name in (*self.decoded, *self.raw)]
+        ).values():
+            future.result(60)
+
+    @contextmanager
+    def driver(self, fault: str = "") -> Iterator[Popen[bytes]]:
+        given = {
+            "master": "local[2,8]",
+            "brokers": self.server.kafka,
+            "lake": str(self.lake),
+            "folder": str(self.folder),
+            "fault": fault,
+            "landed": self._landed.isoformat(),
+            "settings": {"topics": ",".join(self.decoded), "decode": "json", "batch.max.messages": "20000"},
+            "more": [{"topics": ",".join(self.raw)}],
+            "until": str(self._until),
+        }
+        command = [sys.executable, str(Path(__file__).with_name("land_driver.py")), json.dumps(given)]
+        with running(command, self.log, environment()) as process:
+            yield process
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "driver.log"
+
+    def tear(self) -> None:
+        """One life of a program, until something that it is made of is killed; kills that it survives come before."""
+        fault = self._random.choice((*NAMED, "", "", "", ""))
+        with ExitStack() as stack:
+            process = stack.enter_context(self.driver(fault))
+            if self._random.random() < 0.2:
+                stack.enter_context(self.driver())
+                self._note("two at once")
+            self._strike_in_passing(process)
+            if fault:
+                with suppress(TimeoutError):
+                    self._wait(process)
+            self._end(process, fault)
+        self._age()
+
+    def _strike_in_passing(self, process: Popen[bytes]) -> None:
+        """Kill what a program lives on without: workers, and the broker."""
+        for _ in range(self._random.randrange(1, 4)):
+            begun = self._steps()
+            with suppress(ProcessFailed):
+                wait_until(lambda: self._steps() > begun, process, self.log)  # noqa: B023
+            if process.poll() is not None:
+                return
+            time.sleep(self._random.random())
+            if self._random.random() < 0.3:
+                self.server.restart(clean=False)
+                self._note("broker")
+                continue
+            workers = [one for one in descendants(process.pid) if "pyspark.daemon" in " ".join(command_of(one))]
+            if workers:
+                with suppress(psutil.NoSuchProcess):
+                    self._random.choice(workers).kill()
+                    self._note("worker")
+
+    def _steps(self) -> int:
+        """How many batches were landed so far, by all programs."""
+        return self.log.read_bytes().count(b"[Step(")
+
+    def _wait(self, process: Popen[bytes]) -> None:
+        """Until a fault has come, or others were faster."""
+        deadline = time.monotonic() + 90
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+
+    def _end(self, process: Popen[bytes], fault: str) -> None:
+        if process.poll() == -signal.SIGKILL:
+            self._note(fault or "worker took all")
+        elif process.poll() is not None:
+            self._note("ended by what was killed before")
+        elif self._random.random() < 0.4:
+            java = [one for one in descendants(process.pid) if command_of(one)[:1] and "java" in command_of(one)[0]]
+            for one in java:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+            self._note("JVM")
+        else:
+            self._note("driver")
+
+    def _age(self) -> None:
+        """Nobody runs now: half of the files are old, so that the vacuum has something to do."""
+        long_ago = time.time() - timedelta(days=9).total_seconds()
+        for path in sorted(self.lake.rglob("*.parquet")):
+            if self._random.random() < 0.5:
+                os.utime(path, (long_ago, long_ago))
+
+    def _note(self, what: str) -> None:
+        self.kills.append(what)
+        print(f"{time.strftime('%H:%M:%S')} {len(self.kills)} {what}", flush=True)
+
+    def finish(self) -> None:
+        """Land what is left; a program that comes upon a broker that has just begun anew may need another try."""
+        self._until.touch()
+        for _ in range(3):
+            with self.driver() as process:
+                if process.wait(WAIT_S) == 0:
+                    return
+        pytest.fail(self.log.read_text(errors="replace")[-3000:])
+
+    # -- what came of it ------------------------------------------------------------------------------------------
+
+    def check(self, published: dict[str, list[Row]]) -> None:
+        for name in self.raw:
+            assert sorted(self._rows(name)) == sorted(published[name])
+            assert not (self.lake / f"{name}__quarantine").exists()
+        for name in self.decoded:
+            refused = self._rows(f"{name}__quarantine")
+            both = [*self._rows(name), *refused]
+            assert sorted(both) == sorted(published[name])
+            odd = [value for _, _, value in published[name] if b'"no number"' in value or b"no JSON" in value]
+            assert sorted(value for _, _, value in refused) == sorted(odd)
+            self._check_columns(name)
+        for name in (*self.decoded, *self.raw, *(f"{one}__quarantine" for one in self.decoded)):
+            self._check_readers(name)
+
+    def _table(self, name: str) -> deltalake.DeltaTable:
+        return deltalake.DeltaTable(str(self.lake / name))
+
+    def _rows(self, name: str) -> list[Row]:
+        found = pa.table(self._table(name).to_pyarrow_table(columns=["partition", "offset", "value"])).to_pydict()
+        return list(zip(found["partition"], found["offset"], found["value"], strict=True))
+
+    def _check_columns(self, name: str) -> None:
+        """What was decoded is what was published; fields that came later are null."""
+        for row in pa.table(self._table(name).to_pyarrow_table()).to_pylist():
+            document = json.loads(row["value"])
+            inner = {key: value for key, value in row["inner"].items() if value is not None}
+            assert {**{key: row[key] for key in document}, "inner": inner} == document
+            assert all(row[key] is None for key in row if key.startswith("field_") and key not in document)
+
+    def _check_readers(self, name: str) -> None:
+        """Everybody reads the same."""
+        expected = sorted(self._rows(name))
+        table, columns = self._table(name), ["partition", "offset", "value"]
+        data = table.to_pyarrow_dataset()
+        query = duckdb.connect().execute('SELECT "partition", "offset", "value" FROM data')
+        assert sorted(query.fetchall()) == expected
+        assert sorted(polars.read_delta(str(self.lake / name)).select(columns).rows()) == expected
+        frame: Any = table.to_pandas(columns=columns)
+        assert sorted(frame.itertuples(index=False, name=None)) == expected
+        assert data.count_rows() == len(expected)
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return list(psutil.Process(pid).children(recursive=True))
+    return []
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return list(process.cmdline())
+    return []
+
+
+def test_everything_is_killed_again_and_again_while_it_lands(tmp_path: Path) -> None:
+    with Server(tmp_path / "data") as server:
+        trial = LongTrial(server, tmp_path)
+        publisher = Publisher(server.kafka, trial.decoded, trial.raw)
+        publisher.start()
+        try:
+            while len(trial.kills) < KILLS:
+                trial.tear()
+        finally:
+            publisher.end()
+        assert not publisher.failures
+        admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+        with suppress(Exception):
+            # What the group says is for show.
+            admin.delete_consumer_groups(["pipeline-trial"])["pipeline-trial"].result(60)
+        trial.finish()
+        trial.check(publisher.published)
+        print({name: len(rows) for name, rows in publisher.published.items()})

@@ -1,0 +1,71 @@
+"""Topics that were made anew under their old names: one table, and what is of which topic is never in doubt."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import deltalake
+import pyarrow as pa
+import pytest
+
+from millstream.lake.columns import QUARANTINE, RAW, TOPIC_ID
+from millstream.lake.delta_table import DeltaTable
+from millstream.lake.opening import open_table
+from millstream.lake.storage import Storage
+from millstream.lake.table import LakeTable
+from millstream.testing.lake_rows import LANDED, TOPIC, rows
+
+OTHER = "3f2b8c1e-0000-4000-8000-000000000002"
+
+
+def land_both(table: LakeTable) -> None:
+    """The same offsets twice: those of a topic, and those of another one that has its name."""
+    for topic_id, word in ((TOPIC, b"old"), (OTHER, b"new")):
+        writer, odd = table.writer(RAW, topic_id, landed=LANDED), table.quarantine_writer(topic_id, landed=LANDED)
+        writer.write(rows(0, range(4), value=[word] * 4))
+        odd.write(rows(0, [4], QUARANTINE, value=[word]))
+        assert table.commit(writer.close(), {(topic_id, 0): (0, 5)}, schema=RAW, quarantined=odd.close())
+
+
+def values(table: LakeTable, topic_id: str) -> list[bytes]:
+    found = [*table.scan(topic_id, 0, 0, 9, ["value"]), *table.scan_quarantined(topic_id, 0, 0, 9, ["value"])]
+    return [value for batch in found for value in batch.column("value").to_pylist()]
+
+
+@pytest.mark.parametrize("format", ["delta", "parquet"])
+def test_each_message_says_of_which_topic_it_is(tmp_path: Path, format: str) -> None:
+    table = open_table(str(tmp_path / "orders"), format=format)
+    land_both(table)
+    assert table.reached([(TOPIC, 0), (OTHER, 0), (OTHER, 1)]) == {(TOPIC, 0): 5, (OTHER, 0): 5}
+    assert values(table, TOPIC) == [b"old"] * 5
+    assert values(table, OTHER) == [b"new"] * 5
+    table.compact(before=LANDED + timedelta(days=1))
+    assert values(table, TOPIC) == [b"old"] * 5
+    assert [batch.column(TOPIC_ID).to_pylist() for batch in table.scan(OTHER, 0, 0, 9)] == [[OTHER] * 4]
+
+
+def test_files_that_another_program_put_together_are_told_apart(tmp_path: Path) -> None:
+    table = open_table(str(tmp_path / "orders"))
+    land_both(table)
+    for name in ("orders", "orders__quarantine"):
+        deltalake.DeltaTable(str(tmp_path / name)).optimize.compact()
+    assert values(table, TOPIC) == [b"old"] * 5
+    assert values(table, OTHER) == [b"new"] * 5
+    table.compact(before=LANDED + timedelta(days=1), small_bytes=1 << 30)
+    assert values(table, OTHER) == [b"new"] * 5
+
+
+def test_rows_from_before_there_was_the_column_get_it_by_compaction(tmp_path: Path) -> None:
+    storage = Storage.at(str(tmp_path / "orders"))
+    table = DeltaTable(storage)
+    old = pa.schema([field for field in RAW if field.name != TOPIC_ID])
+    for start in (0, 4):
+        writer = table.writer(old if not start else RAW, TOPIC, landed=LANDED)
+        writer.write(rows(0, range(start, start + 4)))
+        assert table.commit(writer.close(), {(TOPIC, 0): (start, start + 4)}, schema=old if not start else RAW)
+    found = pa.table(deltalake.DeltaTable(storage.url).to_pyarrow_table()).sort_by("offset")
+    assert found.column(TOPIC_ID).to_pylist() == [None] * 4 + [TOPIC] * 4
+    assert len(values(table, TOPIC)) == 8
+    assert table.compact(before=LANDED + timedelta(days=1)).rows == 8
+    assert deltalake.DeltaTable(storage.url).to_pyarrow_table().column(TOPIC_ID).to_pylist() == [TOPIC] * 8
