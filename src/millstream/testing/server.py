@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import IO, Self
 
 from millstream.cli.held_port import HeldPort
+from millstream.cli.local_process import is_free
 
-READY_S_MAX = 60.0
+READY_S_MAX = 120.0
 STOP_S_MAX = 60.0
 _LOG_TAIL_BYTES = 4000
 _WATCH = 'read -r _; kill -9 "-$1"'
@@ -106,6 +107,7 @@ class Server:
         """Kill the process and all its children at once, as kill -9 does; does nothing when none is running."""
         if self._reap is not None:
             self._reap()
+            self._await_free_ports()
         self._process = self._watcher = self._reap = None
 
     def kill_main(self) -> None:
@@ -140,6 +142,12 @@ class Server:
         if self._process is None:
             raise RuntimeError("the server is not started")
         return self._process
+
+    def _await_free_ports(self) -> None:
+        """Wait for children in sessions of their own, which end by themselves and hold a port until then."""
+        deadline = time.monotonic() + STOP_S_MAX
+        while not all(is_free("127.0.0.1", port.number) for port in self._held) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _folder(self) -> Path:
         """Where the process runs: away from any `millstream.toml` of the person who runs the tests."""

@@ -31,7 +31,9 @@ async def open_store(request: pytest.FixtureRequest) -> AsyncIterator[OpenStore]
             if request.param == "embedded":
                 store = EmbeddedStore(service, clock)
             else:
-                store = EtcdStore(EtcdAddress.parse(request.getfixturevalue("etcd").url), name, clock)
+                store = EtcdStore(
+                    EtcdAddress.parse(request.getfixturevalue("etcd").url), name, clock, request_s_max=60.0
+                )
             stack.push_async_callback(store.close)
             return store
 

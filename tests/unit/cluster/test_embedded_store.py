@@ -61,9 +61,9 @@ async def test_a_session_that_cannot_reach_the_store_is_lost_once_it_hears_so() 
     clock.advance_ms(1000)
     service.expire()
     assert bool(session.confirmed)
-    await asyncio.sleep(2 * SOON_S)
+    while session.confirmed:
+        await asyncio.sleep(SOON_S)
     assert session.live
-    assert not session.confirmed
     node.cut = ""
     await lost.wait()
 

@@ -47,7 +47,7 @@ def expected(offsets: range) -> list[list[bool]]:
 
 @pytest.fixture
 async def worker() -> AsyncIterator[FilterWorker]:
-    worker = FilterWorker(backoff_min_s=0.01)
+    worker = FilterWorker(answer_s_max=250, backoff_min_s=0.01)
     yield worker
     await worker.stop()
     assert worker.pid is None
