@@ -137,13 +137,18 @@ class Controller:
         )
         self._dirty = set(self._view.states)
         self._wake.set()
+        loop = asyncio.get_running_loop()
+        work = (self._watch_place(term), self._keep_leaders(term), self._reconciliation.run())
+        tasks = [loop.create_task(one) for one in work]
+        # A task group that ends for an error would forget that the node stops meanwhile, and hold it up for ever.
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._watch_place(term))
-                group.create_task(self._keep_leaders(term))
-                group.create_task(self._reconciliation.run())
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in ended:
+            task.result()
 
     async def _watch_place(self, term: Term) -> None:
         while self._view.controller_revision == term.revision:
