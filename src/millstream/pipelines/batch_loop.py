@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -148,10 +148,11 @@ class BatchLoop:
         known = self._known.offsets if self._known is not None else {}
         return any(number not in known.get(topic, {}) for topic, numbers in plan.end.items() for number in numbers)
 
-    def commit(self, plan: Plan, frame: DataFrame | None) -> int | None:
+    def commit(self, plan: Plan, frame: DataFrame | None, is_good: Callable[[], bool] = lambda: True) -> int | None:
         """Run the job whose rows are the parts of a batch, and commit these and the offsets.
 
-        The answer is how many rows were written; None if somebody else has committed the batch.
+        The answer is how many rows were written; None if nothing was, since somebody else has committed the batch or,
+        when all rows were written, it `is_good` no more.
         """
         known = self._known
         # What is known counts for nothing until this has gone well.
@@ -160,6 +161,9 @@ class BatchLoop:
         offsets = link.start(self._prepare_offsets(plan))
         try:
             parts = [] if frame is None else [read_part(row.part) for row in frame.collect()]
+            if not is_good():
+                self._give_up(plan, offsets)
+                return None
             members = [part.member for part in parts if part.member is not None]
             members.append(offsets.result())
             done = link.call(Transactions(link.client).complete_batch(plan.batch.query, plan.batch.number, members))

@@ -21,6 +21,8 @@ from millstream.pipelines.prepared import prepare
 SAMPLED: Final = 100
 """How many messages of each partition are looked at."""
 SHOWN: Final = 20
+WRITTEN_MAX: Final = 100_000
+"""How many rows are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,13 @@ class DryRun:
     output: Mapping[str, str]
     """The columns that the statement gives."""
     rows: tuple[Mapping[str, Any], ...]
-    """Messages that would be written, made of a sample."""
+    """Some of the messages that would be written, made of a sample."""
     sampled: int
     """Messages in the sample."""
+    written: int
+    """How many messages would be written of them."""
+    undecoded: int
+    """How many of them have payloads that cannot be read, or not as the columns say."""
 
 
 def dry_run(pipeline: Pipeline, context: JobContext) -> DryRun:
@@ -57,19 +63,22 @@ def dry_run(pipeline: Pipeline, context: JobContext) -> DryRun:
     try:
         ranges = {topic: sample_ranges(loop, topic, SAMPLED) for topic in prepared.views}
         for topic, view in prepared.views.items():
-            frame = view.frame(prepared.spark, context.brokers, ranges[topic])
+            frame = view.frame(prepared.spark, context.brokers, ranges[topic], prepared.notebook)
             frame.createOrReplaceTempView(f"`{topic}`")
         result = prepared.frame()
-        messages = as_messages(result, loop.options_for(settings.into))
+        messages = as_messages(result, prepared.options)
         jvm: Any = prepared.spark.sparkContext._jvm
         explained = jvm.PythonSQLUtils.explainString(result._jdf.queryExecution(), "formatted")
+        rows = messages.limit(WRITTEN_MAX).collect()
         return DryRun(
             plan=str(explained).strip(),
             has_state=prepared.needs_state,
             columns={topic: dict(view.types()) for topic, view in prepared.whole.items()},
             output=dict(result.dtypes),
-            rows=tuple(_shown(row.asDict(recursive=True)) for row in messages.limit(SHOWN).collect()),
+            rows=tuple(_shown(row.asDict(recursive=True)) for row in rows[:SHOWN]),
             sampled=sum(len(one) for listed in ranges.values() for one in listed),
+            written=len(rows),
+            undecoded=sum(one.undecoded for one in prepared.notebook.read().values()),
         )
     finally:
         prepared.close()

@@ -7,7 +7,7 @@ joined with the same version.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from millstream.model.errors import InvalidSetting
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 LOOK_S: Final = 5.0
 """How often a new version is looked for."""
+
+BROUGHT_BYTES_MAX: Final = 64 * 1024 * 1024
+"""A table up to this size is brought to the messages, which stay in their order; a larger one is shuffled with them."""
 
 
 class LakeView:
@@ -29,6 +32,7 @@ class LakeView:
         self._table: DeltaTable | None = None
         self._version: int | None = None
         self._looked = 0.0
+        self._size_bytes = 0
         self._frame: DataFrame | None = None
 
     def refresh(self) -> None:
@@ -41,7 +45,14 @@ class LakeView:
         if frame is not None:
             self.close()
             self._frame = frame
-            frame.createOrReplaceTempView(f"`{self._name}`")
+            shown = frame.hint("broadcast") if self._size_bytes <= BROUGHT_BYTES_MAX else frame
+            shown.createOrReplaceTempView(f"`{self._name}`")
+
+    def has_changed(self) -> bool:
+        """Whether there is something newer than what the view shows."""
+        if self._is_delta():
+            return self._newest().version() != self._version
+        return self._frame is None or sorted(self._parquet().inputFiles()) != sorted(self._frame.inputFiles())
 
     def close(self) -> None:
         """Let go of what was read."""
@@ -55,23 +66,33 @@ class LakeView:
         return self._table is not None or DeltaTable.is_deltatable(self._url)
 
     def _delta(self) -> DataFrame | None:
+        table = self._newest()
+        if table.version() == self._version and self._frame is not None:
+            return None
+        self._version = table.version()
+        # Spark holds it, in memory or on disk, so it is handed over once for each version.
+        rows = table.to_pyarrow_table()
+        self._size_bytes = rows.nbytes
+        return self._spark.createDataFrame(rows).persist()
+
+    def _newest(self) -> DeltaTable:
         from deltalake import DeltaTable
 
         if self._table is None:
             self._table = DeltaTable(self._url)
         else:
             self._table.update_incremental()
-        if self._table.version() == self._version and self._frame is not None:
-            return None
-        self._version = self._table.version()
-        # Spark holds it, in memory or on disk, so it is handed over once for each version.
-        return self._spark.createDataFrame(self._table.to_pyarrow_table()).persist()
+        return self._table
 
     def _parquet(self) -> DataFrame:
         from pyspark.errors import AnalysisException
 
         try:
-            return self._spark.read.parquet(self._url)
+            # Files that were written later may have more columns.
+            frame = self._spark.read.option("mergeSchema", "true").parquet(self._url)
         except AnalysisException as error:
             reason = str(error).partition("\n")[0]
             raise InvalidSetting(f"the table {self._name!r} cannot be read at {self._url}: {reason}") from None
+        execution: Any = frame._jdf.queryExecution()
+        self._size_bytes = int(execution.optimizedPlan().stats().sizeInBytes().toString())
+        return frame

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from pyspark.sql.types import StructType
+import pyarrow as pa
 
 from millstream.model.errors import InvalidSetting
+from millstream.model.nearest import suggestion
 from millstream.model.pipeline import Pipeline, TransformSettings, named_texts
 from millstream.pipelines.batch_loop import BatchLoop, Plan
+from millstream.pipelines.findings import Notebook
 from millstream.pipelines.job import JobContext
 from millstream.pipelines.lake_view import LakeView
 from millstream.pipelines.output_rows import as_messages
-from millstream.pipelines.payload_schema import KeptSchemas, find_schema
-from millstream.pipelines.statement import Statement, elements, read_statement, told_plainly
-from millstream.pipelines.topic_view import TopicView, parse_schemas, view_of
+from millstream.pipelines.payload_schema import KeptSchemas, PayloadSchemas, find_fields, parse_schemas
+from millstream.pipelines.query_plan import QueryPlan
+from millstream.pipelines.statement import Statement, read_statement, told_plainly
+from millstream.pipelines.topic_view import TopicView, view_of
+from millstream.spark.options import WriteOptions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -27,30 +33,14 @@ _SETTINGS: Final = {
     # Batches are small and frequent: what a plan could gain by looking at itself costs more than it brings.
     "spark.sql.adaptive.enabled": "false",
     "spark.sql.shuffle.partitions": "2",
+    # Lake tables say themselves whether they go to the messages, which keeps those in order; never the other way.
+    "spark.sql.autoBroadcastJoinThreshold": "-1",
 }
-_REMEMBERS: Final = frozenset(
-    {
-        "Aggregate",
-        "Deduplicate",
-        "DeduplicateWithinWatermark",
-        "Distinct",
-        "Except",
-        "GlobalLimit",
-        "Intersect",
-        "LocalLimit",
-        "Offset",
-        "Sample",
-        "Sort",
-        "Tail",
-        "Window",
-    }
-)
-"""What means something else for the messages of one batch than for all of them."""
 _WHOLE: Final = ("key", "value", "headers", "timestamp")
 """What is written of a message when all columns of its topic are asked for; where it goes is decided anew."""
-_AGGREGATES: Final = frozenset({"Aggregate", "Distinct"})
-_OF_TOPIC: Final = "MapInArrow"
-"""What a view of a topic has in its plan, and nothing else that a statement can say."""
+_SCHEMAS: Final = "schemas.json"
+APPEND: Final = "append"
+UPDATE: Final = "update"
 
 
 @dataclass(slots=True)
@@ -60,19 +50,26 @@ class Prepared:
     spark: SparkSession
     brokers: str
     statement: Statement
-    whole: Mapping[str, TopicView]
-    """The views with all of their columns."""
-    views: Mapping[str, TopicView]
-    """The views with the columns that the statement uses."""
+    options: WriteOptions
+    folder: Path
+    """Where the pipeline keeps what it must find again."""
+    stream_folder: Path
+    """Where the statement keeps its state, if it has one."""
+    watermarks: Mapping[str, tuple[str, str]]
+    schemas: PayloadSchemas
+    notebook: Notebook
     tables: tuple[LakeView, ...] = ()
+    whole: Mapping[str, TopicView] = field(default_factory=dict)
+    """The views with all of their columns."""
+    views: Mapping[str, TopicView] = field(default_factory=dict)
+    """The views with the columns that the statement uses."""
     needs_state: bool = False
-    aggregates: bool = False
-    """Whether rows may change while messages come, unless a watermark says when they are done."""
+    output_mode: str = APPEND
 
     def result(self, plan: Plan) -> DataFrame:
         """The rows of the statement over what a batch reads."""
         for topic, view in self.views.items():
-            frame = view.frame(self.spark, self.brokers, plan.of(topic))
+            frame = view.frame(self.spark, self.brokers, plan.of(topic), self.notebook)
             frame.createOrReplaceTempView(f"`{topic}`")
         return self.frame()
 
@@ -80,15 +77,104 @@ class Prepared:
         """The rows of the statement over the views as they are now."""
         for table in self.tables:
             table.refresh()
-        text = self.statement.text
-        rows = told_plainly(text, lambda: self.spark.sql(text))
-        is_whole = any(rows.columns == [one.name for one in view.columns] for view in self.whole.values())
-        return rows.select(*_WHOLE) if is_whole else rows
+        rows = self._rows()
+        return rows.select(*_WHOLE) if self._is_whole(rows) else rows
+
+    def grow(self, found: Mapping[str, pa.Schema]) -> bool:
+        """Take in fields that were found in payloads; whether the statement gives something else because of them.
+
+        A statement that cannot be run with them goes on without them: what worked is not to be broken by a message.
+        """
+        larger = self.schemas.grown_by(found)
+        if larger is None:
+            return False
+        before = self.views
+        self._take(larger)
+        KeptSchemas(self.folder / _SCHEMAS).write(self.schemas.found)
+        return any(self.views[topic].columns != before[topic].columns for topic in before)
+
+    def marked(self, topic: str, stream: DataFrame) -> DataFrame:
+        """A stream of a topic with its watermark, if it has one."""
+        watermark = self.watermarks.get(topic)
+        return stream if watermark is None else told_plainly("", lambda: stream.withWatermark(*watermark))
 
     def close(self) -> None:
         """Let go of tables."""
         for table in self.tables:
             table.close()
+
+    def begin(self, known: PayloadSchemas) -> None:
+        """Understand the statement, if it has to be without what was found in messages since it was run before."""
+        try:
+            self.understand()
+        except InvalidSetting as error:
+            if known.found == self.schemas.found or not known.found:
+                raise
+            self.schemas = known
+            try:
+                self.understand()
+            except InvalidSetting:
+                raise error from None
+
+    def understand(self) -> None:
+        """Find out what the statement means with the fields that are known; raise `InvalidSetting` if nothing."""
+        self.whole = {topic: view_of(topic, self.schemas.fields(topic)) for topic in self.statement.topics}
+        for topic, view in self.whole.items():
+            view.example(self.spark).createOrReplaceTempView(f"`{topic}`")
+        rows = self.frame()
+        as_messages(rows, self.options)
+        plan = QueryPlan(rows)
+        if not plan.reads_topics:
+            raise InvalidSetting("the statement reads no topic outside of conditions; join with it instead")
+        plan.check_sets()
+        self.needs_state = plan.remembers
+        self.output_mode = UPDATE if plan.aggregates and not self.watermarks else APPEND
+        # Messages that are written as they are have everything, and the columns of a state cannot change.
+        is_fixed = plan.remembers or self._is_whole(self._rows())
+        used = plan.used | {column for column, _ in self.watermarks.values()}
+        evolving = {
+            topic: replace(view, evolves=not is_fixed and self.schemas.grows(topic) and self._sees_more(view, plan))
+            for topic, view in self.whole.items()
+        }
+        self.views = {topic: view.narrowed(used) for topic, view in evolving.items()}
+        try:
+            self._check_stream()
+        except InvalidSetting:
+            # It may name columns only to leave them out, which have to be there for that.
+            self.views = evolving
+            self._check_stream()
+
+    # -- how ------------------------------------------------------------------------------------------------------
+
+    def _rows(self) -> DataFrame:
+        text = self.statement.text
+        return told_plainly(text, lambda: QueryPlan(self.spark.sql(text)).rows())
+
+    def _take(self, larger: PayloadSchemas) -> None:
+        kept = self.schemas, self.whole, self.views, self.needs_state, self.output_mode
+        self.schemas = larger
+        try:
+            self.understand()
+        except InvalidSetting:
+            self.schemas, self.whole, self.views, self.needs_state, self.output_mode = kept
+            self.views = {topic: replace(view, evolves=False) for topic, view in self.views.items()}
+
+    def _sees_more(self, view: TopicView, plan: QueryPlan) -> bool:
+        """Whether fields that come to the payloads of a topic could be in rows without being named."""
+        return self.statement.has_star or not view.structs.isdisjoint(plan.used_whole)
+
+    def _check_stream(self) -> None:
+        """Have Spark say what cannot be had of messages that come one after the other, whichever way it is run.
+
+        Batch by batch, all rows of a table would be given with every batch, where a stream refuses that.
+        """
+        for topic, view in self.views.items():
+            self.marked(topic, view.stream_example(self.spark)).createOrReplaceTempView(f"`{topic}`")
+        plan = QueryPlan(self.frame())
+        told_plainly(self.statement.text, lambda: plan.check_stream(self.output_mode))
+
+    def _is_whole(self, rows: DataFrame) -> bool:
+        return any(rows.columns == [one.name for one in view.columns] for view in self.whole.values())
 
 
 def prepare(pipeline: Pipeline, context: JobContext, settings: TransformSettings, loop: BatchLoop) -> Prepared | None:
@@ -102,82 +188,61 @@ def prepare(pipeline: Pipeline, context: JobContext, settings: TransformSettings
         spark.conf.set(name, value)
     tables = named_texts("tables", settings.tables)
     statement = read_statement(settings.sql, tables, spark)
-    schemas = _schemas(spark, pipeline, context, settings, loop, statement)
+    if settings.into in statement.topics:
+        raise InvalidSetting(f"the statement reads the topic {settings.into!r} that it writes, and would never end")
+    folder = Path(context.folder, str(pipeline.pipeline_id))
+    stream = _stream_folder(folder, settings)
+    fixed = KeptSchemas(stream / _SCHEMAS)
+    kept = KeptSchemas(folder / _SCHEMAS)
+    of_stream = fixed.read()
+    given, watermarks = parse_schemas(named_texts("schemas", settings.schemas)), settings.delays()
+    _check_topics("schemas", given, statement)
+    _check_topics("watermarks", watermarks, statement)
+    known = PayloadSchemas(given, of_stream or kept.read(), decodes=settings.decode != "none")
+    schemas = known if of_stream else _sampled(known, statement, loop, context.brokers)
     if schemas is None:
         return None
-    lake = tuple(LakeView(spark, name, tables[name]) for name in statement.tables)
-    whole = {topic: view_of(topic, schemas[topic]) for topic in statement.topics}
-    prepared = Prepared(spark, context.brokers, statement, whole, whole, lake)
-    for topic, view in whole.items():
-        view.example(spark).createOrReplaceTempView(f"`{topic}`")
-    rows = prepared.frame()
-    as_messages(rows, loop.options_for(settings.into))
-    execution: Any = rows._jdf.queryExecution()
-    nodes = list(_nodes(execution.analyzed()))
-    prepared.needs_state = _remembers(nodes)
-    prepared.aggregates = any(of_topic and node.nodeName() in _AGGREGATES for node, of_topic in nodes)
-    used = _used(execution.analyzed())
-    prepared.views = {topic: view.narrowed(used) for topic, view in whole.items()}
+    prepared = Prepared(
+        spark=spark,
+        brokers=context.brokers,
+        statement=statement,
+        options=loop.options_for(settings.into),
+        folder=folder,
+        stream_folder=stream,
+        watermarks=watermarks,
+        schemas=schemas,
+        notebook=Notebook(spark),
+        tables=tuple(LakeView(spark, name, tables[name]) for name in statement.tables),
+    )
+    prepared.begin(known)
+    if prepared.schemas.found != known.found:
+        kept.write(prepared.schemas.found)
+    if prepared.needs_state and not of_stream:
+        fixed.write(prepared.schemas.found)
     return prepared
 
 
-def _schemas(
-    spark: SparkSession,
-    pipeline: Pipeline,
-    context: JobContext,
-    settings: TransformSettings,
-    loop: BatchLoop,
-    statement: Statement,
-) -> dict[str, StructType] | None:
-    if settings.decode == "none":
-        return {topic: StructType() for topic in statement.topics}
-    given = parse_schemas(named_texts("schemas", settings.schemas))
-    kept = KeptSchemas(Path(context.folder, str(pipeline.pipeline_id)))
-    found = kept.read()
-    missing = [topic for topic in statement.topics if topic not in given and topic not in found]
-    for topic in missing:
-        schema = find_schema(spark, loop, topic, context.brokers)
-        if schema is None:
+def _stream_folder(folder: Path, settings: TransformSettings) -> Path:
+    """Where a statement that remembers has its state: another statement has another one."""
+    said = json.dumps([settings.sql, settings.watermarks, settings.schemas, settings.decode])
+    return folder / f"stream-{sha256(said.encode()).hexdigest()[:16]}"
+
+
+def _sampled(known: PayloadSchemas, statement: Statement, loop: BatchLoop, brokers: str) -> PayloadSchemas | None:
+    """What is known with the fields of the youngest messages; None if there is neither of some topic."""
+    found: dict[str, pa.Schema] = {}
+    for topic in filter(known.grows, statement.topics):
+        fields = find_fields(loop, topic, brokers)
+        if fields is not None:
+            found[topic] = fields
+        elif topic not in known.found:
             return None
-        found[topic] = schema
-    if missing:
-        kept.write(found)
-    return {**found, **given}
+    return known.grown_by(found) or known
 
 
-def _remembers(nodes: list[tuple[Any, bool]]) -> bool:
-    """Whether a statement needs to know messages of earlier batches."""
-    if not any(of_topic for _, of_topic in nodes):
-        raise InvalidSetting("the statement reads no topic outside of conditions; join with it instead")
-    return any(of_topic and (node.nodeName() in _REMEMBERS or _joins_topics(node)) for node, of_topic in nodes)
-
-
-def _joins_topics(node: Any) -> bool:
-    return node.nodeName() == "Join" and all(map(_is_of_topic, _children(node)))
-
-
-def _nodes(plan: Any) -> Iterator[tuple[Any, bool]]:
-    """Every node of a plan, and whether messages pass through it."""
-    yield plan, _is_of_topic(plan)
-    for child in _children(plan):
-        yield from _nodes(child)
-
-
-def _children(plan: Any) -> list[Any]:
-    return elements(plan.children())
-
-
-def _used(plan: Any) -> set[str]:
-    """The columns of topics that a plan names, also where they turn out to make no difference."""
-    outputs: set[int] = set()
-    names: dict[int, str] = {one.exprId().id(): one.name() for one in elements(plan.output())}
-    for node, _ in _nodes(plan):
-        if node.nodeName() == _OF_TOPIC:
-            outputs |= {one.exprId().id() for one in elements(node.output())}
-        else:
-            names |= {one.exprId().id(): one.name() for one in elements(node.references().toSeq())}
-    return {name for number, name in names.items() if number in outputs}
-
-
-def _is_of_topic(plan: Any) -> bool:
-    return plan.nodeName() == _OF_TOPIC or any(_is_of_topic(child) for child in _children(plan))
+def _check_topics(setting: str, named: Iterable[str], statement: Statement) -> None:
+    """Raise `InvalidSetting` for a setting about topics that are not in the statement."""
+    for topic in named:
+        if topic not in statement.topics:
+            meant = suggestion(topic, statement.topics) or f"; it reads: {', '.join(statement.topics)}"
+            raise InvalidSetting(f"{setting} names {topic!r}, a topic that the statement does not read{meant}")

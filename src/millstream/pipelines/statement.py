@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 _RELATION: Final = "UnresolvedRelation"
 _WITH: Final = "UnresolvedWith"
+_FUNCTION: Final = "UnresolvedFunction"
+_STAR: Final = "UnresolvedStar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class Statement:
     topics: tuple[str, ...]
     tables: tuple[str, ...]
     """Lake tables, which are named so in the settings."""
+    has_star: bool = False
+    """Whether it takes columns that it does not name."""
 
 
 def read_statement(text: str, tables: Collection[str], spark: SparkSession) -> Statement:
@@ -52,7 +56,7 @@ def read_statement(text: str, tables: Collection[str], spark: SparkSession) -> S
         if found[name]:
             # It would be looked at batch by batch, which is never what is meant.
             raise InvalidSetting(f"the topic {name!r} stands within a condition or a column; join it instead")
-    return Statement(text, topics, tuple(name for name in read if name in tables))
+    return Statement(text, topics, tuple(name for name in read if name in tables), _has_star(plan))
 
 
 def elements(listed: Any) -> list[Any]:
@@ -76,6 +80,25 @@ def _relations(plan: Any, own: set[str], *, is_hidden: bool) -> Iterator[tuple[s
         yield from _relations(within, own, is_hidden=True)
 
 
+def _has_star(plan: Any) -> bool:
+    within = (
+        [plan.child(), *(named._2() for named in elements(plan.cteRelations()))] if plan.nodeName() == _WITH else []
+    )
+    return (
+        any(_is_star(one) for one in elements(plan.expressions()))
+        or any(_has_star(child) for child in elements(plan.children()))
+        or any(_has_star(one) for one in within)
+    )
+
+
+def _is_star(expression: Any) -> bool:
+    kind = expression.nodeName()
+    if kind == _FUNCTION and [part.lower() for part in elements(expression.nameParts())] == ["count"]:
+        # It counts rows, whatever they have.
+        return False
+    return kind.startswith(_STAR) or any(_is_star(child) for child in elements(expression.children()))
+
+
 def _name(parts: list[str]) -> str:
     if len(parts) > 1:
         joined = ".".join(parts)
@@ -97,7 +120,7 @@ def told_plainly(text: str, work: Callable[[], T]) -> T:
 
 def _said(text: str, error: PySparkException) -> str:
     message = str(error)
-    for end in ("\n\n== SQL", ";\n'", ";\n+", "\n== SQL", " SQLSTATE"):
+    for end in ("\n\n== SQL", ";\n", "\n== SQL", " SQLSTATE"):
         message = message.partition(end)[0]
     place = _place(text, error)
     return f"{message.strip()}{place}"

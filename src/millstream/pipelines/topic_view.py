@@ -1,23 +1,25 @@
 """A topic as a view of SQL: the columns of its records, and the fields of its payloads beside them.
 
 A field whose name a record has too, such as `key` or `timestamp`, stands as `payload_key`; names are compared without
-regard to capital letters, as SQL does.
+regard to capital letters, as SQL does. `payload` has all fields, and `payload_error` says why they could not be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 from pyspark.sql.pandas.types import to_arrow_type
-from pyspark.sql.types import StructField, StructType
+from pyspark.sql.types import ArrayType, DataType, StringType, StructField, StructType
 
-from millstream.model.errors import InvalidSetting
 from millstream.pipelines.batch_loop import CLIENT_ID, numbers_of
+from millstream.pipelines.findings import Finding, Notebook
+from millstream.pipelines.landing.decoding import Decoded, Decoder
+from millstream.pipelines.payload_schema import to_arrow
 from millstream.spark.options import BROKERS, read_options
-from millstream.spark.payload import parse_payloads
 from millstream.spark.ranges import Range
 from millstream.spark.rows import read_range
 from millstream.spark.shape import TYPES, Column, Shape
@@ -28,16 +30,32 @@ if TYPE_CHECKING:
 Rows = Iterator[pa.RecordBatch]
 
 CLASH_PREFIX: Final = "payload_"
+DOCUMENT: Final = "payload"
+"""The column that has all fields of the payload."""
+ERROR: Final = "payload_error"
+"""The column that says why a payload could not be read, and is NULL where it could."""
+
+
+class Origin(Enum):
+    """What of a message a column is."""
+
+    RECORD = auto()
+    ERROR = auto()
+    """Why the payload could not be read."""
+    DOCUMENT = auto()
+    """All fields of the payload."""
+    FIELD = auto()
+    """One of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ViewColumn:
-    """One column of a view: what it is called there, and what of the message it is."""
+    """One column of a view: what it is called there, and what it is called in the record or the payload."""
 
     name: str
     source: str
-    field: StructField
-    is_payload: bool
+    kind: DataType
+    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,97 +64,123 @@ class TopicView:
 
     topic: str
     columns: tuple[ViewColumn, ...]
+    fields: StructType
+    """The fields that payloads are read for; what else they have is no fault."""
+    evolves: bool = False
+    """Whether fields that are not known are looked for."""
 
     @property
     def schema(self) -> StructType:
         """As Spark has it."""
-        return StructType([StructField(one.name, one.field.dataType) for one in self.columns])
+        return StructType([StructField(one.name, one.kind) for one in self.columns])
 
     def types(self) -> Iterator[tuple[str, str]]:
         """Every column and its type, in words."""
-        return ((one.name, one.field.dataType.simpleString()) for one in self.columns)
+        return ((one.name, one.kind.simpleString()) for one in self.columns)
 
     @property
-    def shape(self) -> Shape:
-        """As the source reads it."""
-        return Shape(
-            tuple(
-                Column(one.source, to_arrow_type(one.field.dataType, timezone="UTC"), one.is_payload)
-                for one in self.columns
-            )
-        )
+    def structs(self) -> frozenset[str]:
+        """The columns of payloads that have fields of their own."""
+        return frozenset(one.name for one in self.columns if one.origin is not Origin.RECORD and _has_fields(one.kind))
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """What is needed of each record."""
+        named = {one.source for one in self.columns if one.origin is Origin.RECORD}
+        if any(one.origin is not Origin.RECORD for one in self.columns):
+            named.add("value")
+        return tuple(name for name in TYPES if name in named)
 
     def narrowed(self, names: Collection[str]) -> TopicView:
         """Only columns of these names, since every column costs."""
         used = tuple(one for one in self.columns if one.name in names)
-        return TopicView(self.topic, used or tuple(one for one in self.columns if one.name == "offset"))
+        read = {one.source for one in used if one.origin is Origin.FIELD}
+        # Whether a payload can be read means all of it, and what is new is what is not known at all.
+        is_whole = self.evolves or any(one.origin in (Origin.ERROR, Origin.DOCUMENT) for one in used)
+        fields = self.fields if is_whole else StructType([one for one in self.fields.fields if one.name in read])
+        columns = used or tuple(one for one in self.columns if one.name == "offset")
+        return replace(self, columns=columns, fields=fields)
 
     def example(self, spark: SparkSession) -> DataFrame:
         """A frame to plan with, which is never run."""
-        return spark.range(1).mapInArrow(fetching((), "", self), self.schema)
+        return spark.range(1).mapInArrow(_nothing, self.schema)
 
-    def frame(self, spark: SparkSession, brokers: str, ranges: Sequence[Range]) -> DataFrame:
+    def stream_example(self, spark: SparkSession) -> DataFrame:
+        """The same as a stream, which is never started."""
+        return spark.readStream.format("rate").load().mapInArrow(_nothing, self.schema)
+
+    def frame(self, spark: SparkSession, brokers: str, ranges: Sequence[Range], notebook: Notebook) -> DataFrame:
         """The rows of some ranges."""
-        return numbers_of(spark, ranges).mapInArrow(fetching(tuple(ranges), brokers, self), self.schema)
+        fetch = fetching(tuple(ranges), brokers, self, notebook)
+        return numbers_of(spark, ranges).mapInArrow(fetch, self.schema)
 
 
-def view_of(topic: str, payload: StructType) -> TopicView:
-    """The view of a topic whose payloads have these fields."""
-    columns = [ViewColumn(name, name, StructField(name, kind), False) for name, kind in TYPES.items()]
-    taken = {name.lower() for name in TYPES}
+def view_of(topic: str, payload: StructType | None) -> TopicView:
+    """The view of a topic whose payloads have these fields; None leaves payloads alone."""
+    columns = [ViewColumn(name, name, kind, Origin.RECORD) for name, kind in TYPES.items()]
+    if payload is None:
+        return TopicView(topic, tuple(columns), StructType())
+    columns.append(ViewColumn(ERROR, ERROR, StringType(), Origin.ERROR))
+    if payload.fields:
+        columns.append(ViewColumn(DOCUMENT, DOCUMENT, payload, Origin.DOCUMENT))
+    taken = {one.name.lower() for one in columns}
     for field in payload.fields:
         name = field.name
         while name.lower() in taken:
             name = f"{CLASH_PREFIX}{name}"
         taken.add(name.lower())
-        columns.append(ViewColumn(name, field.name, field, True))
-    return TopicView(topic, tuple(columns))
+        columns.append(ViewColumn(name, field.name, field.dataType, Origin.FIELD))
+    return TopicView(topic, tuple(columns), payload)
 
 
-def fetching(ranges: tuple[Range, ...], brokers: str, view: TopicView) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
-    """What a task does: fetch the records of the ranges whose numbers it is given."""
-    shape, schema = view.shape, _arrow_schema(view)
+def fetching(
+    ranges: tuple[Range, ...], brokers: str, view: TopicView, notebook: Notebook
+) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
+    """What a task of a batch does: fetch the records of the ranges whose numbers it is given."""
+    shape = Shape(tuple(Column(name, to_arrow_type(TYPES[name], timezone="UTC")) for name in view.records))
+    decode = decoding(view, notebook)
 
-    def fetch(batches: Iterable[pa.RecordBatch]) -> Rows:
+    def records(batches: Iterable[pa.RecordBatch]) -> Rows:
         options = read_options({BROKERS: brokers, "subscribe": view.topic, "kafka.client.id": CLIENT_ID})
         for batch in batches:
             for number in batch.column(0).to_pylist():
-                for rows in read_range(ranges[number], options, shape):
-                    yield pa.RecordBatch.from_arrays(rows.columns, schema=schema)
+                yield from read_range(ranges[number], options, shape)
 
-    return fetch
+    return lambda batches: decode(records(batches))
 
 
-def decoding(view: TopicView) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
-    """What a task of a stream does: put the fields of payloads beside the columns of records."""
-    schema = _arrow_schema(view)
-    payload = [column for column in view.shape.columns if column.is_payload]
+def decoding(view: TopicView, notebook: Notebook) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
+    """What a task does with records: make rows of the view of them."""
+    schema = pa.schema([(one.name, to_arrow_type(one.kind, timezone="UTC")) for one in view.columns])
+    known = to_arrow(view.fields)
+    is_plain = all(one.origin is Origin.RECORD for one in view.columns)
+    decoder = None if is_plain else Decoder(known, evolves=view.evolves)
 
     def decode(batches: Iterable[pa.RecordBatch]) -> Rows:
         for batch in batches:
-            fields = iter(parse_payloads(batch.column("value"), payload) if payload else ())
-            arrays = [next(fields) if one.is_payload else batch.column(one.source) for one in view.columns]
+            parts = {(Origin.RECORD, name): batch.column(name) for name in batch.schema.names}
+            if decoder is not None:
+                decoded = decoder.decode(batch.column("value"))
+                _note(decoded, known, view.topic, notebook)
+                parts |= {(Origin.ERROR, ERROR): decoded.reasons, (Origin.DOCUMENT, DOCUMENT): decoded.columns}
+                fields = zip(known.names, decoded.columns.flatten(), strict=True)
+                parts |= {(Origin.FIELD, name): array for name, array in fields}
+            arrays = [parts[one.origin, one.source] for one in view.columns]
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     return decode
 
 
-def parse_schemas(texts: Mapping[str, str]) -> dict[str, StructType]:
-    """The payload schemas that a pipeline gives, by topic."""
-    from pyspark.errors import PySparkException
-
-    found: dict[str, StructType] = {}
-    for topic, text in texts.items():
-        try:
-            schema = StructType.fromDDL(text)
-        except PySparkException as error:
-            reason = str(error).partition("\n")[0]
-            raise InvalidSetting(f"the schema of {topic!r} is not in Spark's notation: {reason}") from None
-        if not isinstance(schema, StructType):
-            raise InvalidSetting(f"the schema of {topic!r} has to name columns, such as `id long, amount double`")
-        found[topic] = schema
-    return found
+def _has_fields(kind: DataType) -> bool:
+    return isinstance(kind, StructType) or (isinstance(kind, ArrayType) and _has_fields(kind.elementType))
 
 
-def _arrow_schema(view: TopicView) -> pa.Schema:
-    return pa.schema([(one.name, to_arrow_type(one.field.dataType, timezone="UTC")) for one in view.columns])
+def _note(decoded: Decoded, known: pa.Schema, topic: str, notebook: Notebook) -> None:
+    undecoded = len(decoded.reasons) - decoded.reasons.null_count
+    is_new = decoded.found != known
+    if undecoded or is_new:
+        notebook.note(topic, Finding(undecoded, decoded.found if is_new else None))
+
+
+def _nothing(batches: Iterable[pa.RecordBatch]) -> Rows:
+    yield from ()

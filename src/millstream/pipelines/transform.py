@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from millstream.model.errors import InvalidSetting
 from millstream.model.pipeline import Pipeline, TransformSettings
 from millstream.pipelines.batch_loop import BatchLoop, Plan
 from millstream.pipelines.job import Job, JobContext, Step
@@ -55,38 +54,42 @@ class TransformJob:
         prepared = self._prepared = prepare(self._pipeline, self._context, self._settings, self._loop)
         if prepared is None:
             return None
-        if self._settings.into in prepared.statement.topics:
-            # What could not be told when it was declared.
-            raise InvalidSetting(f"the statement reads the topic {self._settings.into!r} that it writes")
         first = prepared.statement.topics[0]
         partitions = len(self._loop.survey([first]).partitions()[first])
         make_topics(self._loop.link, [self._settings.into], partitions)
         if prepared.needs_state:
             return StreamLoop(self._pipeline, self._context, self._settings, prepared)
-        return _Batches(self._settings, self._loop, prepared)
+        return _Batches(self._loop, prepared)
 
 
 class _Batches:
     """A statement without state: one job for each batch."""
 
-    def __init__(self, settings: TransformSettings, loop: BatchLoop, prepared: Prepared) -> None:
+    def __init__(self, loop: BatchLoop, prepared: Prepared) -> None:
         self._loop = loop
         self._prepared = prepared
-        self._options = loop.options_for(settings.into)
 
     def step(self) -> Step:
         """Take what there is, up to the limit of a batch."""
-        plan = self._loop.plan(self._prepared.statement.topics)
+        prepared = self._prepared
+        plan = self._loop.plan(prepared.statement.topics)
         if not plan.ranges and not self._loop.is_new(plan):
             return self._loop.wait(plan)
-        sent = self._loop.commit(plan, self._parts(plan) if plan.ranges else None)
+        prepared.notebook.clear()
+        sent = self._loop.commit(plan, self._parts(plan) if plan.ranges else None, self._saw_everything)
         if sent is None:
             return Step(lag=plan.lag + plan.rows)
-        return Step(rows=plan.rows, lag=plan.lag, counts=plan.counts(written=sent))
+        undecoded = sum(one.undecoded for one in prepared.notebook.read().values())
+        return Step(rows=plan.rows, lag=plan.lag, counts=plan.counts(written=sent, undecoded=undecoded))
 
     def close(self) -> None:
         """There is nothing that a batch leaves behind."""
 
     def _parts(self, plan: Plan) -> DataFrame:
-        rows = as_messages(self._prepared.result(plan), self._options)
-        return written(rows, self._options, plan.batch)
+        rows = as_messages(self._prepared.result(plan), self._prepared.options)
+        return written(rows, self._prepared.options, plan.batch)
+
+    def _saw_everything(self) -> bool:
+        """Whether there was no field in the batch that its rows ought to have and lack; else it is done again."""
+        found = self._prepared.notebook.read()
+        return not self._prepared.grow({topic: one.fields for topic, one in found.items() if one.fields is not None})

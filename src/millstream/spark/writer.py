@@ -66,10 +66,22 @@ def check_columns(schema: StructType, options: WriteOptions) -> None:
             raise InvalidSetting(
                 f"column {field.name!r} is {field.dataType.simpleString()}, which cannot be written{hint}"
             )
+        if field.name == "headers" and not _is_headers(field.dataType):
+            raise InvalidSetting(
+                f"column 'headers' is {field.dataType.simpleString()}; it has to be array<struct<key:string,"
+                "value:binary>>, such as array(named_struct('key', 'source', 'value', cast('shop' AS BINARY)))"
+            )
     if "value" not in schema.names:
         raise InvalidSetting(f"a message needs a column `value`; there are: {', '.join(schema.names)}")
     if options.topic is None and "topic" not in schema.names:
         raise InvalidSetting("say where rows go: with the option topic, or with a column `topic`")
+
+
+def _is_headers(kind: DataType) -> bool:
+    if not isinstance(kind, ArrayType) or not isinstance(kind.elementType, StructType):
+        return isinstance(kind, NullType)
+    one = kind.elementType
+    return one.names == ["key", "value"] and all(isinstance(field.dataType, _TEXT) for field in one.fields)
 
 
 class TopicWriter(DataSourceArrowWriter):
