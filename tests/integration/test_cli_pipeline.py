@@ -49,6 +49,9 @@ def test_a_pipeline_is_declared_shown_and_deleted(millstream: CommandLine) -> No
     assert shown.lines[0] == "shown  (land, stopped)"
     assert "  topics = shown-a,shown-b" in shown.lines
     assert "  format = delta  (default)" in shown.lines
+    (places,) = (at for at, line in enumerate(shown.lines) if line.startswith("tables"))
+    assert [line.rpartition("/")[2] for line in shown.lines[places : places + 2]] == ["shown-a", "shown-b"]
+    assert shown.lines[places + 2].startswith("read by     deltalake.DeltaTable('/")
     assert any(line.split()[:3] == ["shown", "land", "stopped"] for line in millstream("pipeline", "list").lines)
     assert millstream("pipeline", "update", "shown", "--set", "every.ms=500", "--unset", "compact").code == 0
     told = millstream("pipeline", "describe", "shown", "--json").document
@@ -110,6 +113,9 @@ def test_rules_are_put_loaded_and_deleted(millstream: CommandLine, tmp_path: Pat
     put = ("pipeline", "rule", "put", "director", "large", "--topic", "orders", "--to", "a", "--to", "b")
     assert "No rules yet" in millstream("pipeline", "rule", "list", "director").out
     assert millstream(*put, "--where", "payload.total > 5", "--json").document["rules"] == 1
+    assert "by rule large, from the next batch on.\n" in millstream(*put, "--where", "payload.total > 5").out
+    refused = millstream(*put, "--where", "true", "--subscription", "s")
+    assert (refused.code, "not both" in refused.err) == (2, True)
     assert millstream("pipeline", "rule", "list", "director").lines == [
         "RULE   TOPIC   TO    WHERE",
         "large  orders  a, b  payload.total > 5",
@@ -139,8 +145,17 @@ def test_a_topic_is_made_with_its_table(millstream: CommandLine, http: httpx.Cli
     again = millstream("topic", "create", topic, "--land", "--if-not-exists")
     assert again.out == f"There is already a topic {topic} with 1 partition, landed by pipeline land-{topic}.\n"
     assert not http.get(f"/pipelines/land-{topic}").json()["wanted"]
-    assert http.post("/topics", json={"name": f"{topic}-2", "land": True}).status_code == 201
+    made = http.post("/topics", json={"name": f"{topic}-2", "land": True, "settings": {"retention.ms": 60000}})
+    assert (made.status_code, made.json()["pipeline"]) == (201, f"land-{topic}-2")
     assert http.delete(f"/pipelines/land-{topic}-2").status_code == 204
+    assert http.post(f"/topics/{topic}/messages", json={"value": "x"}).is_success
+    rule = ("pipeline", "rule", "put", f"route-{topic}", "all", "--topic", topic, "--to", "anywhere")
+    assert millstream("pipeline", "create", "route", f"route-{topic}", "--stopped").code == millstream(*rule).code == 0
+    assert millstream("topic", "delete", topic, "--yes", "--json").document["notes"] == [
+        f"Pipeline land-{topic} lands {topic}, of which 1 message is not landed yet.",
+        f"Pipeline route-{topic} reads {topic}, of which 1 message is not taken yet.",
+    ]
+    assert http.delete(f"/pipelines/route-{topic}").status_code == 204
     assert http.delete(f"/pipelines/land-{topic}").status_code == 204
 
 
@@ -151,7 +166,7 @@ def test_everything_is_there_over_http(server: Server, http: httpx.Client) -> No
     assert (made.status_code, made.json()["notes"][0][:29]) == (201, "There is no topic 'web-x' yet")
     assert http.post("/pipelines", json=new).status_code == 409
     assert http.get("/pipelines/web").json()["rules"] == [rule]
-    changed = http.patch("/pipelines/web", json={"settings": {"batch.max.messages": "10", "from": "latest"}}).json()
+    changed = http.patch("/pipelines/web", json={"settings": {"batch.max.messages": 10, "from": "latest"}}).json()
     assert changed["overrides"] == {"batch.max.messages": "10", "from": "latest"}
     refused = http.patch("/pipelines/web", json={"settings": {"decode": "none"}})
     assert (refused.status_code, "'large' looks into payloads" in refused.json()["detail"]) == (422, True)
@@ -165,6 +180,10 @@ def test_everything_is_there_over_http(server: Server, http: httpx.Client) -> No
     for refused in (http.patch("/pipelines/web", json={"settings": {}}), http.patch("/pipelines/web/rules", json={})):
         assert (refused.status_code, "nothing to change" in refused.json()["detail"]) == (422, True)
     assert http.post("/pipelines", json={"name": "x", "kind": "land"}).status_code == 422
+    refused = http.post("/pipelines", json={"name": "x", "kind": "lnad"})
+    assert refused.json()["detail"].endswith("known are: land, transform, route; did you mean 'land'?")
+    refused = http.post("/pipelines", json={"name": "x", "kind": "land", "settings": {"every.ms": [1]}})
+    assert (refused.status_code, "the setting 'every.ms'" in refused.json()["detail"]) == (422, True)
     assert http.post("/pipelines/none/start").status_code == 404
     assert http.delete("/pipelines/web").status_code == 204
     assert http.get("/pipelines/web").status_code == 404

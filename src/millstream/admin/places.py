@@ -6,6 +6,7 @@ import json
 import os
 from typing import Any, Final, NamedTuple
 
+from millstream.model.ids import NodeId
 from millstream.wire.client import Client
 
 LAKE: Final = "lake"
@@ -31,18 +32,19 @@ def places_in(data: str, *, lake: str = "", folder: str = "") -> Places:
     return Places(lake or os.path.join(data, LAKE), folder or os.path.join(data, FOLDER), data)
 
 
-async def places_of(client: Client) -> Places:
-    """Where the nodes have them; settings of this kind are the same on all of them."""
+async def places_of(client: Client, *, node: int | None = None) -> Places:
+    """Where a node has them, or the first; settings of this kind are the same on all, data folders need not be."""
     from kio.schema.describe_configs.v4 import request
 
     messages: Any = request
-    node = min((await client.metadata(())).nodes)
+    nodes = (await client.metadata(())).nodes
+    asked = NodeId(node) if node is not None and node in nodes else min(nodes)
     resource = messages.DescribeConfigsResource(
         resource_type=_NODE_RESOURCE,
-        resource_name=str(node),
+        resource_name=str(asked),
         configuration_keys=(_LAKE_SETTING, _FOLDER_SETTING),
     )
-    (result,) = (await client.send(node, messages.DescribeConfigsRequest(resources=(resource,)))).results
+    (result,) = (await client.send(asked, messages.DescribeConfigsRequest(resources=(resource,)))).results
     told = {one.name: one.value or "" for one in result.configs}
-    status = json.loads(bytes(await client.private(node, _NODE_STATUS_KEY, b"")))
+    status = json.loads(bytes(await client.private(asked, _NODE_STATUS_KEY, b"")))
     return places_in(status["data"], lake=told.get(_LAKE_SETTING, ""), folder=told.get(_FOLDER_SETTING, ""))

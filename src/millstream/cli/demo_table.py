@@ -53,7 +53,7 @@ class OrdersTable:
         """Every message of the log is a row, once; SQL says what they are about."""
         self._account.step("The orders are a table")
         if not await self._is_set_up():
-            self._account.tell("Spark is not installed, so this part is left out: pip install 'millstream[spark]'")
+            self._account.tell("Spark is not installed, so this part is left out; `make spark` installs it")
             return
         began = time.monotonic()
         await self._until_landed(client, messages)

@@ -32,6 +32,7 @@ class ExitCode(IntEnum):
     CONFLICT = 5
     TIMED_OUT = 6
     INTERRUPTED = 130
+    TERMINATED = 143
 
 
 class CommandFailed(Exception):

@@ -88,8 +88,9 @@ def one_line(text: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 message`, `2,000 messages`."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    """`1 message`, `2,000 messages`, `3 batches`."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def sized(size_bytes: float) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
 from millstream.cli import pipeline_create, pipeline_rule, pipeline_run
+from millstream.cli.connection import ask
 from millstream.cli.options import (
     DEFAULT_BROKERS,
     DEFAULT_TIMEOUT_S,
@@ -32,6 +34,10 @@ from millstream.cli.output import (
 )
 from millstream.cli.pipeline_options import Name
 from millstream.cli.pipeline_question import ask_pipelines
+from millstream.pipelines.headline import headline
+
+if TYPE_CHECKING:
+    from millstream.wire.client import Client
 
 app = typer.Typer(
     help="Create, list, describe, update, start, stop, run and delete pipelines, which run on Spark.",
@@ -41,6 +47,8 @@ app.add_typer(pipeline_create.app, name="create")
 app.add_typer(pipeline_rule.app, name="rule")
 app.command("run")(pipeline_run.run)
 
+TABLES_TOLD: Final = 20
+"""So many tables are told of; all of them are below the same place."""
 STILL_S_TOLD: Final = 30.0
 """A batch that has made no progress for so long is told of; Spark itself tells of its tasks every ten seconds."""
 
@@ -72,15 +80,17 @@ def describe(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Show what a pipeline is to do, and how it does."""
-    (told,) = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.describe([name]))
+    told = ask(brokers, timeout, lambda client: _described(client, name))
     if as_json:
         print_json(told)
         return
     print_line(f"{one_line(name)}  ({told['kind']}, {told['state']})")
-    for word, text in _facts(told).items():
+    facts = _facts(told)
+    width = max(10, *map(len, facts))
+    for word, text in facts.items():
         # What Spark says of a statement points at the place, in lines below each other.
         for at, line in enumerate(text.splitlines() or [""]):
-            print_line(f"{('' if at else word).ljust(10)}  {one_line(line)}")
+            print_line(f"{('' if at else word).ljust(width)}  {one_line(line)}")
     print_line()
     print_settings(told["settings"], told["overrides"])
     if told["kind"] == "route":
@@ -144,14 +154,31 @@ def delete(
     print_answer({"pipeline": name, "deleted": True}, f"Deleted pipeline {one_line(name)}.", as_json=as_json)
 
 
+async def _described(client: Client, name: str) -> dict[str, Any]:
+    from millstream.admin.landed_tables import tables_of
+    from millstream.admin.pipelines import PipelineClient
+
+    (told,) = await PipelineClient(client).describe([name])
+    return {**told, "tables": [one._asdict() for one in await tables_of(client, told)]}
+
+
+def _tables(tables: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Where the tables are, a line each, and how the first of them is read."""
+    if not tables:
+        return {}
+    places = [one["place"] for one in tables[:TABLES_TOLD]]
+    more = len(tables) - len(places)
+    return {"tables": "\n".join([*places, *([f"and {more} more"] if more else [])]), "read by": tables[0]["read"]}
+
+
 def _facts(told: dict[str, Any]) -> dict[str, str]:
-    facts = {"id": told["pipeline_id"], "group": told["group"]}
+    facts = {"id": told["pipeline_id"], "group": told["group"], **_tables(told["tables"])}
     if told["parked"]:
         facts["parked"] = told["parked"]
     report = told["report"]
     if report is not None:
         facts["node"] = str(report["node"])
-        facts["rows"] = f"{report['rows']:,} in {report['batches']:,} batches, {report['rows_per_s']:,.0f} a second"
+        facts["rows"] = f"{report['rows']:,} in {counted(report['batches'], 'batch')}, {report['rows_per_s']:,.0f} a second"
         facts["lag"] = "not known yet" if report["lag"] is None else f"{report['lag']:,}"
         facts["restarts"] = str(report["restarts"])
         if report.get("stalls"):
@@ -169,6 +196,5 @@ def _shown(key: str, value: Any) -> Any:
     if key == "rows_per_s":
         return round(value)
     if key == "error":
-        # Reasons may be long; describe shows all of them.
-        return value.partition("\n")[0][:80] or None
+        return headline(value) or None
     return value

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.output import counted, one_line, print_answer
+from millstream.cli.termination import ended_in_order
 from millstream.model.errors import MillstreamError
 from millstream.model.pipeline import Pipeline
 
@@ -24,7 +25,7 @@ def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, 
     from millstream.pipelines.reason import reason_of
     from millstream.pipelines.spark_session import open_session
 
-    with tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
+    with ended_in_order(), tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
         spark = open_session(master, memory=memory, settings={}, log=os.path.join(scratch, "spark.log"))
         context = JobContext(spark=spark, brokers=brokers, lake=scratch, folder=scratch)
         try:

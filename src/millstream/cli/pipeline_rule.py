@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
 from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_noted, print_table
 from millstream.cli.pipeline_options import Name
 from millstream.cli.pipeline_question import ask_pipelines
-from millstream.model.pipeline import Rule
+from millstream.model.pipeline import PipelineKind, Rule, check_rules
+
+if TYPE_CHECKING:
+    from millstream.wire.client import Client
 
 app = typer.Typer(help="Put, load, list and delete the rules of a pipeline that routes.", no_args_is_help=True)
 
@@ -48,11 +52,14 @@ def put(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Add a rule, or replace the one of this name; it holds from the next batch on."""
+    """Add a rule, or replace the one of this name; it holds from the next batch on, for what is not routed yet."""
     new = Rule(name=rule, topic=topic, targets=tuple(to), condition=where, subscription=subscription)
+    check_rules(PipelineKind.ROUTE, [new])
     changed = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.change_rules(name, [new]))
-    said = f"Pipeline {one_line(name)} routes {topic} to {', '.join(to)} by rule {one_line(rule)}."
-    print_noted({"pipeline": name, "rule": rule, "rules": changed.rules}, said, changed.notes, as_json=as_json)
+    passed = ask(brokers, timeout, lambda client: _passed(client, name, topic))
+    said = f"Pipeline {one_line(name)} routes {topic} to {', '.join(to)} by rule {one_line(rule)}, {_since(passed)}."
+    document = {"pipeline": name, "rule": rule, "rules": changed.rules, "passed": passed}
+    print_noted(document, said, changed.notes, as_json=as_json)
 
 
 @app.command("load")
@@ -108,6 +115,23 @@ def delete(
     left = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.change_rules(name, gone=rule)).rules
     said = f"Deleted {counted(len(rule), 'rule')} of pipeline {one_line(name)}; {left:,} left."
     print_answer({"pipeline": name, "deleted": len(rule), "rules": left}, said, as_json=as_json)
+
+
+async def _passed(client: Client, name: str, topic: str) -> int:
+    """How many messages of a topic a pipeline has behind it: they are not routed again."""
+    from millstream.admin.pipelines import PipelineClient
+    from millstream.admin.topic_pipelines import pipeline_of, reading_of
+
+    if topic not in (await client.metadata([topic])).topics:
+        return 0
+    (told,) = await PipelineClient(client).describe([name])
+    return (await reading_of(client, pipeline_of(told), topic)).passed
+
+
+def _since(passed: int) -> str:
+    if not passed:
+        return "from the next batch on"
+    return f"from the next batch on; {counted(passed, 'message')} that it has behind it are not looked at again"
 
 
 def condition_text(rule: Rule) -> str:

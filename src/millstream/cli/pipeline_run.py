@@ -6,10 +6,10 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Any, Final
-from uuid import NAMESPACE_OID, UUID, uuid5
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Final
+from uuid import NAMESPACE_OID, uuid5
 
 import typer
 
@@ -36,6 +36,8 @@ from millstream.cli.pipeline_options import (
     Watermarks,
 )
 from millstream.cli.pipeline_rule import read_rules
+from millstream.cli.stages import Stages
+from millstream.cli.termination import ended_in_order
 from millstream.model.errors import GroupNotEmpty, InvalidPipeline, MillstreamError
 from millstream.model.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule, check_pipeline, check_rules
 
@@ -185,20 +187,13 @@ async def _look_up(client: Client, name: str | None) -> tuple[Pipeline | None, P
     """A declared pipeline, if it is asked for, and where the nodes have their tables and checkpoints."""
     from millstream.admin.pipelines import PipelineClient
     from millstream.admin.places import places_of
-    from millstream.wire.pipeline_messages import ToldRule
+    from millstream.admin.topic_pipelines import pipeline_of
 
     places = await places_of(client)
     if name is None:
         return None, places
     (told,) = await PipelineClient(client).describe([name])
-    found = Pipeline(
-        pipeline_id=UUID(told["pipeline_id"]),
-        name=told["name"],
-        kind=PipelineKind(told["kind"]),
-        overrides=told["overrides"],
-        rules=tuple(ToldRule(**rule).rule() for rule in told["rules"]),
-    )
-    return found, places
+    return pipeline_of(told), places
 
 
 class _ByHand:
@@ -221,8 +216,8 @@ class _ByHand:
         self._lake_is_shared = lake is None
         self._folder = self._place("--folder", folder, places.folder, places)
         self._stopping = threading.Event()
-        self._shown: Any = None
-        self._task: Any = None
+        self._stages = Stages(pipeline.name)
+        self._rows_told = 0
         self._began = time.monotonic()
 
     def _place(self, flag: str, given: str | None, of_node: str, places: Places) -> str:
@@ -241,14 +236,15 @@ class _ByHand:
 
         link = Link(self._brokers, f"pipeline-run-{os.getpid()}", max(DEFAULT_TIMEOUT_S, SESSION_S))
         claim = Claim(link, self._pipeline.group, is_declared=self._is_declared, when_lost=self._stopping.set)
-        try:
-            self._take(claim)
-            with self._progress(), tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
-                running = self._start(claim, master, memory, log=os.path.join(scratch, "spark.log"))
-                self._drive(running, once=once, as_json=as_json)
-        finally:
-            with suppress(MillstreamError):
-                claim.leave()
+        with ended_in_order():
+            try:
+                self._take(claim)
+                with self._stages, tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
+                    running = self._start(claim, master, memory, log=os.path.join(scratch, "spark.log"))
+                    self._drive(running, once=once, as_json=as_json)
+            finally:
+                with suppress(MillstreamError):
+                    claim.leave()
 
     def _take(self, claim: Claim) -> None:
         try:
@@ -261,9 +257,9 @@ class _ByHand:
         from millstream.pipelines.job import JobContext
         from millstream.pipelines.spark_session import open_session
 
-        self._show("starting Spark")
+        self._stages.tell("starting Spark …")
         spark = open_session(master, memory=memory, settings={}, log=log)
-        self._show("running")
+        self._stages.tell("running")
         context = JobContext(
             spark=spark,
             brokers=self._brokers,
@@ -284,7 +280,7 @@ class _ByHand:
         except Exception as error:
             raise CommandFailed(reason_of(error)) from error
         finally:
-            self._hide()
+            self._stages.end()
             self._summarize(running.tally, as_json=as_json)
 
     def _summarize(self, tally: Tally, *, as_json: bool) -> None:
@@ -300,39 +296,11 @@ class _ByHand:
             "counts": tally.counts,
         }
         counts = "".join(f", {what} {number:,}" for what, number in sorted(tally.counts.items()) if number)
-        batches = f"{tally.batches:,} batch" + ("" if tally.batches == 1 else "es")
+        batches = counted(tally.batches, "batch")
         text = f"{one_line(pipeline.name)}: {counted(tally.rows, 'message')} in {batches} and {seconds:g} s{counts}"
         print_answer(document, f"{text}; {tally.lag:,} left." if tally.lag else f"{text}.", as_json=as_json)
 
-    # -- what is shown meanwhile ----------------------------------------------------------------------------
-
-    @contextmanager
-    def _progress(self) -> Iterator[None]:
-        from rich import progress
-        from rich.console import Console
-
-        console = Console(stderr=True)
-        self._shown = progress.Progress(
-            progress.SpinnerColumn(),
-            progress.TextColumn("{task.description}"),
-            progress.TextColumn("{task.fields[note]}"),
-            progress.TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._shown.add_task(one_line(self._pipeline.name), note="")
-        self._shown.start()
-        try:
-            yield
-        finally:
-            self._hide()
-
     def _stepped(self, tally: Tally) -> None:
-        self._show(f"{tally.rows:,} messages, {tally.rows_per_s:,.0f}/s, {tally.lag:,} left")
-
-    def _show(self, note: str) -> None:
-        self._shown.update(self._task, note=note)
-
-    def _hide(self) -> None:
-        self._shown.stop()
+        note = f"{tally.rows:,} messages, {tally.rows_per_s:,.0f}/s, {tally.lag:,} left"
+        self._stages.move(note, is_news=tally.rows != self._rows_told)
+        self._rows_told = tally.rows

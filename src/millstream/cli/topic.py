@@ -19,7 +19,7 @@ from millstream.cli.options import (
     ask_person,
     parse_assignments,
 )
-from millstream.cli.output import counted, print_answer, print_json, print_line, print_note, print_table
+from millstream.cli.output import counted, print_answer, print_json, print_line, print_note, print_noted, print_table
 from millstream.model.errors import MillstreamError, TopicExists
 from millstream.model.pipeline import LAND_PREFIX
 from millstream.model.topic import CONTRACT, DESCRIPTION, OWNER
@@ -235,16 +235,23 @@ def delete(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Delete a topic and every message in it. A person at a terminal is asked first, a script is not."""
-    ask_person(f"Delete topic {name} and every message in it?", unless=yes or as_json)
 
-    async def question(client: Client) -> None:
-        from millstream.admin.topics import delete_topic, find_topic
+    async def look(client: Client) -> list[str]:
+        from millstream.admin.topic_pipelines import readings_of
+        from millstream.admin.topics import find_topic
 
         await find_topic(client, name, advice=_LIST_ADVICE)
+        return [one.sentence(name) for one in await readings_of(client, name)]
+
+    async def question(client: Client) -> None:
+        from millstream.admin.topics import delete_topic
+
         await delete_topic(client, name)
 
+    notes = ask(brokers, timeout, look)
+    ask_person(" ".join([*notes, f"Delete topic {name} and every message in it?"]), unless=yes or as_json)
     ask(brokers, timeout, question)
-    print_answer({"topic": name, "deleted": True}, f"Deleted topic {name}.", as_json=as_json)
+    print_noted({"topic": name, "deleted": True}, f"Deleted topic {name}.", notes, as_json=as_json)
 
 
 async def _land(client: Client, name: str, *, wanted: bool, validate_only: bool = False) -> None:

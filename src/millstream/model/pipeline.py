@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any, Final, TypeVar
 from uuid import UUID
 
-from millstream.model.errors import InvalidPipeline, InvalidSetting
+from millstream.model.errors import InvalidPipeline, InvalidSetting, InvalidTopicName
 from millstream.model.expression import compile_expression
 from millstream.model.lake_place import QUARANTINE_ENDING, check_place
 from millstream.model.nearest import suggestion
@@ -252,7 +252,11 @@ class LandSettings(PipelineSettings):
     )
 
     def _check(self) -> None:
-        if bool(self.topics) == bool(self.pattern):
+        if self.topics and self.pattern:
+            raise InvalidSetting(
+                "`topics` and `pattern` are both given; take one: a pattern may name topics too, as a|b"
+            )
+        if not self.topics and not self.pattern:
             raise InvalidSetting("say what is landed: either `topics` or `pattern`")
         if self.pattern:
             compile_expression(self.pattern)
@@ -394,7 +398,8 @@ def kind_of(text: str) -> PipelineKind:
         return PipelineKind(text)
     except ValueError:
         kinds = ", ".join(PipelineKind)
-        raise InvalidPipeline(f"{text!r} is no kind of pipeline; known are: {kinds}") from None
+        meant = suggestion(text, [kind.value for kind in PipelineKind])
+        raise InvalidPipeline(f"{text!r} is no kind of pipeline; known are: {kinds}{meant}") from None
 
 
 def check_pipeline(name: str, kind: PipelineKind, overrides: Mapping[str, str]) -> PipelineSettings:
@@ -405,13 +410,21 @@ def check_pipeline(name: str, kind: PipelineKind, overrides: Mapping[str, str]) 
         raise InvalidPipeline(
             f"a pipeline cannot be called {name!r}, since `millstream pipeline run` takes that for a kind"
         )
-    check_topic_name(name)
+    _check_name(name)
     longest = max((len(text) for text in overrides.values()), default=0)
     if longest > TEXT_LENGTH_MAX:
         raise InvalidSetting(f"a setting of a pipeline has at most {TEXT_LENGTH_MAX} characters, not {longest}")
     settings = SETTINGS[kind].from_strings(overrides)
     settings.check_texts()
     return settings
+
+
+def _check_name(name: str) -> None:
+    """Raise `InvalidPipeline` for a name that its group, or a folder, cannot have: the rule is that of topics."""
+    try:
+        check_topic_name(name, noun="pipeline")
+    except InvalidTopicName as refused:
+        raise InvalidPipeline(str(refused)) from None
 
 
 def named_texts(setting_name: str, text: str) -> dict[str, str]:

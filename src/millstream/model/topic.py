@@ -363,15 +363,15 @@ def by_topic(partitions: Iterable[TopicPartition]) -> dict[str, list[PartitionIn
     return found
 
 
-def check_topic_name(name: str) -> None:
-    """Raise `InvalidTopicName` unless the name follows Kafka's rule."""
+def check_topic_name(name: str, *, noun: str = "topic") -> None:
+    """Raise `InvalidTopicName` unless the name follows Kafka's rule; `noun` is what bears it."""
     if not name:
-        raise InvalidTopicName("a topic name cannot be empty")
+        raise InvalidTopicName(f"a {noun} name cannot be empty")
     if name in (".", ".."):
-        raise InvalidTopicName(f"a topic cannot be named {name!r}")
+        raise InvalidTopicName(f"a {noun} cannot be named {name!r}")
     if len(name) > NAME_LENGTH_MAX:
-        raise InvalidTopicName(f"a topic name has at most {NAME_LENGTH_MAX} characters, this one has {len(name)}")
+        raise InvalidTopicName(f"a {noun} name has at most {NAME_LENGTH_MAX} characters, this one has {len(name)}")
     if not _NAME.match(name):
         raise InvalidTopicName(
-            f"topic name {name!r} may hold only letters, digits, '.', '_' and '-' (no spaces, no other alphabets)"
+            f"{noun} name {name!r} may hold only letters, digits, '.', '_' and '-' (no spaces, no other alphabets)"
         )

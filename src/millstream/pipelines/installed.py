@@ -6,6 +6,8 @@ import importlib
 from importlib.util import find_spec
 from typing import Final
 
+HOW: Final = "install it by `make spark`, or by pip install '.[spark]' in a clone"
+"""What brings it."""
 _PACKAGES: Final = ("pyspark", "pyarrow", "pandas", "deltalake")
 
 
@@ -16,4 +18,4 @@ def what_is_missing() -> str:
     if not missing:
         return ""
     named = ", ".join(missing)
-    return f'pipelines run on Spark, and what they need is not there ({named}); pip install "millstream[spark]"'
+    return f"pipelines run on Spark, and what they need is not there ({named}); {HOW}"

@@ -61,7 +61,12 @@ EARLIEST_LANDED: Final = FromLake()
 
 def parse_offsets(option: str, text: str, *, minimum: int = OFFSET_EARLIEST) -> Offsets:
     """Read `{"orders": {"0": 23, "1": -1}}`."""
-    kind = "earliest, latest or a JSON document" if minimum < 0 else "a JSON document"
+    if minimum >= 0:
+        kind = "a JSON document"
+    elif option.startswith("starting"):
+        kind = "earliest, latest, earliest-landed or a JSON document"
+    else:
+        kind = "latest or a JSON document"
     return _parse(option, text, kind, minimum)
 
 

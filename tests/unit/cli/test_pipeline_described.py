@@ -18,11 +18,12 @@ def test_an_error_of_several_lines_points_at_its_place(
         "kind": "transform",
         "state": "parked",
         "parked": "a column is unknown\nline 1, column 8:\n  SELECT totl\n         ^\x1b[2J",
+        "tables": [],
         "report": None,
         "settings": {},
         "overrides": {},
     }
-    monkeypatch.setattr("millstream.cli.pipeline.ask_pipelines", lambda *_: [told])
+    monkeypatch.setattr("millstream.cli.pipeline.ask", lambda *_: told)
     describe("broken")
     assert capsys.readouterr().out.splitlines()[3:7] == [
         "parked      a column is unknown",
@@ -30,3 +31,36 @@ def test_an_error_of_several_lines_points_at_its_place(
         "              SELECT totl",
         "                     ^\\x1b[2J",
     ]
+
+
+def test_numbers_stand_below_each_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    report = {
+        "node": 1,
+        "rows": 15,
+        "batches": 1,
+        "rows_per_s": 3.0,
+        "lag": 0,
+        "restarts": 0,
+        "counts": {"files": 1, "quarantined": 15},
+        "last_error": "",
+    }
+    table = {"topic": "orders", "place": "/lake/orders", "read": "deltalake.DeltaTable('/lake/orders').to_pandas()"}
+    told: dict[str, Any] = {
+        "pipeline_id": "1",
+        "group": "pipeline-p",
+        "kind": "land",
+        "state": "running",
+        "parked": "",
+        "tables": [table] * 21,
+        "report": report,
+        "settings": {},
+        "overrides": {},
+    }
+    monkeypatch.setattr("millstream.cli.pipeline.ask", lambda *_: told)
+    describe("p")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3] == "tables       /lake/orders"
+    assert lines[23] == "             and 1 more"
+    assert lines[24] == "read by      deltalake.DeltaTable('/lake/orders').to_pandas()"
+    assert "rows         15 in 1 batch, 3 a second" in lines
+    assert "quarantined  15" in lines

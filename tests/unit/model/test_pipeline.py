@@ -26,6 +26,8 @@ def test_kinds_have_names() -> None:
     assert kind_of("land") is PipelineKind.LAND
     with pytest.raises(InvalidPipeline, match="known are: land, transform, route"):
         kind_of("wash")
+    with pytest.raises(InvalidPipeline, match="did you mean 'land'"):
+        kind_of("lnad")
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,13 @@ def test_what_cannot_be_transformed_is_refused_when_it_is_declared(settings: dic
 def test_a_kind_is_no_name() -> None:
     with pytest.raises(InvalidPipeline, match="takes that for a kind"):
         check_pipeline("land", PipelineKind.LAND, {"topics": "orders"})
+
+
+def test_what_is_wrong_is_called_by_its_name() -> None:
+    with pytest.raises(InvalidPipeline, match=r"^pipeline name 'bad/name'"):
+        check_pipeline("bad/name", PipelineKind.LAND, {"topics": "orders"})
+    with pytest.raises(InvalidSetting, match="both given"):
+        check_pipeline("mine", PipelineKind.LAND, {"topics": "orders", "pattern": "o.*"})
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,27 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from millstream.admin.landed_tables import tables_of
 from millstream.admin.pipelines import PipelineClient, summary_of
 from millstream.http.parts import Parts
 from millstream.http.problem import invalid
 from millstream.http.route import Asked, Nothing, Route, TopicName
-from millstream.model.pipeline import CONDITION_LENGTH_MAX, NAME_LENGTH_MAX, RULES_MAX, TARGETS_MAX, Rule
+from millstream.http.setting_values import ChangedSettings, GivenSettings, changes_of, texts_of
+from millstream.model.pipeline import (
+    CONDITION_LENGTH_MAX,
+    NAME_LENGTH_MAX,
+    RULES_MAX,
+    TARGETS_MAX,
+    PipelineKind,
+    Rule,
+    kind_of,
+)
 
 PipelineName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 RuleName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 Kind = Literal["land", "transform", "route"]
+GivenKind = Annotated[str, Meta(extra_json_schema={"enum": [kind.value for kind in PipelineKind]})]
+"""One that there is none of is refused with those that there are."""
 State = Literal["waiting", "starting", "running", "retrying", "parked", "stopped"]
 
 
@@ -39,8 +51,8 @@ class NewPipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A pipeline to be declared."""
 
     name: PipelineName
-    kind: Kind
-    settings: dict[str, str] = {}
+    kind: GivenKind
+    settings: GivenSettings = {}
     """Settings by their names; which there are depends on the kind."""
     rules: Rules = []
     """Only for those that route."""
@@ -50,7 +62,7 @@ class NewPipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class PipelineChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings to change; what is null goes back to its default."""
 
-    settings: dict[str, str | None]
+    settings: ChangedSettings
 
 
 class RuleChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,6 +117,14 @@ class PipelineReport(msgspec.Struct, frozen=True):
     node: int
 
 
+class TableDescription(msgspec.Struct, frozen=True):
+    """The table of a topic: a folder of the node, or a URL, and an expression of Python that reads it."""
+
+    topic: str
+    place: str
+    read: str
+
+
 class PipelineDescription(msgspec.Struct, frozen=True):
     """A pipeline with its settings and rules, and how it does if it is run now."""
 
@@ -119,6 +139,8 @@ class PipelineDescription(msgspec.Struct, frozen=True):
     settings: dict[str, str]
     overrides: dict[str, str]
     rules: list[RoutingRule]
+    tables: list[TableDescription]
+    """Where the tables of one that lands are."""
     report: PipelineReport | None
 
 
@@ -146,7 +168,7 @@ async def create(parts: Parts, asked: Asked[Nothing, NewPipeline]) -> PipelineCr
     new = asked.body
     rules = [_rule(one) for one in new.rules]
     made = await PipelineClient(parts.client).create(
-        new.name, new.kind, new.settings, rules=rules, is_wanted=new.wanted
+        new.name, kind_of(new.kind), texts_of(new.settings), rules=rules, is_wanted=new.wanted
     )
     return PipelineCreated(new.name, str(made.pipeline_id), made.notes)
 
@@ -154,14 +176,15 @@ async def create(parts: Parts, asked: Asked[Nothing, NewPipeline]) -> PipelineCr
 async def describe(parts: Parts, asked: Asked[Any, Any]) -> PipelineDescription:
     """One pipeline."""
     (told,) = await PipelineClient(parts.client).describe([asked.path["pipeline"]])
-    return msgspec.convert(told, PipelineDescription)
+    tables = [one._asdict() for one in await tables_of(parts.client, told)]
+    return msgspec.convert({**told, "tables": tables}, PipelineDescription)
 
 
 async def change(parts: Parts, asked: Asked[Nothing, PipelineChanges]) -> PipelineDescription:
     """Change a pipeline, and say how it is then."""
     if not asked.body.settings:
         raise invalid("there is nothing to change; give settings")
-    await PipelineClient(parts.client).alter(asked.path["pipeline"], asked.body.settings)
+    await PipelineClient(parts.client).alter(asked.path["pipeline"], changes_of(asked.body.settings))
     return await describe(parts, asked)
 
 

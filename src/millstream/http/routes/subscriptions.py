@@ -13,6 +13,7 @@ from millstream.http.parts import Parts
 from millstream.http.problem import Refused, invalid
 from millstream.http.route import Asked, Nothing, Route, TopicName
 from millstream.http.routes.topics import Listing
+from millstream.http.setting_values import ChangedSettings, GivenSettings, changes_of, texts_of
 from millstream.kafka.push_board import PushState
 from millstream.model.setting import Setting, settings_of
 from millstream.model.subscription import NAME_LENGTH_MAX, PAUSED, START, TOPICS_MAX, SubscriptionSettings
@@ -55,7 +56,7 @@ class NewSubscription(Options, frozen=True, kw_only=True, forbid_unknown_fields=
     topics: Topics
     start: str = "end"
     """Where it begins: start, end, a time, or how long ago."""
-    settings: dict[str, str] = msgspec.field(default_factory=dict)
+    settings: GivenSettings = msgspec.field(default_factory=dict)
     """Settings by their full names."""
 
 
@@ -63,7 +64,7 @@ class SubscriptionChanges(Options, frozen=True, kw_only=True, forbid_unknown_fie
     """What to change; what is null goes back to its default."""
 
     topics: Topics | None = None
-    settings: dict[str, str | None] = msgspec.field(default_factory=dict)
+    settings: ChangedSettings = msgspec.field(default_factory=dict)
 
 
 class Created(msgspec.Struct, frozen=True):
@@ -176,7 +177,7 @@ async def list_subscriptions(parts: Parts, asked: Asked[Listing, Nothing]) -> Su
 async def create(parts: Parts, asked: Asked[Nothing, NewSubscription]) -> Created:
     """Declare a subscription."""
     new = asked.body
-    settings = {name: value for name, value in {**_given(new), **new.settings}.items() if value is not None}
+    settings = {name: value for name, value in {**_given(new), **texts_of(new.settings)}.items() if value is not None}
     known = (await parts.client.metadata(new.topics)).topics
     made = await parts.subscriptions.create(new.name, new.topics, {START: start_of(new.start), **settings})
     return Created(new.name, str(made), new.topics, [topic for topic in new.topics if topic not in known])
@@ -192,7 +193,7 @@ async def describe(parts: Parts, asked: Asked[Nothing, Nothing]) -> Subscription
 async def change(parts: Parts, asked: Asked[Nothing, SubscriptionChanges]) -> SubscriptionDescription:
     """Change a subscription, and say how it is then."""
     said = asked.body
-    changes = {**_given(said), **said.settings}
+    changes = {**_given(said), **changes_of(said.settings)}
     if not changes and said.topics is None:
         raise invalid("there is nothing to change; give topics or settings")
     await parts.subscriptions.alter(asked.path["subscription"], changes, topics=said.topics)

@@ -21,6 +21,7 @@ from millstream.admin.topics import (
 from millstream.http.parts import Parts
 from millstream.http.problem import invalid
 from millstream.http.route import Asked, Nothing, Route, TopicName
+from millstream.http.setting_values import ChangedSettings, GivenSettings, changes_of, texts_of
 from millstream.wire.cluster_metadata import TopicMetadata
 
 BROKER_DECIDES: Final = -1
@@ -47,6 +48,13 @@ class TopicSummary(msgspec.Struct, frozen=True):
     internal: bool
 
 
+class TopicCreated(TopicSummary, frozen=True):
+    """A topic that was made."""
+
+    pipeline: str | None
+    """The pipeline that keeps a table of it, if that was asked for."""
+
+
 class TopicList(msgspec.Struct, frozen=True):
     """Topics, by their names."""
 
@@ -66,7 +74,7 @@ class NewTopic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     owner: str | None = None
     description: str | None = None
     contract: str | None = None
-    settings: dict[str, str] = {}
+    settings: GivenSettings = {}
     land: Annotated[bool, Meta(description="Keep a lake table of it, by a pipeline called land-NAME.")] = False
 
     def __post_init__(self) -> None:
@@ -90,7 +98,7 @@ class TopicChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     owner: str | None = None
     description: str | None = None
     contract: str | None = None
-    settings: dict[str, str | None] = {}
+    settings: ChangedSettings = {}
 
 
 class DamagedOffsets(msgspec.Struct, frozen=True):
@@ -134,10 +142,10 @@ async def list_topics(parts: Parts, asked: Asked[Listing, Nothing]) -> TopicList
     return TopicList([_summary(one) for one in shown])
 
 
-async def create(parts: Parts, asked: Asked[Nothing, NewTopic]) -> TopicSummary:
+async def create(parts: Parts, asked: Asked[Nothing, NewTopic]) -> TopicCreated:
     """Make a topic."""
     new = asked.body
-    settings = {**new.settings, **_card(new)}
+    settings = {**texts_of(new.settings), **_card(new)}
     if new.land:
         await land_topic(parts.client, new.called, validate_only=True)
     await create_topic(
@@ -147,9 +155,9 @@ async def create(parts: Parts, asked: Asked[Nothing, NewTopic]) -> TopicSummary:
         replication=new.replication or BROKER_DECIDES,
         settings={key: text for key, text in settings.items() if text},
     )
-    if new.land:
-        await land_topic(parts.client, new.called)
-    return _summary(await find_topic(parts.client, new.called))
+    pipeline = await land_topic(parts.client, new.called) if new.land else None
+    made = _summary(await find_topic(parts.client, new.called))
+    return TopicCreated(**msgspec.structs.asdict(made), pipeline=pipeline)
 
 
 async def describe(parts: Parts, asked: Asked[Nothing, Nothing]) -> TopicDescription:
@@ -160,11 +168,12 @@ async def describe(parts: Parts, asked: Asked[Nothing, Nothing]) -> TopicDescrip
 async def alter(parts: Parts, asked: Asked[Nothing, TopicChanges]) -> TopicDescription:
     """Change a topic, and say how it is then."""
     name, said = asked.path["topic"], asked.body
-    changes: dict[str, str | None] = {**said.settings, **{key: text or None for key, text in _card(said).items()}}
+    settings = changes_of(said.settings)
+    changes: dict[str, str | None] = {**settings, **{key: text or None for key, text in _card(said).items()}}
     if not changes and said.partitions is None:
         raise invalid("there is nothing to change; give settings, partitions or what is said about the topic")
     await find_topic(parts.client, name, advice=ADVICE)
-    await check_settings_exist(parts.client, name, [key for key, value in said.settings.items() if value is None])
+    await check_settings_exist(parts.client, name, [key for key, value in settings.items() if value is None])
     if changes:
         await alter_topic(parts.client, name, changes)
     if said.partitions is not None:
@@ -209,7 +218,7 @@ ROUTES: Final = (
         handle=create,
         query=Nothing,
         body=_Topic,
-        answer=TopicSummary,
+        answer=TopicCreated,
         status=HTTPStatus.CREATED,
         **_SHARED,
     ),

@@ -1,0 +1,43 @@
+"""Commands that are told to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.cli.stages import Stages
+from millstream.cli.termination import ended_in_order
+
+
+def test_a_command_that_is_told_to_end_puts_its_things_away(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    put_away = []
+
+    def work() -> None:
+        with ended_in_order(), Stages("land-orders") as stages:
+            try:
+                stages.tell("starting Spark …")
+                stages.move("0 messages")
+                os.kill(os.getpid(), signal.SIGTERM)
+            finally:
+                # A second one does not interrupt this.
+                os.kill(os.getpid(), signal.SIGTERM)
+                put_away.append("all")
+
+    try:
+        with pytest.raises(CommandFailed, match="SIGTERM") as failed:
+            work()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (put_away, failed.value.exit_code) == (["all"], ExitCode.TERMINATED)
+    assert capfd.readouterr().err == "land-orders: starting Spark …\n"
+
+
+def test_one_that_ends_by_itself_leaves_the_signal_as_it_was() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with ended_in_order():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before

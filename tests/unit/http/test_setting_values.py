@@ -1,0 +1,26 @@
+"""Settings in bodies of JSON."""
+
+from __future__ import annotations
+
+import pytest
+
+from millstream.http.problem import Refused
+from millstream.http.setting_values import changes_of, texts_of
+
+
+def test_numbers_and_booleans_are_the_texts_that_they_stand_for() -> None:
+    given = {"every.ms": 1000, "max": 1e3, "share": 0.5, "compact": False, "format": "delta"}
+    assert texts_of(given) == {
+        "every.ms": "1000",
+        "max": "1000",
+        "share": "0.5",
+        "compact": "false",
+        "format": "delta",
+    }
+    assert changes_of({"compact": True, "lake": None}) == {"compact": "true", "lake": None}
+
+
+@pytest.mark.parametrize(("value", "kind"), [([1], "a list"), ({}, "an object"), (None, "null")])
+def test_what_is_no_value_is_named(value: object, kind: str) -> None:
+    with pytest.raises(Refused, match=f"the setting 'every.ms' is a text, a number, true or false, not {kind}"):
+        texts_of({"every.ms": value})

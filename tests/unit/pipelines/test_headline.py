@@ -1,0 +1,28 @@
+"""The one line of an error in the list of pipelines."""
+
+from __future__ import annotations
+
+import pytest
+
+from millstream.pipelines.headline import LENGTH_MAX, headline
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("", ""),
+        ("one line", "one line"),
+        ("a column is unknown\n  SELECT totl\n         ^", "a column is unknown"),
+        ("ParseException:\n\n[SYNTAX]:\n  near 'SELCT'\nmore", "ParseException: [SYNTAX]: near 'SELCT'"),
+    ],
+)
+def test_it_is_what_tells_most(reason: str, told: str) -> None:
+    assert headline(reason) == told
+
+
+def test_what_is_too_long_is_cut_between_sentences_with_the_advice_as_far_as_it_fits() -> None:
+    advice = "set on.lost=skip for the pipeline: millstream pipeline update NAME --set on.lost=skip"
+    reason = f"orders-0: offsets 5 to 16 are lost; {advice}"
+    assert headline(reason) == reason
+    assert headline("x" * 200 + "; " + "y" * 200) == "x" * 200 + " …"
+    assert len(headline("x" * 1000)) == LENGTH_MAX + 2
