@@ -178,7 +178,8 @@ def _facts(told: dict[str, Any]) -> dict[str, str]:
     report = told["report"]
     if report is not None:
         facts["node"] = str(report["node"])
-        facts["rows"] = f"{report['rows']:,} in {counted(report['batches'], 'batch')}, {report['rows_per_s']:,.0f} a second"
+        batches = counted(report["batches"], "batch")
+        facts["rows"] = f"{report['rows']:,} in {batches}, {report['rows_per_s']:,.0f} a second"
         facts["lag"] = "not known yet" if report["lag"] is None else f"{report['lag']:,}"
         facts["restarts"] = str(report["restarts"])
         if report.get("stalls"):

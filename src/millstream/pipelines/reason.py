@@ -6,6 +6,7 @@ from typing import Final
 
 from millstream.model.errors import LostData, MillstreamError
 from millstream.model.pipeline import ON_LOST, SKIP
+from millstream.pipelines.place_error import place_error
 
 LENGTH_MAX: Final = 4000
 
@@ -18,6 +19,10 @@ _JVM_TRACE: Final = "\n\tat "
 
 def reason_of(error: BaseException) -> str:
     """The sentences of an error that help, and no more than can be shown."""
+    if not isinstance(error, MillstreamError):
+        about_place = place_error(f"{type(error).__name__}: {error}")
+        if about_place is not None:
+            return about_place
     said = str(error).strip()
     if not isinstance(error, MillstreamError):
         said = _without_traces(said)

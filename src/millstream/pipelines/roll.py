@@ -16,6 +16,7 @@ import msgspec
 from millstream.kafka.pipeline_board import PipelineReport, State
 from millstream.model.pipeline import Pipeline
 from millstream.pipelines.driver_messages import Said
+from millstream.pipelines.spark_session import DIED
 
 DEATHS_MAX: Final = 3
 
@@ -61,7 +62,7 @@ class Roll:
         elif is_death:
             self._deaths = Counter({name: self._deaths[name] + 1 for name in under_way})
         if is_death:
-            self._ended = (reason or f"the driver ended with {_exit(code)}", int(time.time() * 1000))
+            self._ended = (reason or _end(code), int(time.time() * 1000))
         for name, report in self._reports.items():
             told = msgspec.structs.replace(self._with_earlier(report), still_s=0.0)
             self._earlier[name] = self._ended_with(told) if is_death else told
@@ -122,5 +123,7 @@ class Roll:
         )
 
 
-def _exit(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+def _end(code: int) -> str:
+    if code == DIED:
+        return "the driver's Java died: killed, or out of memory; spark.log in the node's data folder may say why"
+    return f"the driver ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"

@@ -26,6 +26,7 @@ from millstream.model.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.child import PipelineChild, driver_options, why_it_runs_none
 from millstream.pipelines.driver_messages import Said
 from millstream.pipelines.roll import Roll
+from millstream.pipelines.spark_session import DIED
 from millstream.testing.pipeline_script import HANG_S, landing
 
 DRIVER = "millstream.testing.scripted_driver"
@@ -291,6 +292,8 @@ def test_why_a_driver_ended_is_told_until_the_next_one_reports() -> None:
     assert (report.state, report.last_error) == ("retrying", "no Java was found")
     roll.driver_ended(-9, is_death=True)
     assert roll.reports(due, is_running=False, why_not="")[0].last_error == "the driver ended with signal 9"
+    roll.driver_ended(DIED, is_death=True)
+    assert "spark.log" in roll.reports(due, is_running=False, why_not="")[0].last_error
     told = roll.reports(due, is_running=False, why_not="install it")[0]
     assert (told.state, told.last_error) == ("waiting", "install it")
     roll.hear(Said(reports=[PipelineReport(name="a", state="running", rows=5, counts={"files": 1})]))
