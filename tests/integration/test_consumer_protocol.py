@@ -26,7 +26,7 @@ SETTINGS = {
     "group-initial-delay-ms": 100,
     "group-session-min-ms": 1000,
     "group-consumer-heartbeat-ms": 200,
-    "group-consumer-session-ms": 3000,
+    "group-consumer-session-ms": 8000,
 }
 
 

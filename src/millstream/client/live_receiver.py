@@ -18,6 +18,7 @@ from millstream.client.message import Message
 from millstream.client.settling import REPEATED
 from millstream.model.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation, UnknownTopic
 from millstream.model.ids import NodeId, Offset, PartitionIndex
+from millstream.model.side_by_side import until_one_ends
 from millstream.model.topic import TopicPartition
 from millstream.records.batch import iterate_whole_headers
 from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
@@ -177,14 +178,10 @@ class LiveReceiver:
                     leader = await self._client.leader_of(place.topic, place.partition)
                     by_leader.setdefault(leader, []).append(place)
                 self._moved.clear()
-                async with asyncio.TaskGroup() as group:
-                    follows = [group.create_task(self._follow(places)) for places in by_leader.values()]
-                    await self._moved.wait()
-                    for task in follows:
-                        task.cancel()
+                await until_one_ends((self._moved.wait(), *map(self._follow, by_leader.values())))
                 pause_s = BACKOFF_S_MIN
-            except* REPEATED as error:
-                _logger.debug("%s: nothing for now: %s", self.subscription, error.exceptions[0])
+            except REPEATED as error:
+                _logger.debug("%s: nothing for now: %s", self.subscription, error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, BACKOFF_S_MAX)
 

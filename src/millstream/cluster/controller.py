@@ -30,6 +30,7 @@ from millstream.model.errors import MillstreamError, StoreRefused, StoreUnavaila
 from millstream.model.ids import NodeId
 from millstream.model.metric import Metric, counter, gauge
 from millstream.model.partition_state import PartitionState
+from millstream.model.side_by_side import until_one_ends
 from millstream.model.topic import Topic, TopicSettings
 
 _logger = logging.getLogger(__name__)
@@ -137,18 +138,7 @@ class Controller:
         )
         self._dirty = set(self._view.states)
         self._wake.set()
-        loop = asyncio.get_running_loop()
-        work = (self._watch_place(term), self._keep_leaders(term), self._reconciliation.run())
-        tasks = [loop.create_task(one) for one in work]
-        # A task group that ends for an error would forget that the node stops meanwhile, and hold it up for ever.
-        try:
-            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        for task in ended:
-            task.result()
+        await until_one_ends((self._watch_place(term), self._keep_leaders(term), self._reconciliation.run()))
 
     async def _watch_place(self, term: Term) -> None:
         while self._view.controller_revision == term.revision:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from millstream.cluster import keys
 from millstream.cluster.keys import PartitionKey, partition_key
 from millstream.cluster.store import CHANGES_MAX, Change, CoordinationStore, Expect, Put
 from millstream.model.partition_state import PartitionState
+from millstream.model.side_by_side import side_by_side
 
 _AT_ONCE_MAX = 8
 """Changes under way at the same time, so that ten thousand elections do not wait for each other's disk."""
@@ -51,12 +51,7 @@ class Term:
             while batch := list(islice(left, CHANGES_MAX)):
                 overtaken.extend(await self._propose(batch))
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(_AT_ONCE_MAX):
-                    group.create_task(work())
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+        await side_by_side(work() for _ in range(_AT_ONCE_MAX))
         return overtaken
 
     async def _propose(self, batch: list[Proposal]) -> list[Proposal]:

@@ -26,6 +26,7 @@ from millstream.model.errors import (
     UnknownTopic,
 )
 from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.model.side_by_side import side_by_side
 from millstream.model.topic import TopicPartition
 from millstream.records.batch import read_header
 from millstream.wire import fetching, producing
@@ -310,16 +311,10 @@ class Client:
         for partition, offset in positions.items():
             leader = await self.leader_of(partition.topic, partition.partition)
             by_leader.setdefault(leader, {})[partition] = offset
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._fetch_from(leader, wanted, limits)) for leader, wanted in by_leader.items()
-                ]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
         fetched: dict[TopicPartition, FetchAnswer] = {}
-        for task in tasks:
-            for partition, found in task.result().items():
+        fetches = (self._fetch_from(leader, wanted, limits) for leader, wanted in by_leader.items())
+        for answered in await side_by_side(fetches):
+            for partition, found in answered.items():
                 if isinstance(found, TRANSIENT):
                     self._leaders.pop(partition, None)
                 elif isinstance(found, MillstreamError):

@@ -1,0 +1,75 @@
+"""Things done at the same time: what comes of them, which failure is told; a cancellation is never forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from millstream.model.side_by_side import side_by_side, until_one_ends
+
+
+async def _given(value: int) -> int:
+    await asyncio.sleep(0)
+    return value
+
+
+async def _fails(error: Exception) -> int:
+    await asyncio.sleep(0)
+    raise error
+
+
+async def test_results_come_in_order_and_nothing_to_do_is_nothing() -> None:
+    assert await side_by_side(_given(number) for number in range(5)) == [0, 1, 2, 3, 4]
+    assert await side_by_side([]) == []
+
+
+async def test_a_failure_ends_the_others_and_is_told_as_it_is() -> None:
+    never = asyncio.Event()
+    cleaned = []
+
+    async def waits() -> int:
+        try:
+            await never.wait()
+        finally:
+            cleaned.append("waits")
+        return 0
+
+    with pytest.raises(KeyError, match="gone"):
+        await side_by_side([waits(), _fails(KeyError("gone")), waits()])
+    assert cleaned == ["waits", "waits"]
+
+
+async def test_the_first_that_is_done_ends_the_others() -> None:
+    never = asyncio.Event()
+    await until_one_ends([never.wait(), _given(1)])
+    with pytest.raises(OSError, match="away"):
+        await until_one_ends([never.wait(), _fails(OSError("away"))])
+
+
+async def test_a_cancellation_while_a_failure_ends_the_others_is_not_forgotten() -> None:
+    leaves = asyncio.Event()
+    may_leave = asyncio.Event()
+
+    async def is_slow_to_leave() -> int:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            leaves.set()
+            await may_leave.wait()
+            raise
+        return 0
+
+    async def whole() -> None:
+        while True:
+            try:
+                await side_by_side([is_slow_to_leave(), _fails(OSError("away"))])
+            except OSError:
+                continue
+
+    task = asyncio.create_task(whole())
+    await leaves.wait()
+    task.cancel()
+    may_leave.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 60)
