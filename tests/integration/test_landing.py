@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from millstream.testing.server import Server
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+LAKE_PAGE = Path(__file__).resolve().parents[2] / "docs" / "lake.md"
 WAIT_S = 60.0
 STEPS_MAX = 100
 # A call into the JVM that is interrupted leaves the session unusable, and the first ones take long on a slow machine.
@@ -436,3 +438,7 @@ def test_common_readers_read_the_table_as_it_is(shore: Shore, topic: str) -> Non
     with duckdb.connect() as database:
         database.register("landed", landed)
         assert database.execute("select sum(id), max(buyer.name) from landed").fetchone() == (45, "n9")
+    (recipe,) = re.findall(r"```python spark\n(.*?)```", LAKE_PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    made: dict[str, Any] = {}
+    exec(recipe.replace("/lake/orders", url), made)
+    assert [made[name].selectExpr("sum(id)").collect()[0][0] for name in ("files", "small")] == [45, 45]

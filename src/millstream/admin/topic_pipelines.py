@@ -50,7 +50,8 @@ def pipeline_of(told: Mapping[str, Any]) -> Pipeline:
 
 async def readings_of(client: Client, topic: str) -> list[Reading]:
     """The pipelines that read a topic, by their names; empty if that cannot be told."""
-    with suppress(MillstreamError):
+    # Another kind of broker answers nothing that could be read.
+    with suppress(MillstreamError, ValueError):
         pipelines = PipelineClient(client)
         found = await pipelines.describe()
         # Rules are told only of pipelines that are named.
