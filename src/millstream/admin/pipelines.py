@@ -36,6 +36,8 @@ from millstream.wire.pipeline_messages import (
 from millstream.wire.refusal import refusal
 
 _DUPLICATE_RESOURCE: Final = 92
+_WELL: Final = ("running", "stopped")
+"""What went wrong before is over then."""
 
 
 class PipelineMade(NamedTuple):
@@ -181,8 +183,10 @@ def _newer(known: dict[str, Any] | None, told: dict[str, Any]) -> dict[str, Any]
         return told
     newest = told if told["version"] > known["version"] else known
     reports = [report for report in (known["report"], told["report"]) if report is not None]
+    lags = [lag for lag in (known.get("lag"), told.get("lag")) if lag is not None]
     # A node that has it waiting tells why it does not run it; another one may.
-    return {**newest, "report": min(reports, key=lambda report: report["state"] == "waiting", default=None)}
+    report = min(reports, key=lambda report: report["state"] == "waiting", default=None)
+    return {**newest, "report": report, "lag": lags[-1] if lags else None}
 
 
 async def land_topic(client: Client, topic: str, *, validate_only: bool = False) -> str:
@@ -212,7 +216,7 @@ def summary_of(told: Mapping[str, Any]) -> dict[str, Any]:
         "state": told["state"],
         "rows": report.get("rows", 0),
         "rows_per_s": report.get("rows_per_s", 0.0),
-        "lag": report.get("lag"),
+        "lag": told.get("lag", report.get("lag")),
         "restarts": report.get("restarts", 0),
-        "error": told["parked"] or report.get("last_error", ""),
+        "error": told["parked"] or ("" if told["state"] in _WELL else report.get("last_error", "")),
     }

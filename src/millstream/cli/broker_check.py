@@ -15,6 +15,7 @@ from millstream.cli.connection import CLIENT_ID
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.finding import Finding, ok, problem, warning
 from millstream.cli.output import counted
+from millstream.cli.pipeline_check import check_pipelines
 from millstream.model.errors import BrokerUnreachable, MillstreamError, RequestTimedOut
 from millstream.wire.client import Client
 from millstream.wire.cluster_metadata import ClusterMetadata, PartitionMetadata
@@ -101,7 +102,7 @@ async def _status_findings(client: Client, brokers: str) -> list[Finding]:
         advice = "checks of its inside are left out; if it is a Millstream node, look at its log"
         return [warning("status", f"{brokers} does not tell its status; it may be another kind of broker", advice)]
     findings = [_version(status), _readiness(status), *_warned(status), *_damage(status), _clock(status)]
-    return [*findings, *_parked(status), *_held(status), await _http(status)]
+    return [*findings, *await check_pipelines(client, status), *_held(status), await _http(status)]
 
 
 def _version(status: dict[str, Any]) -> Finding:
@@ -132,14 +133,6 @@ def _damage(status: dict[str, Any]) -> Iterator[Finding]:
         yield problem("damage", f"{counted(len(lost) - _SHOWN_MAX, 'more range')} that the disk lost", advice)
     if not lost:
         yield ok("damage", "no offsets are known to be lost")
-
-
-def _parked(status: dict[str, Any]) -> Iterator[Finding]:
-    """Pipelines that nobody runs any more; every node knows all of them."""
-    samples = [one["samples"] for one in status.get("metrics", []) if one["name"] == "millstream_pipeline_parked"]
-    for name in [labels["pipeline"] for listed in samples for value, labels in listed if value][:_SHOWN_MAX]:
-        advice = f"millstream pipeline describe {name} tells why, millstream pipeline start {name} tries it again"
-        yield warning("pipelines", f"pipeline {name} failed again and again, and is not run any more", advice)
 
 
 def _held(status: dict[str, Any]) -> Iterator[Finding]:

@@ -173,24 +173,38 @@ def _tables(tables: Sequence[dict[str, str]]) -> dict[str, str]:
 
 def _facts(told: dict[str, Any]) -> dict[str, str]:
     facts = {"id": told["pipeline_id"], "group": told["group"], **_tables(told["tables"])}
+    report = told["report"]
     if told["parked"]:
         facts["parked"] = told["parked"]
-    report = told["report"]
+    elif report is not None and report.get("failing_ms"):
+        facts["failing"] = f"since {_when(report['failing_ms'])}; it is tried again at least every minute"
+    lag = told.get("lag")
+    if lag is not None or report is not None:
+        facts["lag"] = "not known yet" if lag is None else f"{lag:,}"
     if report is not None:
-        facts["node"] = str(report["node"])
-        batches = counted(report["batches"], "batch")
-        facts["rows"] = f"{report['rows']:,} in {batches}, {report['rows_per_s']:,.0f} a second"
-        facts["lag"] = "not known yet" if report["lag"] is None else f"{report['lag']:,}"
-        facts["restarts"] = str(report["restarts"])
-        if report.get("stalls"):
-            facts["stalls"] = f"{report['stalls']} (batches that made no progress and were given up)"
-        if report.get("still_s", 0.0) >= STILL_S_TOLD:
-            facts["still"] = f"no progress for {report['still_s']:.0f} s"
-        facts.update({what: f"{number:,}" for what, number in sorted(report["counts"].items())})
-        if report["last_error"]:
-            when = datetime.fromtimestamp(report["last_error_ms"] / 1000, UTC).isoformat(timespec="seconds")
-            facts["last error"] = f"({when}) {report['last_error'].rstrip()}"
+        facts.update(_reported(report, parked=told["parked"]))
     return facts
+
+
+def _reported(report: dict[str, Any], *, parked: str) -> dict[str, str]:
+    facts = {
+        "node": str(report["node"]),
+        "rows": f"{report['rows']:,} in {counted(report['batches'], 'batch')}, {report['rows_per_s']:,.0f} a second",
+        "restarts": str(report["restarts"]),
+    }
+    if report.get("stalls"):
+        facts["stalls"] = f"{report['stalls']} (batches that made no progress and were given up)"
+    if report.get("still_s", 0.0) >= STILL_S_TOLD:
+        facts["still"] = f"no progress for {report['still_s']:.0f} s"
+    facts.update({what: f"{number:,}" for what, number in sorted(report["counts"].items())})
+    if report["last_error"]:
+        said = "as above" if report["last_error"] == parked else report["last_error"].rstrip()
+        facts["last error"] = f"({_when(report['last_error_ms'])}) {said}"
+    return facts
+
+
+def _when(time_ms: int) -> str:
+    return datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(timespec="seconds")
 
 
 def _shown(key: str, value: Any) -> Any:

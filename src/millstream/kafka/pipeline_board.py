@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal
 
 import msgspec
@@ -34,6 +35,8 @@ class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
     """For how long the batch that is under way has made no progress."""
     last_error: str = ""
     last_error_ms: int = 0
+    failing_ms: int = 0
+    """Since when nothing has gone well any more; 0 while it does."""
     counts: dict[str, int] = {}
     """More numbers, by name: files, quarantined rows and such."""
     node: int = -1
@@ -46,6 +49,7 @@ class PipelineBoard:
     def __init__(self, declared: Callable[[], Iterable[Pipeline]] = tuple) -> None:
         self._declared = declared
         self._reports: dict[str, PipelineReport] = {}
+        self._lags: dict[str, int] = {}
         self.restarts = 0
         """How often the driver ended and was started again."""
 
@@ -56,11 +60,21 @@ class PipelineBoard:
     def clear(self) -> None:
         """The driver has ended, or another node has taken over."""
         self._reports = {}
+        self._lags = {}
+
+    def take_lags(self, lags: Mapping[str, int]) -> None:
+        """So many messages wait for each pipeline now, whether it is run or not."""
+        self._lags = dict(lags)
+
+    def lag(self, pipeline: str) -> int | None:
+        """How many messages wait for a pipeline, if that is known here."""
+        found = self._reports.get(pipeline)
+        return self._lags.get(pipeline, None if found is None else found.lag)
 
     def told(self, pipeline: str) -> dict[str, Any] | None:
         """How a pipeline does, if it is run here."""
         found = self._reports.get(pipeline)
-        return None if found is None else msgspec.structs.asdict(found)
+        return None if found is None else {**msgspec.structs.asdict(found), "lag": self.lag(pipeline)}
 
     def metrics(self) -> Iterable[Metric]:
         """Numbers by pipeline: those of the declarations on every node, those of running ones where they run."""
@@ -69,9 +83,16 @@ class PipelineBoard:
             return
         yield _gauge(
             "parked",
-            "Whether a pipeline is run no more, since it failed again and again; told by every node.",
+            "Whether a pipeline is run no more, since it cannot be run as it is; told by every node.",
             [_sample(one.name, float(bool(one.parked))) for one in declared],
         )
+        lags = [(one.name, self.lag(one.name)) for one in declared]
+        if any(lag is not None for _, lag in lags):
+            yield _gauge(
+                "lag",
+                "Messages that are there and that a pipeline did not take yet, also while it is not run.",
+                [_sample(name, lag) for name, lag in lags if lag is not None],
+            )
         if self._reports:
             yield from self._metrics_of_the_driver(list(self._reports.values()))
 
@@ -87,10 +108,11 @@ class PipelineBoard:
             "Messages that a pipeline takes each second, lately.",
             [_sample(one.name, one.rows_per_s) for one in reports],
         )
+        now_ms = time.time() * 1000
         yield _gauge(
-            "lag",
-            "Messages that are there and that a pipeline did not take yet.",
-            [_sample(one.name, one.lag) for one in reports if one.lag is not None],
+            "failing_seconds",
+            "For how long nothing of a pipeline has gone well; 0 while it does.",
+            [_sample(one.name, _seconds(one.failing_ms, now_ms)) for one in reports],
         )
         yield _counter("batches", "Batches that a pipeline did.", [_sample(one.name, one.batches) for one in reports])
         yield _counter(
@@ -118,6 +140,10 @@ class PipelineBoard:
             "How often the Spark driver of this node ended and was started again.",
             [Sample(self.restarts)],
         )
+
+
+def _seconds(since_ms: int, now_ms: float) -> float:
+    return round(max(0.0, now_ms - since_ms) / 1000, 1) if since_ms else 0.0
 
 
 def _gauge(name: str, told: str, samples: Iterable[Sample]) -> Metric:

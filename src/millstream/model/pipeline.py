@@ -81,7 +81,7 @@ class Pipeline:
     is_wanted: bool = True
     """Whether it is to run."""
     parked: str = ""
-    """Why it is not run any more although it is wanted: it failed again and again."""
+    """Why it is not run any more although it is wanted: it cannot be run as it is."""
     created_ms: int = 0
     rules: tuple[Rule, ...] = ()
     """The rules of a route, by name."""

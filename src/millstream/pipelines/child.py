@@ -28,6 +28,7 @@ from millstream.model.errors import MillstreamError, UnknownPipeline
 from millstream.model.pipeline import Pipeline
 from millstream.pipelines.driver_messages import Options, Said, Told, Wanted
 from millstream.pipelines.installed import what_is_missing
+from millstream.pipelines.lag_watch import LagWatch
 from millstream.pipelines.roll import DEATHS_MAX, Roll
 
 _logger = logging.getLogger(__name__)
@@ -100,6 +101,8 @@ class PipelineChild(SupervisedChild):
         self._roll = Roll(options.node)
         self._due: list[Pipeline] = []
         self._why_not = ""
+        self._warned_of = ""
+        self._lags = LagWatch(options.kafka, self._measured, board.take_lags)
         self._attempts: Counter[str] = Counter()
         self._parked: dict[str, tuple[Pipeline, str]] = {}
         """Those that are run no more, and of which the catalog does not know it yet."""
@@ -119,8 +122,10 @@ class PipelineChild(SupervisedChild):
         try:
             async with asyncio.TaskGroup() as group:
                 parking = group.create_task(self._keep_parking(), name="park pipelines")
+                looking = group.create_task(self._lags.run(), name="lag of pipelines")
                 await super().run()
                 parking.cancel()
+                looking.cancel()
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
@@ -221,6 +226,7 @@ class PipelineChild(SupervisedChild):
                     self._park(report.name, report.last_error)
             if said.reports is not None:
                 self._tell_board(is_running=True)
+                self._lags.look()
 
     async def _line(self, process: Process, stream: asyncio.StreamReader) -> bytes:
         """What it says next; one that says nothing is killed, and starts anew."""
@@ -244,12 +250,33 @@ class PipelineChild(SupervisedChild):
         # What is missing may have been installed since; it is looked for only when there is something to run.
         self._why_not = self._missing() if due else ""
         self._due = due
+        self._warn()
         self._tell_board(is_running=self._process is not None)
         self._news.set()
+        self._lags.look()
+
+    @property
+    def _tells(self) -> bool:
+        """Whether it is for this node to say how pipelines do."""
+        return self._owner.is_mine or (bool(self._why_not) and not self._owner.is_elsewhere)
+
+    def _measured(self) -> list[Pipeline]:
+        """The pipelines of which this node tells what waits for them: also those that are stopped or parked."""
+        return self._declared.all() if self._tells else []
+
+    def _warn(self) -> None:
+        """Say once in the log that pipelines wait, and what for."""
+        why_not = self._why_not if self._tells else ""
+        if why_not and why_not != self._warned_of:
+            _logger.warning("pipelines are declared and not run", extra={"reason": why_not})
+        self._warned_of = why_not
 
     def _tell_board(self, *, is_running: bool) -> None:
-        if self._owner.is_mine or (self._why_not and not self._owner.is_elsewhere):
-            self._board.take(self._roll.reports(self._due, is_running=is_running, why_not=self._why_not))
+        if self._tells:
+            due = {one.name for one in self._due}
+            rest = [one for one in self._declared.all() if one.name not in due]
+            told = self._roll.reports(self._due, is_running=is_running, why_not=self._why_not)
+            self._board.take([*told, *self._roll.reports_of_rest(rest)])
         else:
             self._board.clear()
 

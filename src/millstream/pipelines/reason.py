@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from millstream.model.errors import LostData, MillstreamError
@@ -15,6 +16,8 @@ LOSS_REMEDY: Final = f"set {ON_LOST}={SKIP} for the pipeline: millstream pipelin
 
 _TRACEBACK: Final = "Traceback (most recent call last):"
 _JVM_TRACE: Final = "\n\tat "
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
+"""What tables of Delta put into what they say."""
 
 
 def reason_of(error: BaseException) -> str:
@@ -23,7 +26,7 @@ def reason_of(error: BaseException) -> str:
         about_place = place_error(f"{type(error).__name__}: {error}")
         if about_place is not None:
             return about_place
-    said = str(error).strip()
+    said = _COLOUR.sub("", str(error)).strip()
     if not isinstance(error, MillstreamError):
         said = _without_traces(said)
         if not said.startswith(type(error).__name__):

@@ -28,17 +28,26 @@ class Roll:
         self._node = node
         self._reports: dict[str, PipelineReport] = {}
         self._earlier: dict[str, PipelineReport] = {}
+        self._kept: frozenset[str] | None = None
+        """Those that are declared, once that was said."""
         self._under_way: set[str] = set()
         self._deaths: Counter[str] = Counter()
         self._failed = ""
         self._stuck = ""
         self._ended = ("", 0)
+        self._down_ms = 0
+        """Since when drivers have died without one that told anything between."""
 
     def hear(self, said: Said) -> None:
         """Take over what the driver says."""
         if said.reports is not None:
-            self._reports = {one.name: one for one in said.reports}
+            told = {one.name: one for one in said.reports}
+            for name, known in self._reports.items():
+                if name not in told or _is_begun_anew(known, told[name]):
+                    self._keep(known)
+            self._reports = told
             self._ended = ("", 0)
+            self._down_ms = 0
         if said.begun:
             self._under_way.add(said.begun)
         if said.ended:
@@ -48,6 +57,11 @@ class Roll:
         if said.failed:
             self._failed = said.failed
             self._stuck = said.stuck
+
+    def _keep(self, report: PipelineReport) -> None:
+        """Count on from what a run did that was stopped or parked, or is begun anew."""
+        if self._kept is None or report.name in self._kept:
+            self._earlier[report.name] = self._with_earlier(report)
 
     def driver_ended(self, code: int, *, is_death: bool) -> None:
         """The driver is no more; if nobody asked for that, whoever was under way may be to blame.
@@ -63,8 +77,9 @@ class Roll:
             self._deaths = Counter({name: self._deaths[name] + 1 for name in under_way})
         if is_death:
             self._ended = (reason or _end(code), int(time.time() * 1000))
+            self._down_ms = self._down_ms or self._ended[1]
         for name, report in self._reports.items():
-            told = msgspec.structs.replace(self._with_earlier(report), still_s=0.0)
+            told = self._with_earlier(report)
             self._earlier[name] = self._ended_with(told) if is_death else told
         self._reports = {}
 
@@ -81,7 +96,7 @@ class Roll:
 
     def forget(self, names: Iterable[str]) -> None:
         """Keep nothing of pipelines that are gone."""
-        kept = set(names)
+        self._kept = kept = frozenset(names)
         for known in (self._earlier, self._deaths):
             for name in [name for name in known if name not in kept]:
                 del known[name]
@@ -89,6 +104,16 @@ class Roll:
     def reports(self, due: Iterable[Pipeline], *, is_running: bool, why_not: str) -> list[PipelineReport]:
         """How each of them does; one that no driver has told of waits, for a reason if there is one."""
         return [self._report_of(one, is_running=is_running, why_not=why_not) for one in due]
+
+    def reports_of_rest(self, declared: Iterable[Pipeline]) -> list[PipelineReport]:
+        """How those did that are run no more, as far as they were run here."""
+        return [
+            self._with_earlier(
+                PipelineReport(name=one.name, state="parked" if one.is_wanted else "stopped", node=self._node)
+            )
+            for one in declared
+            if one.name in self._earlier
+        ]
 
     def _report_of(self, pipeline: Pipeline, *, is_running: bool, why_not: str) -> PipelineReport:
         report = self._reports.get(pipeline.name)
@@ -100,7 +125,9 @@ class Roll:
             state, reason, at_ms = "waiting", why_not, int(time.time() * 1000)
         blank = PipelineReport(name=pipeline.name, state=state, node=self._node)
         told = self._with_earlier(blank)
-        return msgspec.structs.replace(told, last_error=reason, last_error_ms=at_ms) if reason else told
+        if not reason:
+            return told
+        return msgspec.structs.replace(told, last_error=reason, last_error_ms=at_ms, failing_ms=self._down_ms)
 
     def _ended_with(self, report: PipelineReport) -> PipelineReport:
         """One that was begun anew because of the death of its driver."""
@@ -121,6 +148,16 @@ class Roll:
             last_error=report.last_error or before.last_error,
             last_error_ms=report.last_error_ms or before.last_error_ms,
         )
+
+
+def _is_begun_anew(known: PipelineReport, told: PipelineReport) -> bool:
+    """Whether a report is one of a later run in the same driver, which counts from its own beginning."""
+    return (told.rows, told.batches, told.restarts, told.stalls) != (
+        max(known.rows, told.rows),
+        max(known.batches, told.batches),
+        max(known.restarts, told.restarts),
+        max(known.stalls, told.stalls),
+    )
 
 
 def _end(code: int) -> str:

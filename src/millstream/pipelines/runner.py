@@ -1,8 +1,8 @@
 """Runs one pipeline in a thread: claims it, does one step after the other, and begins anew when something fails.
 
-What a job did is durable when its step returns or can be done again, so a runner may end at any moment. A pipeline
-that fails again and again without a step that succeeds between is parked: it is left alone until somebody changes or
-starts it.
+What a job did is durable when its step returns or can be done again, so a runner may end at any moment. What fails
+because something outside is away is tried until that is back. A pipeline that fails again and again for other reasons,
+without a step that succeeds between, is parked: it is left alone until somebody changes or starts it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from typing import Final, Protocol
 from millstream.kafka.pipeline_board import PipelineReport, State
 from millstream.model.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 from millstream.model.pipeline import Pipeline
+from millstream.pipelines.fault import Fault, fault_of
 from millstream.pipelines.job import GroupMember, Job, JobContext, JobKind
 from millstream.pipelines.progress import Progress
 from millstream.pipelines.reason import reason_of
 from millstream.pipelines.tally import Tally
-from millstream.wire.refusal import TRANSIENT
 
 _logger = logging.getLogger(__name__)
 
-FAILURES_MAX: Final = 5
-"""So many in a row park a pipeline."""
+FAILURES_MAX: Final = 10
+"""So many in a row park a pipeline, over some minutes, when it is not known where they come from."""
+WEIGHTS: Final = {Fault.OUTSIDE: 0, Fault.UNKNOWN: 1, Fault.DECLARED: FAILURES_MAX // 2}
+"""How much a failure counts: what is declared wrongly is tried once more and not ten times."""
 BACKOFF_S_MIN: Final = 1.0
-BACKOFF_S_MAX: Final = 30.0
+BACKOFF_S_MAX: Final = 60.0
+_DOUBLINGS_MAX: Final = 16
 OCCUPIED_S: Final = 3.0
 """How often it is looked whether somebody else still runs the pipeline, or its topic is still missing."""
 
@@ -79,6 +82,7 @@ class Surroundings:
     changed: Callable[[], None] = lambda: None
     """Called when there is something new to report."""
     backoff_s: float = BACKOFF_S_MIN
+    backoff_max_s: float = BACKOFF_S_MAX
     occupied_s: float = OCCUPIED_S
 
 
@@ -96,6 +100,10 @@ class Runner:
         self._ended = threading.Event()
         self._claim = around.claim(pipeline.group, self._end_job)
         self._failures = 0
+        """In a row, as much as they count."""
+        self._tries = 0
+        """Failures in a row, whatever they come from."""
+        self._failing_ms = 0
         self._restarts = 0
         self._stalls = 0
         self._given_up = ""
@@ -140,7 +148,7 @@ class Runner:
         """Go on with other settings or rules, after the step that is under way."""
         with self._lock:
             self._declared = pipeline
-            self._failures = 0
+            self._failures = self._tries = 0
             self._job_ends.set()
 
     def stop(self) -> None:
@@ -164,6 +172,7 @@ class Runner:
             still_s=round(self.progress.still_s, 1),
             last_error=self._error,
             last_error_ms=self._error_ms,
+            failing_ms=self._failing_ms,
             counts=self._tally.counts,
             node=self._node,
         )
@@ -238,7 +247,7 @@ class Runner:
             return step.wait_s
         self.progress.sign()
         self._given_up = ""
-        self._failures = 0
+        self._failures = self._tries = self._failing_ms = 0
         self._be("running")
         return step.wait_s
 
@@ -257,21 +266,23 @@ class Runner:
             self._rest(stopping, self._around.occupied_s)
             return
         self._restarts += 1
+        self._tries += 1
+        self._failing_ms = self._failing_ms or self._error_ms
         # What happens while the broker cannot be reached says nothing about the pipeline.
-        if self._claim.is_confirmed and not isinstance(error, TRANSIENT):
-            self._failures += 1
+        fault = fault_of(error) if self._claim.is_confirmed else Fault.OUTSIDE
+        self._failures += WEIGHTS[fault]
         if self._failures >= FAILURES_MAX:
             _logger.error("a pipeline is parked", extra={"pipeline": self._declared.name, "error": self._error})
             self._be("parked")
             return
-        expected = isinstance(error, MillstreamError)
         _logger.warning(
             "a pipeline failed and is begun anew",
             extra={"pipeline": self._declared.name, "error": self._error},
-            exc_info=None if expected else error,
+            exc_info=error if fault == Fault.UNKNOWN and not isinstance(error, MillstreamError) else None,
         )
         self._be("retrying")
-        self._rest(stopping, min(self._around.backoff_s * 2 ** max(0, self._failures - 1), BACKOFF_S_MAX))
+        pause_s = self._around.backoff_s * 2 ** min(self._tries - 1, _DOUBLINGS_MAX)
+        self._rest(stopping, min(pause_s, self._around.backoff_max_s))
 
     def _rest(self, stopping: threading.Event, seconds: float) -> None:
         self.progress.rest()

@@ -56,13 +56,6 @@ def test_reasons_against_traffic_are_a_problem() -> None:
     assert (found.severity, "the disk is full" in found.detail) == (Severity.PROBLEM, True)
 
 
-def test_pipelines_that_are_parked_are_a_warning() -> None:
-    assert list(broker_check._parked(status())) == []
-    samples = [(0.0, {"pipeline": "land-bills"}), (1.0, {"pipeline": "land-orders"})]
-    (found,) = broker_check._parked(status(metrics=[{"name": "millstream_pipeline_parked", "samples": samples}]))
-    assert (found.severity, "land-orders failed" in found.detail) == (Severity.WARNING, True)
-
-
 def test_a_clock_that_is_off_is_a_warning() -> None:
     assert broker_check._clock(status()).severity is Severity.OK
     found = broker_check._clock(status(now_ms=status()["now_ms"] - 60_000))

@@ -156,6 +156,7 @@ async def test_the_node_that_runs_a_pipeline_tells_how_it_does(client: PipelineC
         "still_s": 0.0,
         "last_error": "",
         "last_error_ms": 0,
+        "failing_ms": 0,
         "counts": {},
         "node": 3,
     }
@@ -172,6 +173,13 @@ async def test_the_node_that_runs_a_pipeline_tells_how_it_does(client: PipelineC
     waiting = PipelineReport(name="land-orders", state="waiting", last_error="pipelines-enabled is off", node=2)
     nodes.nodes[2].board.take([waiting])
     assert (await client.describe(["land-orders"]))[0]["report"] == told["report"]
+    # What waits is measured, whatever the last batch of a driver has left; also of one that nobody runs.
+    nodes.nodes[3].board.take_lags({"land-orders": 9})
+    (measured,) = await client.describe(["land-orders"])
+    assert (measured["report"]["lag"], summary_of(measured)["lag"]) == (9, 9)
+    nodes.nodes[3].board.take([])
+    assert [(one["report"]["state"], one["lag"]) for one in await client.describe(["land-orders"])] == [("waiting", 9)]
+    nodes.nodes[3].board.take([report])
     nodes.nodes[1].is_away = True
     assert (await client.describe(["land-orders"]))[0]["report"]["node"] == 3
     nodes.nodes[3].board.clear()
@@ -334,12 +342,15 @@ async def test_the_page_lists_every_metric(catalog: Catalog) -> None:
     await node.pipelines.create("land-orders", PipelineKind.LAND, ORDERS)
     assert [metric.name for metric in node.board.metrics()] == ["millstream_pipeline_parked"]
     counts = {"files": 3, "quarantined": 1}
+    node.board.take_lags({"land-orders": 4, "gone": 7})
     node.board.take([PipelineReport(name="land-orders", state="running", rows=70, batches=2, counts=counts)])
     found = {metric.name: list(metric.samples) for metric in node.board.metrics()}
     page = (Path(__file__).parents[3] / "docs" / "pipelines.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`(millstream_pipeline_\w+)`", page)) == found.keys()
     here = ("pipeline", "land-orders")
     assert found["millstream_pipeline_rows_total"] == [(70, (here,))]
+    assert found["millstream_pipeline_lag"] == [(4, (here,))]
+    assert found["millstream_pipeline_failing_seconds"] == [(0, (here,))]
     assert found["millstream_pipeline_counted_total"] == [
         (3, (here, ("what", "files"))),
         (1, (here, ("what", "quarantined"))),

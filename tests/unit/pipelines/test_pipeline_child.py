@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -142,7 +143,8 @@ async def test_a_driver_runs_while_a_pipeline_is_due_and_goes_on_after_a_kill(tm
 
         await scene.declared.stop("a")
         await scene.board.until(lambda: scene.child.pid is None)
-        assert scene.board.told("a") is None
+        await scene.board.until(lambda: scene.board.report("a").state == "stopped")
+        assert scene.board.report("a").restarts == 1
         assert scene.board.restarts == 1
     assert scene.owner.has_resigned
 
@@ -303,6 +305,36 @@ def test_why_a_driver_ended_is_told_until_the_next_one_reports() -> None:
     assert (report.rows, report.restarts, report.counts) == (7, 0, {"files": 2})
     roll.forget([])
     assert roll.reports(due, is_running=True, why_not="")[0].rows == 2
+
+
+def test_what_a_run_did_counts_on_after_it_was_parked_and_when_it_is_tried_again() -> None:
+    roll = Roll(1)
+    roll.forget(["a"])
+    one = landing("a")
+    parked = dataclasses.replace(one, parked="no such column")
+    failed = PipelineReport(name="a", state="parked", rows=5, restarts=4, last_error="no such column", last_error_ms=7)
+    roll.hear(Said(reports=[failed]))
+    roll.hear(Said(reports=[]))
+    (told,) = roll.reports_of_rest([parked])
+    assert (told.state, told.rows, told.restarts, told.last_error_ms) == ("parked", 5, 4, 7)
+    roll.hear(Said(reports=[PipelineReport(name="a", state="running", rows=1)]))
+    roll.hear(Said(reports=[PipelineReport(name="a", state="starting")]))
+    (told,) = roll.reports([one], is_running=True, why_not="")
+    assert (told.state, told.rows, told.restarts) == ("starting", 6, 4)
+    assert roll.reports_of_rest([landing("b")]) == []
+    # Of one that is deleted nothing is kept, also when the driver still tells of it.
+    roll.forget([])
+    roll.hear(Said(reports=[]))
+    assert roll.reports_of_rest([parked]) == []
+
+
+def test_since_when_no_driver_could_be_started_is_told() -> None:
+    roll = Roll(1)
+    roll.driver_ended(1, is_death=True)
+    (first,) = roll.reports([landing("a")], is_running=False, why_not="")
+    roll.driver_ended(1, is_death=True)
+    (then,) = roll.reports([landing("a")], is_running=False, why_not="")
+    assert then.failing_ms == first.failing_ms > 0
 
 
 def test_a_node_says_where_its_driver_works() -> None:

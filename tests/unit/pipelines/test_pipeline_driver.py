@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from millstream.kafka.pipeline_board import PipelineReport
+from millstream.model.errors import InvalidRequest
 from millstream.model.pipeline import Pipeline, PipelineKind, Rule
 from millstream.pipelines.driver import Driver, Voice
 from millstream.pipelines.driver_messages import Options, Said, Told, Wanted
@@ -106,7 +107,7 @@ def test_a_change_is_a_new_job_and_an_equal_line_is_none(scene: Scene) -> None:
 
 
 def test_one_that_was_parked_is_tried_again_by_another_number(scene: Scene) -> None:
-    script = scene.script("a", *[ValueError("no")] * 5, Step(rows=1))
+    script = scene.script("a", *[InvalidRequest("no")] * 2, Step(rows=1))
     scene.driver.declare([Wanted(landing("a"))])
     scene.until(lambda _said: _state(scene, "a") == "parked")
     scene.driver.declare([Wanted(landing("a"))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import ENOSPC
 from typing import Any, cast
 
 import pytest
@@ -35,6 +36,7 @@ class Watched:
             ended=self.steps.append,
             changed=self._changed,
             backoff_s=0.001,
+            backoff_max_s=0.002,
             occupied_s=0.001,
         )
         self.runner = Runner(landing(), around, node=3)
@@ -108,22 +110,34 @@ def test_a_failure_is_told_and_the_job_is_made_anew() -> None:
 
 
 def test_one_that_fails_again_and_again_is_parked() -> None:
-    failures = [InvalidRequest("it cannot be")] * FAILURES_MAX
+    failures = [RuntimeError("it cannot be")] * FAILURES_MAX
     script = Script(*failures[1:], Step(rows=1), *failures)
     with running(script) as watched:
         watched.thread.join(HANG_S)
         report = watched.runner.report()
-        assert (report.state, report.last_error) == ("parked", "it cannot be")
+        assert (report.state, report.last_error) == ("parked", "RuntimeError: it cannot be")
         assert report.restarts == 2 * FAILURES_MAX - 1
         assert watched.claim.left == 1
     assert watched.runner.report().state == "parked"
 
 
-def test_a_broker_that_is_away_parks_nothing() -> None:
-    script = Script(*[BrokerUnreachable("nobody answers")] * (3 * FAILURES_MAX), Step(rows=1))
+def test_what_is_declared_wrongly_is_tried_once_more() -> None:
+    script = Script(InvalidRequest("no such column"), Step(rows=1), *[InvalidRequest("no such column")] * 2)
     with running(script) as watched:
+        watched.thread.join(HANG_S)
+        report = watched.runner.report()
+        assert (report.state, report.rows, report.restarts) == ("parked", 1, 3)
+
+
+def test_what_is_away_parks_nothing_however_long() -> None:
+    away = [BrokerUnreachable("nobody answers"), OSError("Generic S3 error"), OSError(ENOSPC, "no space left")]
+    script = Script(*away * FAILURES_MAX, Step(rows=1))
+    with running(script) as watched:
+        watched.until("retrying")
+        assert watched.runner.report().failing_ms > 0
         assert script.at_end.wait(HANG_S)
-        assert watched.runner.report().state == "running"
+        report = watched.runner.report()
+        assert (report.state, report.restarts, report.failing_ms) == ("running", 3 * FAILURES_MAX, 0)
 
 
 def test_failures_while_the_group_is_not_heard_of_do_not_count() -> None:
@@ -248,6 +262,7 @@ def test_the_rate_is_that_of_the_last_minute() -> None:
             "RuntimeError: KeyError: 'id'",
         ),
         (RuntimeError("[PARSE] near 'FRM'\n\tat org.apache.spark.X.y(X.scala:1)"), "RuntimeError: [PARSE] near 'FRM'"),
+        (OSError("Generic S3 error\n\x1b[31m↳\x1b[0m refused"), "OSError: Generic S3 error\n↳ refused"),
         (ValueError("x" * 10_000), "ValueError: " + "x" * 3988 + " …"),
     ],
 )

@@ -113,6 +113,7 @@ class PipelineReport(msgspec.Struct, frozen=True):
     still_s: float
     last_error: str
     last_error_ms: int
+    failing_ms: int
     counts: dict[str, int]
     node: int
 
@@ -135,6 +136,7 @@ class PipelineDescription(msgspec.Struct, frozen=True):
     group: str
     wanted: bool
     parked: str
+    lag: int | None
     created_ms: int
     settings: dict[str, str]
     overrides: dict[str, str]

@@ -3,12 +3,12 @@
     {"names": ["land-orders"]}, or null for all
     answer: {"error": 0, "message": null, "pipelines": [{"name": …, "pipeline_id": …, "kind": "land", "group": …,
     "settings": {…}, "overrides": {…}, "wanted": true, "parked": "", "created_ms": …, "version": …, "rules": [{…}],
-    "report": {"state": "running", "rows": …, "rows_per_s": …, "lag": …, "batches": …, "restarts": …,
-    "last_error": "", "last_error_ms": 0, "counts": {…}, "node": 1}}]}
+    "lag": …, "report": {"state": "running", "rows": …, "rows_per_s": …, "lag": …, "batches": …, "restarts": …,
+    "last_error": "", "last_error_ms": 0, "failing_ms": 0, "counts": {…}, "node": 1}}]}
 
-Every node knows all pipelines; `report` is null unless the node that is asked runs the driver, so a client asks all
-nodes. Of what they tell of a pipeline, that of the highest `version` holds: it counts the changes. Rules, of which
-there may be many, are told only of pipelines that are named.
+Every node knows all pipelines; `report` and `lag` are null unless the node that is asked runs the driver, so a client
+asks all nodes. Of what they tell of a pipeline, that of the highest `version` holds: it counts the changes. Rules, of
+which there may be many, are told only of pipelines that are named.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -55,5 +55,6 @@ class PipelineList(PrivateApi[PipelineNames]):
             "created_ms": pipeline.created_ms,
             "version": pipeline.version,
             "rules": [ToldRule.of(rule) for rule in rules],
+            "lag": self._board.lag(pipeline.name),
             "report": self._board.told(pipeline.name),
         }

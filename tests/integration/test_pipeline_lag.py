@@ -1,0 +1,82 @@
+"""How many messages wait for pipelines, on a real server: also for those that nobody runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+import uuid
+
+import httpx
+import pytest
+
+from millstream.admin.groups import commit_offsets
+from millstream.model.ids import PartitionIndex
+from millstream.model.pipeline import Pipeline, PipelineKind, Rule
+from millstream.model.topic import TopicPartition
+from millstream.pipelines.lag_watch import lags_of, reading_of
+from millstream.testing.command import CommandLine
+from millstream.testing.pipeline_script import landing
+from millstream.testing.server import Server
+from millstream.wire.client import Client
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def topic(server: Server) -> str:
+    """A topic with three messages in one of its two partitions."""
+    millstream = CommandLine(server.kafka)
+    name = f"lag-{uuid.uuid4().hex[:8]}"
+    assert millstream("topic", "create", name, "--partitions", "2").code == 0
+    for value in "abc":
+        assert millstream("publish", name, value, "--key", "k").code == 0
+    return name
+
+
+async def lags(client: Client, *pipelines: Pipeline) -> dict[str, int]:
+    return await lags_of(client, [found for one in pipelines if (found := reading_of(one)) is not None])
+
+
+def of_kinds(topic: str) -> list[Pipeline]:
+    """A pipeline of each kind that reads a topic."""
+    route = Pipeline(
+        pipeline_id=uuid.uuid4(),
+        name=f"{topic}-route",
+        kind=PipelineKind.ROUTE,
+        rules=(Rule(name="all", topic=topic, targets=("others",)),),
+    )
+    sql = {"sql": f"SELECT * FROM `{topic}`", "into": "others"}
+    transform = dataclasses.replace(route, name=f"{topic}-sql", kind=PipelineKind.TRANSFORM, overrides=sql, rules=())
+    return [landing(f"{topic}-land", topics=topic), route, transform]
+
+
+async def test_what_waits_is_what_lies_between_the_group_and_the_end(server: Server, topic: str) -> None:
+    kinds = of_kinds(topic)
+    newest = landing(f"{topic}-newest", topics=topic, **{"from": "latest"})
+    fitting = Pipeline(
+        pipeline_id=uuid.uuid4(), name="fit", kind=PipelineKind.LAND, overrides={"pattern": f"{topic}.*"}
+    )
+    missing, odd = landing("missing", topics="nowhere"), landing("odd", topics="a", every="x")
+    async with Client.connect(server.kafka) as client:
+        found = await lags(client, *kinds, newest, fitting, missing, odd)
+        assert found == {**{one.name: 3 for one in kinds}, newest.name: 0, "fit": 3}
+        (used,) = [number for number in range(2) if (await client.list_offsets(topic, {number: -1}))[number].offset]
+        for one, offset in zip((*kinds, newest), (1, 3, 9, 2), strict=True):
+            await commit_offsets(client, one.group, {TopicPartition(topic, PartitionIndex(used)): offset})
+        assert list((await lags(client, *kinds, newest)).values()) == [2, 0, 0, 1]
+
+
+def test_one_that_is_stopped_has_a_lag_in_lists_and_metrics(server: Server, topic: str) -> None:
+    millstream = CommandLine(server.kafka)
+    assert millstream("pipeline", "create", "land", topic, "--topic", topic, "--stopped").code == 0
+    sample = re.compile(rf'^millstream_pipeline_lag\{{pipeline="{topic}"\}} 3(?:\.0)?$', re.MULTILINE)
+    with httpx.Client(base_url=f"http://{server.http}", timeout=WAIT_S) as http:
+        deadline = time.monotonic() + WAIT_S
+        while not sample.search(http.get("/metrics").text):
+            assert time.monotonic() < deadline
+        shown = http.get(f"/v1/pipelines/{topic}").json()
+    assert (shown["state"], shown["lag"], shown["report"]) == ("stopped", 3, None)
+    (listed,) = [one for one in millstream("pipeline", "list", "--json").document["pipelines"] if topic in one.values()]
+    assert listed["lag"] == 3
+    assert millstream("pipeline", "delete", topic, "--yes").code == 0

@@ -1,0 +1,79 @@
+"""Where failures of pipelines come from."""
+
+from __future__ import annotations
+
+from errno import ENOSPC, EROFS
+
+import pytest
+
+from millstream.model.errors import (
+    BrokerUnreachable,
+    ColumnMismatch,
+    InvalidSetting,
+    LostData,
+    RequestTimedOut,
+    StorageFailure,
+)
+from millstream.pipelines.fault import Fault, fault_of
+
+
+class AnalysisException(Exception):
+    """As Spark names it."""
+
+
+class Py4JNetworkError(Exception):
+    """As py4j names it."""
+
+
+def in_task(error: str) -> RuntimeError:
+    """What Spark says of an error in one of its tasks."""
+    return RuntimeError(
+        "Job aborted due to stage failure: Task 0 in stage 1.0 failed 1 times: org.apache.spark.api.python."
+        f'PythonException: Traceback (most recent call last):\n  File "task.py", line 3, in f\n    g()\n{error}\n'
+        "\n\tat org.apache.spark.X.y(X.scala:1)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("Kernel error -> Generic S3 error"),
+        OSError(ENOSPC, "No space left on device"),
+        OSError(EROFS, "Read-only file system"),
+        PermissionError("403 Forbidden"),
+        ConnectionResetError(),
+        TimeoutError(),
+        BrokerUnreachable("nobody answers"),
+        RequestTimedOut("too late"),
+        StorageFailure("the disk is full"),
+        Py4JNetworkError("Answer from Java side is empty"),
+        in_task("OSError: [Errno 28] No space left on device"),
+        in_task("millstream.model.errors.BrokerUnreachable: nobody answers"),
+        RuntimeError("Failed to commit: Generic S3 error: error sending request"),
+        RuntimeError("Job aborted: ExecutorLostFailure (executor 1 exited)"),
+        RuntimeError("java.io.IOException: No space left on device"),
+    ],
+)
+def test_what_is_away_comes_back(error: Exception) -> None:
+    assert fault_of(error) is Fault.OUTSIDE
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidSetting("unknown setting"),
+        LostData([("orders", 0, 1, 5)]),
+        ColumnMismatch("a column has another type"),
+        AnalysisException("[UNRESOLVED_COLUMN] a column `Connection refused` cannot be resolved"),
+        in_task("millstream.model.errors.InvalidSetting: no such column"),
+    ],
+)
+def test_what_is_declared_stays_as_it_is(error: Exception) -> None:
+    assert fault_of(error) is Fault.DECLARED
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("wrong"), NotADirectoryError("a file is there"), in_task("ValueError: wrong"), RuntimeError()]
+)
+def test_of_others_it_is_not_known(error: Exception) -> None:
+    assert fault_of(error) is Fault.UNKNOWN
