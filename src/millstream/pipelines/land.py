@@ -154,7 +154,8 @@ class LandJob:
         known = payload_fields(schema)
         if self._given is None:
             return known
-        return pa.schema([known.field(one.name) if one.name in known.names else one for one in self._given])
+        by_name = {one.name.lower(): one for one in known}
+        return pa.schema([by_name.get(one.name.lower(), one) for one in self._given])
 
     def _share(self, batches: Sequence[TopicBatch]) -> None:
         """Take no more than a batch may have; every partition gets its share."""

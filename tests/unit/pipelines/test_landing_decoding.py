@@ -53,11 +53,13 @@ VALUES = st.recursive(
     SCALARS,
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["name", "age", "sku", "more"]), inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["name", "age", "sku", "more", "NAME", "Sku"]), inner, max_size=3)
     ),
     max_leaves=6,
 )
-DOCUMENTS = st.dictionaries(st.sampled_from([*FIELDS.names, "other", "Id"]), VALUES, max_size=5)
+DOCUMENTS = st.dictionaries(
+    st.sampled_from([*FIELDS.names, "other", "Id", "ID", "Buyer", "LINES", "Text"]), VALUES, max_size=5
+)
 ODD = st.sampled_from(
     [
         *(b"", b" ", b"[]", b"{", b"null", b'{"id":1}{"id":2}', b'{"id":', b'{"id":1}}', b"\xff\xfe", b'{"id":01}'),
@@ -224,6 +226,49 @@ def test_a_column_keeps_its_type_and_gets_more_fields() -> None:
 
 def test_names_that_no_table_can_have_stay_in_the_payload() -> None:
     assert found_in({"a b": 1, "": 2, "Id": 3, "id": 4, "a;": 5, "fine": 6}) == {"Id": "int64", "fine": "int64"}
+
+
+@pytest.mark.parametrize("evolves", [False, True])
+@pytest.mark.parametrize("count", [1, 5000])
+def test_a_value_is_in_the_column_of_its_name_however_that_is_spelled(evolves: bool, count: int) -> None:
+    document = {"ID": 3001, "Amount": 5, "BUYER": {"Name": "Ann", "AGE": 7}, "Lines": [{"SKU": "a"}, None, {}]}
+    rows, reasons = decode(*[document] * count, {"id": 1}, {"iD": "x"}, evolves=evolves)
+    assert reasons == [None] * (count + 1) + ['id: "x" is no long']
+    for row in rows[:count]:
+        assert (row["id"], row["amount"], row["buyer"]) == (3001, 5.0, {"name": "Ann", "age": 7})
+        assert row["lines"] == [{"sku": "a"}, None, {"sku": None}]
+    assert rows[count]["id"] == 1
+
+
+@pytest.mark.parametrize("evolves", [False, True])
+def test_the_field_that_is_spelled_as_the_column_goes_first(evolves: bool) -> None:
+    documents = [{"ID": 1, "id": 2, "Id": 3}, {"ID": 1, "Id": 3}, {"ID": 1, "id": None}, {"ID": "x", "id": 2}]
+    buyers = [{"buyer": {"name": "a", "NAME": "b"}}, {"BUYER": {"name": "a"}, "buyer": {"age": 1}}]
+    rows, reasons = decode(*documents, *buyers, b'{"\\u0049D": 4}', evolves=evolves)
+    assert reasons == [None] * 7
+    assert [row["id"] for row in rows] == [2, 1, 1, 2, None, None, 4]
+    assert [row["buyer"] for row in rows[4:6]] == [{"name": "a", "age": None}, {"name": None, "age": 1}]
+
+
+def test_names_with_other_letters_than_those_of_english_have_cases_too() -> None:
+    fields = pa.schema([pa.field("größe", pa.int64())])
+    for escaped in (True, False):
+        documents = [json.dumps({name: 1}, ensure_ascii=escaped).encode() for name in ("größe", "Größe", "grÖße", "x")]
+        for evolves in (True, False):
+            rows, _reasons = decode(*documents, fields=fields, evolves=evolves)
+            assert [row["größe"] for row in rows] == [1, 1, 1, None]
+
+
+def test_other_spellings_of_many_long_names_are_found() -> None:
+    fields = pa.schema([pa.field(f"a_rather_long_name_of_a_column_{number}", pa.int64()) for number in range(200)])
+    rows, _reasons = decode({fields.names[199].title(): 5}, *[{fields.names[0]: 1}] * 10_000, fields=fields)
+    assert rows[0][fields.names[199]] == 5
+
+
+def test_new_fields_are_found_under_other_spellings_of_what_they_are_in() -> None:
+    known = pa.schema([pa.field("o", pa.struct([pa.field("x", pa.int64())]))])
+    assert found_in({"O": {"X": 1, "y": 2}}, known=known) == {"o": "struct<x: int64, y: int64>"}
+    assert found_in({"a": 1}, {"A": "x"}) == {"a": "string"}
 
 
 def test_columns_are_bounded() -> None:

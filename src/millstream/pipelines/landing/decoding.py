@@ -16,10 +16,14 @@ import pyarrow.json as pj
 
 from millstream.pipelines.landing.document import Misfit, parsed, value_for
 from millstream.pipelines.landing.inference import grown, joined_schemas, type_of
+from millstream.pipelines.landing.spelling import Spellings, merged, others_in, picked, with_others
 from millstream.spark.nesting import is_too_deep
 
 _APART_MAX: Final = 32
 """So few are looked at one by one."""
+
+_OTHERS_MAX: Final = 32
+"""With more spellings of the same names payloads are looked at one by one."""
 
 _CUTS: Final = 8
 _BLANK: Final = " \t\r\n"
@@ -44,6 +48,8 @@ class Decoder:
         self._kind = pa.struct(list(fields))
         # The parser takes days as numbers only.
         self._parsed_as = pa.schema([field.with_type(_parsed_type(field.type)) for field in fields])
+        # Where fields are looked for, their other spellings are found with them.
+        self._spellings = None if evolves else Spellings(fields)
 
     def decode(self, values: pa.Array) -> Decoded:
         """Decode a column of payloads; a message without one has no fields, which is no fault."""
@@ -67,29 +73,42 @@ class Decoder:
 
     def _together(self, values: pa.Array) -> Decoded | None:
         """Everything at once; None if some payload is not as it should be."""
-        text = _lines(values)
+        texts = _texts(values)
+        text = None if texts is None else _lines(texts)
         if text is None:
             return None
-        table = _read(text, self._parsed_as, evolves=self._evolves)
-        if table is None or table.num_rows != len(values):
+        others = self._spellings.in_texts(texts) if self._spellings is not None else frozenset()
+        return self._parsed(text, len(values), others)
+
+    def _parsed(self, text: pa.Buffer, rows: int, others: frozenset[str]) -> Decoded | None:
+        if len(others) > _OTHERS_MAX:
             return None
+        schema = pa.schema(with_others(self._parsed_as, others)) if others else self._parsed_as
+        table = _read(text, schema, evolves=self._evolves)
+        if table is None or table.num_rows != rows:
+            return None
+        if self._evolves and (more := others | others_in(self._fields, table.schema)) != others:
+            return self._parsed(text, rows, more)
         found = grown(self._fields, table.schema) if self._evolves else self._fields
-        wanted = table.select(self._parsed_as.names)
-        if wanted.schema.types != self._parsed_as.types:
+        wanted = table.select(schema.names)
+        if wanted.schema.types != schema.types:
             # Something that no column is made of stands inside of one that there is.
-            table = _read(text, self._parsed_as, evolves=False)
-            if table is None or table.num_rows != len(values):
+            table = _read(text, schema, evolves=False)
+            if table is None or table.num_rows != rows:
                 return None
-            wanted = table.select(self._parsed_as.names)
-        columns = self._columns(wanted, len(values))
+            wanted = table.select(schema.names)
+        columns = self._columns(wanted, rows)
         if columns is None:
             return None
-        return Decoded(columns, pa.nulls(len(values), pa.string()), found)
+        return Decoded(columns, pa.nulls(rows, pa.string()), found)
 
     def _columns(self, table: pa.Table, rows: int) -> pa.StructArray | None:
         if not len(self._fields):
             return pa.array([{}] * rows, self._kind)
         arrays = [column.combine_chunks() for column in table.columns]
+        if table.schema.names != self._parsed_as.names or table.schema.types != self._parsed_as.types:
+            several = pa.StructArray.from_arrays(arrays, fields=list(table.schema))
+            arrays = merged(several, pa.struct(list(self._parsed_as))).flatten()
         if any(_has_infinity(array) for array in arrays):
             return None
         try:
@@ -118,9 +137,10 @@ class Decoder:
         except Misfit as misfit:
             return row, str(misfit)
         reason = None
+        values = picked(document, self._fields.names)
         for field in self._fields:
             try:
-                row[field.name] = value_for(document.get(field.name), field.type, field.name)
+                row[field.name] = value_for(values[field.name], field.type, field.name)
             except Misfit as misfit:
                 reason = reason or str(misfit)
         if self._evolves and reason is None:
@@ -132,8 +152,8 @@ def _grown_by(fields: pa.Schema, found: list[pa.Schema]) -> pa.Schema:
     return grown(fields, joined_schemas(found)) if found else fields
 
 
-def _lines(values: pa.Array) -> pa.Buffer | None:
-    """The payloads as lines of text; None if one of them is no object for sure, or nothing that the parser survives."""
+def _texts(values: pa.Array) -> pa.Array | None:
+    """The payloads as text; None if one of them is no object for sure, or nothing that the parser survives."""
     try:
         texts = values.cast(pa.string())
     except pa.ArrowInvalid:
@@ -144,6 +164,11 @@ def _lines(values: pa.Array) -> pa.Buffer | None:
     if pc.any(pc.match_substring(texts, "\n")).as_py():
         # Between two words of JSON the one is as good as the other, and neither may stand within one.
         texts = pc.replace_substring(texts, "\n", "\r")
+    return texts
+
+
+def _lines(texts: pa.Array) -> pa.Buffer | None:
+    """Texts as lines of one; None if they are too much for that."""
     lines = pa.ListArray.from_arrays(pa.array([0, len(texts)], pa.int32()), texts)
     try:
         return pc.binary_join(lines, "\n")[0].as_buffer()

@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn
 import pyarrow as pa
 import pyarrow.json as pj
 
+from millstream.pipelines.landing.spelling import picked
 from millstream.spark.nesting import NESTING_MAX, is_text_too_deep
 
 _SHOWN_MAX: Final = 60
@@ -87,7 +88,8 @@ def value_for(value: Any, kind: pa.DataType, path: str) -> Any:
 def _struct(value: Any, kind: pa.StructType, path: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         _refuse(value, "object", path)
-    return {field.name: value_for(value.get(field.name), field.type, f"{path}.{field.name}") for field in kind}
+    values = picked(value, (field.name for field in kind))
+    return {field.name: value_for(values[field.name], field.type, f"{path}.{field.name}") for field in kind}
 
 
 def _scalar(value: Any, kind: pa.DataType, path: str) -> Any:

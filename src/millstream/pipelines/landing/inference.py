@@ -56,7 +56,7 @@ def joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     if pa.types.is_list(one) and pa.types.is_list(other):
         return pa.list_(pa.field("element", joined(one.value_type, other.value_type)))
     if pa.types.is_struct(one) and pa.types.is_struct(other):
-        return pa.struct(_joined_fields(one, other))
+        return pa.struct(_joined_fields([*one, *other]))
     return pa.string()
 
 
@@ -71,24 +71,23 @@ def joined_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
 def grown(known: pa.Schema, found: pa.Schema) -> pa.Schema:
     """What is known, and what was found beside it; the same if nothing new was found."""
     room = LEAVES_MAX - _leaves(pa.struct(list(known)))
-    fields, _ = _grown_fields(list(known), list(found), room, DEPTH_MAX)
+    once = _spelled_once(pa.struct(list(found)))
+    fields, _ = _grown_fields(list(known), list(once), room, DEPTH_MAX)
     return pa.schema(fields)
 
 
 def _grown_fields(known: list[pa.Field], found: list[pa.Field], room: int, depth: int) -> tuple[list[pa.Field], int]:
-    fields = {field.name: field for field in known}
     # Readers such as Spark do not tell names apart by case, so a second spelling is no second column.
-    taken = {name.lower() for name in fields}
+    fields = {field.name.lower(): field for field in known}
     for field in found:
-        have = fields.get(field.name)
+        have = fields.get(field.name.lower())
         if have is not None:
             kind, room = _grown_type(have.type, field.type, room, depth)
-            fields[field.name] = have.with_type(kind)
-        elif field.name.lower() not in taken and is_legal(field.name):
+            fields[field.name.lower()] = have.with_type(kind)
+        elif is_legal(field.name):
             kind = _settled(field.type, depth)
             if not pa.types.is_null(kind) and (size := _leaves(kind)) <= room:
-                fields[field.name] = pa.field(field.name, kind)
-                taken.add(field.name.lower())
+                fields[field.name.lower()] = pa.field(field.name, kind)
                 room -= size
     return list(fields.values()), room
 
@@ -116,12 +115,22 @@ def _settled(found: pa.DataType, depth: int) -> pa.DataType:
     return pa.struct(fields) if fields else NOTHING
 
 
-def _joined_fields(one: pa.StructType, other: pa.StructType) -> list[pa.Field]:
-    fields = {field.name: field for field in one}
-    for field in other:
-        have = fields.get(field.name)
-        fields[field.name] = field if have is None else pa.field(field.name, joined(have.type, field.type))
+def _joined_fields(every: Iterable[pa.Field]) -> list[pa.Field]:
+    """Fields with one for each name, however it is spelled: under the spelling that came first."""
+    fields: dict[str, pa.Field] = {}
+    for field in every:
+        have = fields.setdefault(field.name.lower(), field)
+        if have is not field:
+            fields[field.name.lower()] = have.with_type(joined(have.type, field.type))
     return list(fields.values())
+
+
+def _spelled_once(found: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(found):
+        return pa.struct(_joined_fields(field.with_type(_spelled_once(field.type)) for field in found))
+    if pa.types.is_list(found):
+        return pa.list_(found.value_field.with_type(_spelled_once(found.value_type)))
+    return found
 
 
 def _is_number(kind: pa.DataType) -> bool:
