@@ -151,9 +151,12 @@ def test_a_topic_is_made_with_its_table(millstream: CommandLine, http: httpx.Cli
     assert http.post(f"/topics/{topic}/messages", json={"value": "x"}).is_success
     rule = ("pipeline", "rule", "put", f"route-{topic}", "all", "--topic", topic, "--to", "anywhere")
     assert millstream("pipeline", "create", "route", f"route-{topic}", "--stopped").code == millstream(*rule).code == 0
+    assert millstream("group", "reset", f"pipeline-route-{topic}", "--topic", topic, "--to", "end").code == 0
+    assert millstream(*rule).out.endswith("; 1 message that it has behind it is not looked at again.\n")
+    assert millstream(*rule, "--json").document["passed"] == 1
     assert millstream("topic", "delete", topic, "--yes", "--json").document["notes"] == [
         f"Pipeline land-{topic} lands {topic}, of which 1 message is not landed yet.",
-        f"Pipeline route-{topic} reads {topic}, of which 1 message is not taken yet.",
+        f"Pipeline route-{topic} reads {topic}; every message is taken.",
     ]
     assert http.delete(f"/pipelines/route-{topic}").status_code == 204
     assert http.delete(f"/pipelines/land-{topic}").status_code == 204

@@ -131,7 +131,8 @@ async def _passed(client: Client, name: str, topic: str) -> int:
 def _since(passed: int) -> str:
     if not passed:
         return "from the next batch on"
-    return f"from the next batch on; {counted(passed, 'message')} that it has behind it are not looked at again"
+    behind = "1 message that it has behind it is" if passed == 1 else f"{passed:,} messages that it has behind it are"
+    return f"from the next batch on; {behind} not looked at again"
 
 
 def condition_text(rule: Rule) -> str:
