@@ -61,8 +61,8 @@ def _waiting(told: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
             "pipelines",
             f"{counted(len(names), 'pipeline')} ({shown}) {'waits' if len(names) == 1 else 'wait'}: "
             f"{_first_line(reason) or 'no node runs pipelines'}",
-            "see to what is missing, and it goes on by itself; nodes that run pipelines have pipelines-enabled on, "
-            'and what pip install "millstream[spark]" brings',
+            "see to what is missing, and it goes on by itself; nodes that have pipelines-enabled on and Spark installed "
+            "run pipelines",
         )
 
 
