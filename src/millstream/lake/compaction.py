@@ -79,10 +79,14 @@ def _rewritten(
     """New files with the rows of others, in order."""
     writer = TaskWriter(log.storage, schema, files[0].topic_id, landed=files[0].hour_start)
     source = log.storage.files()
-    for batch in ordered(source, row_groups(source, [file.path for file in files]), file_schema(schema)):
-        writer.write(batch)
-        progress()
-    return writer.close()
+    try:
+        for batch in ordered(source, row_groups(source, [file.path for file in files]), file_schema(schema)):
+            writer.write(batch)
+            progress()
+        return writer.close()
+    except BaseException:
+        writer.abort()
+        raise
 
 
 def _replaced(log: DeltaLog, files: list[ActiveFile], written: list[Written]) -> bool:

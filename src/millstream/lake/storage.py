@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
+import pyarrow as pa
 import pyarrow.fs
+from deltalake.exceptions import DeltaError
 from deltalake.fs import DeltaStorageHandler
 
 from millstream.model.errors import InvalidSetting
@@ -90,6 +92,11 @@ class Storage:
         """Make the folder that a file is to be in; object stores have none."""
         if self.folder is not None:
             (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+
+    def delete(self, path: str) -> None:
+        """Delete a file that no table has, if that can be done; whoever cannot leaves it to the vacuum."""
+        with contextlib.suppress(OSError, pa.ArrowException, DeltaError):
+            self.files().delete_file(path)
 
     def sync(self, path: str) -> None:
         """Wait until a file and all names on its path are on disk; object stores answer no sooner anyway."""

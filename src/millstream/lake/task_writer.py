@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -87,11 +88,18 @@ class TaskWriter:
         return written
 
     def abort(self) -> None:
-        """Forget what was written, and leave it to the vacuum."""
-        self._rows, self._rows_bytes, self._partition, self._written = [], 0, None, []
+        """Forget what was written and delete it, as far as that can be done; the rest is left to the vacuum."""
+        written, self._written = self._written, []
+        self._rows, self._rows_bytes, self._partition = [], 0, None
         if self._file is not None:
             self._file.abort()
             self._file = None
+        self.discard(written)
+
+    def discard(self, written: Iterable[Written]) -> None:
+        """Delete files that it told of and that nobody will commit: on a full disk they would keep it full."""
+        for file in written:
+            self._storage.delete(file.path)
 
     def _end_group(self) -> None:
         if not self._rows:
@@ -123,15 +131,19 @@ class _OpenFile:
         storage.make_parent(path)
         self._stream = storage.files().open_output_stream(path)
         names = set(schema.names)
-        self._writer = pq.ParquetWriter(
-            self._stream,
-            schema,
-            compression="zstd",
-            use_dictionary=[name for name in _REPEATED if name in names],
-            column_encoding={name: "DELTA_BINARY_PACKED" for name in _COUNTED if name in names},
-            write_statistics=[field.name for field in schema if has_group_bounds(field.type)],
-            metadata_collector=self._footers,
-        )
+        try:
+            self._writer = pq.ParquetWriter(
+                self._stream,
+                schema,
+                compression="zstd",
+                use_dictionary=[name for name in _REPEATED if name in names],
+                column_encoding={name: "DELTA_BINARY_PACKED" for name in _COUNTED if name in names},
+                write_statistics=[field.name for field in schema if has_group_bounds(field.type)],
+                metadata_collector=self._footers,
+            )
+        except BaseException:
+            self._delete()
+            raise
 
     @property
     def bytes(self) -> int:
@@ -150,8 +162,14 @@ class _OpenFile:
         return Written(self._path, footer.num_rows, size, stats_json(footer), dict(values))
 
     def abort(self) -> None:
-        self._writer.close()
-        self._stream.close()
+        # Nobody needs the end of the file, which could not be written on a full disk.
+        self._writer.is_open = False
+        self._delete()
+
+    def _delete(self) -> None:
+        with contextlib.suppress(OSError, pa.ArrowException):
+            self._stream.close()
+        self._storage.delete(self._path)
 
 
 def _shaped(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

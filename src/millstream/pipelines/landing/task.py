@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.lake.task_writer import TaskWriter
+from millstream.lake.written import Written
 from millstream.pipelines.landing.decoding import Decoder
 from millstream.pipelines.landing.inference import grown, joined_schemas
 from millstream.pipelines.landing.layout import RECORD_NAMES, column_of
@@ -57,15 +58,31 @@ class LandTasks:
                 for number in batch.column(0).to_pylist():
                     by_topic = groupby(self._tasks[number], key=lambda one: one.topic)
                     parts = [(topic, list(stretches)) for topic, stretches in by_topic]
-                    yield to_arrow(pool.map(lambda part: self._land(*part), parts))
+                    yield to_arrow(self._reports([pool.submit(self._land, *part) for part in parts]))
+
+    def _reports(self, landings: Sequence[Future[Report]]) -> list[Report]:
+        """What became of all topics; when one of them failed nobody hears of the others, whose files go as well."""
+        wait(landings)
+        try:
+            return [landing.result() for landing in landings]
+        except BaseException:
+            for report in (landing.result() for landing in landings if landing.exception() is None):
+                work = self._works[report.topic]
+                work.writer.discard(report.files)
+                work.quarantine.discard(report.quarantined)
+            raise
 
     def _land(self, topic: str, stretches: Iterable[Stretch]) -> Report:
         landing = _Landing(topic, self._works[topic])
         options = read_options({BROKERS: self._brokers, "subscribe": topic, "columns": ",".join(RECORD_NAMES)})
-        for one in stretches:
-            for batch in _records(one, options):
-                landing.take(batch)
-        return landing.report()
+        try:
+            for one in stretches:
+                for batch in _records(one, options):
+                    landing.take(batch)
+            return landing.report()
+        except BaseException:
+            landing.abort()
+            raise
 
 
 class _Landing:
@@ -77,6 +94,7 @@ class _Landing:
         self._decoder = Decoder(work.fields, evolves=work.evolves) if work.decodes else None
         self._found = work.fields
         self._rows = 0
+        self._files: list[Written] = []
 
     def take(self, batch: pa.RecordBatch) -> None:
         self._rows += batch.num_rows
@@ -108,17 +126,18 @@ class _Landing:
         return batch.filter(pc.invert(pc.is_in(batch.column("offset"), left_out)))
 
     def report(self) -> Report:
-        work = self._work
-        if self._found != work.fields:
-            work.writer.abort()
-            work.quarantine.abort()
+        if self._found != self._work.fields:
+            self.abort()
             return Report(topic=self._topic, rows=self._rows, fields=self._found)
-        return Report(
-            topic=self._topic,
-            rows=self._rows,
-            files=tuple(work.writer.close()),
-            quarantined=tuple(work.quarantine.close()),
-        )
+        self._files.extend(self._work.writer.close())
+        quarantined = tuple(self._work.quarantine.close())
+        return Report(topic=self._topic, rows=self._rows, files=tuple(self._files), quarantined=quarantined)
+
+    def abort(self) -> None:
+        """Leave nothing behind that nobody will hear of."""
+        self._work.writer.abort()
+        self._work.quarantine.abort()
+        self._work.writer.discard(self._files)
 
 
 def _records(one: Stretch, options: ReadOptions) -> Iterator[pa.RecordBatch]:
