@@ -61,7 +61,7 @@ def _waiting(told: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
             "pipelines",
             f"{counted(len(names), 'pipeline')} ({shown}) {'waits' if len(names) == 1 else 'wait'}: "
             f"{_first_line(reason) or 'no node runs pipelines'}",
-            "see to what is missing, and it goes on by itself; nodes that have pipelines-enabled on and Spark installed "
+            "see to what is missing, and it goes on by itself; nodes with pipelines-enabled on and Spark installed "
             "run pipelines",
         )
 
