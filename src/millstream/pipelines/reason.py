@@ -16,6 +16,8 @@ LOSS_REMEDY: Final = f"set {ON_LOST}={SKIP} for the pipeline: millstream pipelin
 
 _TRACEBACK: Final = "Traceback (most recent call last):"
 _JVM_TRACE: Final = "\n\tat "
+_QUERY: Final = "\n=== Streaming Query ==="
+"""What Spark says behind it is how it runs the statement, in many lines."""
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 """What tables of Delta put into what they say."""
 
@@ -36,7 +38,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _without_traces(said: str) -> str:
-    told = said.partition(_JVM_TRACE)[0]
+    told = said.partition(_QUERY)[0].partition(_JVM_TRACE)[0]
     _, found, trace = told.rpartition(_TRACEBACK)
     if not found:
         return told.strip()
