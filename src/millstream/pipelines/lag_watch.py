@@ -114,7 +114,9 @@ class LagWatch:
             names = {one.name for one in declared}
             # Of what could not be asked just now the last that was known holds.
             self._lags = {name: lag for name, lag in {**self._lags, **found}.items() if name in names}
-            self._take(self._lags)
+            if self._declared():
+                # Else it is for another node to tell by now.
+                self._take(self._lags)
             took_s = time.monotonic() - began
             await asyncio.sleep(max(PAUSE_S_MIN, took_s * SHARE_MAX))
             await self._wait(LOOK_S - PAUSE_S_MIN)
