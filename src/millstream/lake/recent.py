@@ -16,11 +16,13 @@ from millstream.lake.delta_log import DeltaLog
 def landed_since(
     log: DeltaLog, files: Any, moment: datetime, columns: Sequence[str]
 ) -> Iterator[tuple[datetime, pa.RecordBatch]]:
-    """Rows that a log knows of and that were landed in the hour of a moment or later, each with its hour."""
+    """Rows that a log knows of and that were landed in the hour of a moment or later, each with its hour;
+    the newest hour comes first.
+    """
     table = log.refresh()
     if table is None:
         return
-    for file in active_files(table):
+    for file in sorted(active_files(table), key=lambda file: file.hour_start, reverse=True):
         if file.hour_start + timedelta(hours=1) > moment:
             with files.open_input_file(file.path) as opened:
                 for batch in pq.ParquetFile(opened).iter_batches(columns=list(columns)):

@@ -31,7 +31,7 @@ from millstream.pipelines.group_offsets import commit_plainly
 from millstream.pipelines.job import JobContext, Step
 from millstream.pipelines.landed import tell_landed
 from millstream.pipelines.landing import duplicates, manifest
-from millstream.pipelines.landing.duplicates import IdTasks, RecentIds, repeated
+from millstream.pipelines.landing.duplicates import IdTasks, RecentIds, keep_bounded, repeated
 from millstream.pipelines.landing.given_fields import given_fields
 from millstream.pipelines.landing.layout import payload_fields
 from millstream.pipelines.landing.manifest import Report
@@ -213,6 +213,8 @@ class LandJob:
             known = recent.known(now, {number: span.start for number, span in batch.spans.items()})
             rows = found.filter(pc.equal(found.column("topic"), batch.topic))
             batch.left_out, batch.ids = repeated(rows, known)
+            del known
+            keep_bounded(self._recent.values())
 
     def _remember(self, batches: Sequence[TopicBatch]) -> None:
         """Know the ids of what is landed now."""
@@ -221,6 +223,7 @@ class LandJob:
             if batch.ids is not None:
                 ends = {number: span.end for number, span in batch.spans.items()}
                 self._recent[batch.topic].landed(now, batch.ids, ends)
+        keep_bounded(self._recent.values())
 
     # -- afterwards -----------------------------------------------------------------------------------------------
 

@@ -7,12 +7,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
 import pyarrow as pa
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.lake.table import LakeTable
 from millstream.lake.written import Written
-from millstream.pipelines.landing.duplicates import RecentIds, ids_of, repeated
+from millstream.pipelines.landing import duplicates
+from millstream.pipelines.landing.duplicates import RecentIds, ids_of, keep_bounded, repeated
 from millstream.pipelines.landing.manifest import Report, from_rows, to_arrow
 
 NOW = datetime(2026, 11, 15, 12, 30, tzinfo=UTC)
@@ -42,7 +44,8 @@ def test_the_first_header_of_the_name_is_the_id() -> None:
 )
 def test_of_every_id_one_message_stays(messages: list[tuple[int, int, bytes]], known: set[bytes]) -> None:
     rows = [(partition, offset, time, name) for offset, (partition, time, name) in enumerate(messages)]
-    left_out, kept = repeated(found(*rows), pa.array(sorted(known), pa.binary()))
+    chunks = pa.chunked_array([pa.array([one], pa.binary()) for one in known], pa.binary())
+    left_out, kept = repeated(found(*rows), chunks)
     dropped = {(partition, offset) for partition, offsets in left_out.items() for offset in offsets.to_pylist()}
     wanted = set()
     seen = set(known)
@@ -66,6 +69,21 @@ class Table:
         for hour, ids in self.hours:
             rows = headers(*([("id", name)] for name in ids))
             yield hour, pa.RecordBatch.from_arrays([rows], names=["headers"])
+
+
+def test_what_is_known_takes_no_more_memory_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duplicates, "IDS_BYTES_MAX", 230)
+    hours = [(NOW - timedelta(hours=number), [b"%d" % number * 10] * 5) for number in range(20)]
+    one = RecentIds(cast("LakeTable", Table(*hours)), "id", timedelta(days=1))
+    other = RecentIds(cast("LakeTable", Table()), "id", timedelta(days=1))
+    assert set(one.known(NOW, {0: 5}).to_pylist()) == {b"0" * 10, b"1" * 10, b"2" * 10}
+    assert other.known(NOW, {0: 5}).to_pylist() == []
+    other.landed(NOW, pa.array([b"x" * 10] * 10), {0: 7})
+    keep_bounded([one, other])
+    one.landed(NOW, pa.array([], pa.binary()), {0: 5})
+    assert set(one.known(NOW, {0: 5}).to_pylist()) == {b"0" * 10}
+    assert len(other.known(NOW, {0: 7})) == 10
+    assert one.bytes + other.bytes <= 230
 
 
 def test_ids_are_found_in_the_table_once_and_again_after_another_run() -> None:

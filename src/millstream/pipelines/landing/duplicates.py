@@ -25,13 +25,12 @@ from millstream.spark.shape import default_schema, shape_of
 
 _logger = logging.getLogger(__name__)
 
-IDS_MAX: Final = 20_000_000
-"""How many ids of a topic are known at a time; the oldest are forgotten first."""
+IDS_BYTES_MAX: Final = 1024 * 1024 * 1024
+"""How much memory the ids of all topics of a pipeline take at most; the oldest are forgotten first."""
 
 COLUMNS: Final = "topic string, partition int, offset long, timestamp timestamp, id binary"
 _READ: Final = ("topic", "partition", "offset", "timestamp", "headers")
 _HOUR: Final = timedelta(hours=1)
-_NONE: Final = pa.array([], pa.binary())
 
 
 class IdTasks:
@@ -68,12 +67,14 @@ def ids_of(headers: pa.Array, name: str) -> pa.Array:
     return every.field("value").filter(is_id).take(pa.array(positions, mask=positions < 0))
 
 
-def repeated(found: pa.Table, known: pa.Array) -> tuple[dict[int, pa.Array], pa.Array]:
+def repeated(found: pa.Table, known: pa.ChunkedArray) -> tuple[dict[int, pa.Array], pa.Array]:
     """Which offsets of which partitions have an id that is known or comes a second time, and the ids of the others."""
     found = found.sort_by([("timestamp", "ascending"), ("partition", "ascending"), ("offset", "ascending")])
     found = found.append_column("row", pa.array(np.arange(len(found))))
     firsts = found.group_by("id", use_threads=False).aggregate([("row", "first")]).column("row_first")
-    is_kept = pc.and_(pc.is_in(found.column("row"), firsts), pc.invert(pc.is_in(found.column("id"), known)))
+    # What is known is many times more than a batch, so that it is never put into a table of hashes itself.
+    again = known.filter(pc.is_in(known, found.column("id")))
+    is_kept = pc.and_(pc.is_in(found.column("row"), firsts), pc.invert(pc.is_in(found.column("id"), again)))
     left_out = found.filter(pc.invert(is_kept))
     by_partition = {
         number: left_out.filter(pc.equal(left_out.column("partition"), number)).column("offset").combine_chunks()
@@ -93,29 +94,59 @@ class RecentIds:
         self._window = window
         self._progress = progress
         self._known: list[tuple[datetime, pa.Array]] | None = None
+        """From the oldest to the newest."""
         self._ends: Mapping[int, int | None] = {}
 
-    def known(self, now: datetime, starts: Mapping[int, int | None]) -> pa.Array:
+    def known(self, now: datetime, starts: Mapping[int, int | None]) -> pa.ChunkedArray:
         """The ids that were landed lately, given where the table stands."""
         if self._known is None or any(self._ends.get(number) != start for number, start in starts.items()):
-            self._known = [
-                (min(now, hour + _HOUR), self._ids(batch))
-                for hour, batch in self._table.landed_since(now - self._window, ["headers"])
-            ]
+            self._known = self._in_table(now)
         self._known = [(landed, ids) for landed, ids in self._known if landed >= now - self._window]
-        size = sum(len(ids) for _, ids in self._known)
-        while size > IDS_MAX:
-            landed, ids = self._known.pop(0)
-            size -= len(ids)
-            _logger.warning("more than %d ids: those of %s are forgotten", IDS_MAX, landed)
-        return pa.concat_arrays([ids for _, ids in self._known] or [_NONE])
+        return pa.chunked_array([ids for _, ids in self._known], pa.binary())
 
-    def _ids(self, batch: pa.RecordBatch) -> pa.Array:
-        self._progress()
-        return ids_of(batch.column("headers"), self._header).drop_null()
+    def _in_table(self, now: datetime) -> list[tuple[datetime, pa.Array]]:
+        """The ids that the table has, as many as may be known."""
+        found: list[tuple[datetime, pa.Array]] = []
+        size = 0
+        # The newest come first.
+        for hour, batch in self._table.landed_since(now - self._window, ["headers"]):
+            self._progress()
+            ids = ids_of(batch.column("headers"), self._header).drop_null()
+            size += ids.nbytes
+            if size > IDS_BYTES_MAX:
+                break
+            found.append((min(now, hour + _HOUR), ids))
+        return found[::-1]
 
     def landed(self, now: datetime, ids: pa.Array, ends: Mapping[int, int]) -> None:
         """Know ids of messages that are in the table now, which stands where it says."""
-        if self._known is not None:
+        if self._known is not None and len(ids):
             self._known.append((now, ids))
         self._ends = dict(ends)
+
+    @property
+    def bytes(self) -> int:
+        """How much memory they take."""
+        return sum(ids.nbytes for _, ids in self._known or ())
+
+    @property
+    def oldest(self) -> datetime | None:
+        """When those were landed that are forgotten next; None when there are none."""
+        return self._known[0][0] if self._known else None
+
+    def forget_oldest(self) -> int:
+        """Forget those; tell how much memory they took."""
+        return int(self._known.pop(0)[1].nbytes) if self._known else 0
+
+
+def keep_bounded(topics: Iterable[RecentIds]) -> None:
+    """Forget the oldest ids of all topics until the rest takes no more memory than it may."""
+    recent = list(topics)
+    size = sum(one.bytes for one in recent)
+    forgotten: datetime | None = None
+    while size > IDS_BYTES_MAX:
+        moment, oldest = min(((one.oldest, one) for one in recent if one.oldest), key=lambda each: each[0])
+        size -= oldest.forget_oldest()
+        forgotten = moment
+    if forgotten is not None:
+        _logger.warning("ids take more than %d bytes: those landed until %s are forgotten", IDS_BYTES_MAX, forgotten)
