@@ -185,6 +185,128 @@ def test_all_columns_of_a_topic_are_its_messages_as_they_are(shop: Shop) -> None
     assert len(found) == 2
 
 
+RECORD = "value, topic, partition, offset, timestamp, timestampType, headers, payload, payload_error"
+
+
+@pytest.mark.parametrize(
+    ("sql", "wanted"),
+    [
+        ("WITH big AS (SELECT * FROM orders WHERE id > 0) SELECT count(*) AS n FROM big", ['{"n":5}']),
+        ("SELECT DISTINCT id < 9 AS small FROM orders", ['{"small":true}']),
+    ],
+)
+def test_statements_that_remember_are_known(shop: Shop, sql: str, wanted: list[str]) -> None:
+    shop.publish(shop.orders, orders(0, 6))
+    told = dry_run(shop.pipeline(sql), shop.context())
+    assert (told.has_state, [row["value"] for row in told.rows]) == (True, wanted)
+
+
+@pytest.mark.trial
+def test_totals_without_a_watermark_are_written_as_they_grow(shop: Shop) -> None:
+    sql = (
+        "WITH big AS (SELECT customer.tier AS tier, total FROM orders WHERE id > 0)"
+        " SELECT tier AS key, count(*) AS n, sum(total) AS total FROM big GROUP BY tier"
+    )
+    job = TransformJob(shop.pipeline(sql), shop.context())
+    for first in (0, 6):
+        shop.publish(shop.orders, orders(first, 6))
+        taken = 0
+        while taken < 6:
+            taken += job.step().rows
+    job.close()
+    totals: dict[bytes, list[tuple[int, float]]] = {}
+    for row in shop.read():
+        totals.setdefault(row["key"], []).append((row["n"], row["total"]))
+    # How messages fall into batches is not known, but each row counts more of them than the one before it.
+    assert all(rows == sorted(set(rows)) for rows in totals.values())
+    # The message that is left out is silver.
+    assert {tier: rows[-1] for tier, rows in totals.items()} == {b"gold": (8, 72.0), b"silver": (3, 27.0)}
+
+
+@pytest.mark.trial
+def test_distinct_means_of_all_messages_that_ever_came(shop: Shop) -> None:
+    job = TransformJob(shop.pipeline("SELECT DISTINCT customer.tier AS tier FROM orders"), shop.context())
+    # The second batch has what the first had, and the third something new.
+    for rows in (orders(1, 4), orders(1, 4), [{"id": 9, "customer": {"tier": "bronze"}}]):
+        shop.publish(shop.orders, rows)
+        taken = 0
+        while taken < len(rows):
+            taken += job.step().rows
+    job.close()
+    assert sorted(row["tier"] for row in shop.read()) == ["bronze", "gold", "silver"]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT c.tier, o.id FROM orders o RIGHT JOIN customers c ON o.tier = c.tier",
+        "SELECT tier FROM orders UNION ALL SELECT tier FROM customers",
+    ],
+)
+def test_rows_of_a_table_without_a_message_are_refused(shop: Shop, sql: str) -> None:
+    import pyarrow as pa
+    from deltalake import write_deltalake
+
+    table = str(shop.folder / "customers")
+    write_deltalake(table, pa.table({"tier": ["gold"]}))
+    schemas = json.dumps({shop.orders: "id long, tier string"})
+    with pytest.raises(InvalidSetting, match=r"(?i)stream"):
+        shop.run(sql, tables=json.dumps({"customers": table}), schemas=schemas)
+
+
+def test_columns_that_nobody_names_are_seen_when_they_come(shop: Shop) -> None:
+    shop.publish(shop.orders, [{"id": 1, "total": 2, "tier": "gold"}])
+    job = TransformJob(shop.pipeline(f"SELECT * EXCEPT ({RECORD}, tier) FROM orders"), shop.context())
+    assert job.step().rows == 1
+    shop.publish(shop.orders, [{"id": 2, "total": 3, "tier": "gold", "note": {"by": "me"}}, {"id": 3}])
+    taken = 0
+    while taken < 2:
+        # The batch that has a field for the first time is done again.
+        taken += job.step().rows
+    job.close()
+    assert taken == 2
+    assert sorted(shop.read(), key=lambda row: int(row["id"])) == [
+        {"key": b"1", "id": 1, "total": 2},
+        {"key": b"2", "id": 2, "total": 3, "note": {"by": "me"}},
+        {"key": b"3", "id": 3},
+    ]
+
+
+def test_what_cannot_be_read_is_counted_and_types_that_do_not_fit_are_text(shop: Shop) -> None:
+    shop.publish(shop.orders, [{"id": 1, "code": 7}, {"id": 2, "code": "x7"}])
+    producer = Producer({"bootstrap.servers": shop.server.kafka, "log_level": 0})
+    producer.produce(shop.orders, b"no json", key=b"broken", partition=0)
+    assert producer.flush(WAIT_S) == 0
+    job = TransformJob(shop.pipeline("SELECT key, id, code, payload_error IS NULL AS good FROM orders"), shop.context())
+    step = job.step()
+    job.close()
+    assert (step.rows, step.counts["written"], step.counts["undecoded"]) == (3, 3, 1)
+    assert sorted(shop.read(), key=lambda row: bytes(row["key"])) == [
+        {"key": b"1", "id": 1, "code": "7", "good": True},
+        {"key": b"2", "id": 2, "code": "x7", "good": True},
+        {"key": b"broken", "good": False},
+    ]
+
+
+def test_messages_that_are_joined_with_a_table_keep_the_order_of_their_keys(shop: Shop) -> None:
+    import pyarrow as pa
+    from deltalake import write_deltalake
+
+    table = str(shop.folder / "customers")
+    write_deltalake(table, pa.table({"customer": list(range(1000)), "segment": [f"s{n}" for n in range(1000)]}))
+    source = f"{shop.name}-events"
+    shop.create(source, 3)
+    rows = [{"id": f"key-{number % 300}", "n": number, "customer": number * 7 % 1000} for number in range(3000)]
+    # A key is always in the same partition, as producers have it.
+    shop.publish(source, rows, partitions=3)
+    sql = f"SELECT e.key, e.n, c.segment FROM `{source}` e JOIN customers c ON e.customer = c.customer"
+    assert shop.run(sql, tables=json.dumps({"customers": table})) == 3000
+    found: dict[bytes, list[int]] = {}
+    for row in shop.read():
+        found.setdefault(row["key"], []).append(row["n"])
+    assert found == {b"key-%d" % key: list(range(key, 3000, 300)) for key in range(300)}
+
+
 @pytest.mark.trial
 def test_windows_are_written_when_they_are_over_and_once(shop: Shop) -> None:
     shop.create(shop.into)
