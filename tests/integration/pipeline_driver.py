@@ -3,8 +3,12 @@
     python pipeline_driver.py '{"brokers": …, "folder": …, "pipeline": …, "pause": …}'
 
 `pause` is `before-commit` or `after-commit`: where the driver stops in its second batch and waits to be killed, when
-every task has promised its part or when the batch is decided; or `kill-worker`, which kills the process of the first
-task of the second batch when its rows are written. What happened is left as files in the folder.
+every task has promised its part or when the batch is decided; `in-task`, where only one task of that batch has not
+written its rows yet; or `kill-worker`, which kills the process of the first task of the second batch when its rows are
+written. `batch` names another batch to stop in.
+
+What happened is left as files in the folder, or in `marks` if that is another one. A file `go` there ends a pause. With
+`"ends": "when-told"` it goes on until there is a file `enough`.
 """
 
 from __future__ import annotations
@@ -14,41 +18,64 @@ import json
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from pyspark import TaskContext
 
+import millstream.pipelines.output_rows as output_rows
 import millstream.pipelines.routing.task as task
+import millstream.spark.attempt as attempt
 from millstream.model.pipeline import Pipeline, PipelineKind, Rule
 from millstream.pipelines.job import JobContext
 from millstream.pipelines.jobs import JOBS
 from millstream.spark.session import session
 from millstream.wire.transactions import Transactions
 
-PAUSED_BATCH = 1
 SLOW_S = 600.0
 
 _complete = Transactions.complete_batch
 
 
-def pausing(folder: Path, pause: str) -> Any:
+def pausing(folder: Path, pause: str, paused: int) -> Any:
     """The commit of a batch, which waits to be killed before or after one of them."""
 
+    async def wait() -> None:
+        folder.joinpath("paused").touch()
+        deadline = time.monotonic() + SLOW_S
+        while not folder.joinpath("go").exists() and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+
     async def complete(self: Transactions, query: str, batch: int, members: Any) -> bool:
-        if batch == PAUSED_BATCH and pause == "before-commit":
-            folder.joinpath("paused").touch()
-            await asyncio.sleep(SLOW_S)
+        if batch == paused and pause == "before-commit":
+            await wait()
         done = await _complete(self, query, batch, members)
-        if batch == PAUSED_BATCH and pause == "after-commit":
-            folder.joinpath("paused").touch()
-            await asyncio.sleep(SLOW_S)
+        if batch == paused and pause == "after-commit":
+            await wait()
         folder.joinpath(f"done-{batch}").touch()
         return done
 
     return complete
+
+
+def lingering(folder: Path, paused: int) -> Any:
+    """What a task of a transform writes, with a pause before the rows of the second task of one batch."""
+    write_part = attempt.write_part
+
+    def write(options: Any, batch: Any, iterator: Any) -> Any:
+        context = TaskContext.get()
+        if batch.number == paused and context is not None and context.partitionId() == 1:
+            folder.joinpath("paused").touch()
+            deadline = time.monotonic() + SLOW_S
+            while not folder.joinpath("go").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+        return write_part(options, batch, iterator)
+
+    return write
 
 
 def striking(folder: Path) -> Any:
@@ -67,10 +94,14 @@ def striking(folder: Path) -> Any:
 def main(given: dict[str, Any]) -> None:
     """Run steps until nothing is left."""
     folder = Path(given["folder"])
+    marks = Path(given.get("marks", folder))
+    paused = given.get("batch", 1)
     settings = {"spark.sql.warehouse.dir": str(folder / "warehouse"), "spark.task.maxFailures": "4"}
     spark = session("trial", master="local[2,4]", settings=settings)
     spark.sparkContext.setLogLevel("ERROR")
-    Transactions.complete_batch = pausing(folder, given["pause"])  # type: ignore[method-assign]
+    Transactions.complete_batch = pausing(marks, given["pause"], paused)  # type: ignore[method-assign]
+    if given["pause"] == "in-task":
+        output_rows.write_part = lingering(marks, paused)  # type: ignore[attr-defined]
     if given["pause"] == "kill-worker":
         task.routed = striking(folder)
     told = given["pipeline"]
@@ -85,7 +116,8 @@ def main(given: dict[str, Any]) -> None:
     job = JOBS[pipeline.kind](pipeline, context)
     while True:
         step = job.step()
-        if not step.rows and not step.lag:
+        is_over = "ends" not in given or marks.joinpath("enough").exists()
+        if is_over and not step.rows and not step.lag:
             break
     job.close()
     spark.stop()

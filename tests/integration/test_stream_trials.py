@@ -1,0 +1,293 @@
+"""Statements that remember, whose driver is killed at the worst moments: every window once, and every total right.
+
+Spark keeps the state of such a statement in files beside its own record of batches, and the rows of a batch are
+committed in between. Wherever a driver ends, the next one has to come to the same rows, and to write them once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.spark.java import use_fitting_java
+from millstream.testing.server import Server
+
+pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]
+
+# Only there to end a hang: a session and its first query take half a minute on a slow machine.
+WAIT_S = 600.0
+ROWS = 4000
+BATCH = 500
+PARTITIONS = 2
+REGIONS = 10
+FIRST = datetime(2026, 11, 15, 12, tzinfo=UTC)
+WINDOW_S = 60
+LATE_S = 10
+
+WINDOWS = "SELECT window.start AS at, count(*) AS n, sum(id) AS total FROM `{0}` GROUP BY window(at, '1 minute')"
+TOTALS = "SELECT region AS key, region, count(*) AS n, sum(id) AS total FROM `{0}` GROUP BY region"
+
+
+class Run:
+    """A driver that runs, and the folder in which it leaves marks."""
+
+    def __init__(self, process: subprocess.Popen[bytes], marks: Path) -> None:
+        self.process = process
+        self.marks = marks
+
+    def has(self, mark: str) -> bool:
+        """Whether it has left a mark."""
+        return self.marks.joinpath(mark).exists()
+
+    def tell(self, mark: str) -> None:
+        """Leave a mark for it."""
+        self.marks.joinpath(mark).touch()
+
+    def kill(self) -> None:
+        """Kill -9, the whole group, and let tasks that outlive it go on."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(WAIT_S)
+        self.tell("go")
+
+    def kill_java(self) -> None:
+        """Kill -9 the JVM alone."""
+        for process in _members(self.process.pid):
+            if process.joinpath("comm").read_text().strip() == "java":
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+def _members(group: int) -> list[Path]:
+    """The processes of a group."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):
+            if os.getpgid(int(process.name)) == group:
+                found.append(process)
+    return found
+
+
+class StreamTrial:
+    """A statement that remembers, run by the program beside this file."""
+
+    def __init__(self, server: Server, name: str, folder: Path, sql: str) -> None:
+        self.server = server
+        self.source = f"{name}-source"
+        self.into = f"{name}-into"
+        self.folder = folder
+        self.log = folder / "driver.log"
+        schema = {self.source: "id long, region string, at timestamp"}
+        settings = {
+            "batch.max.messages": str(BATCH),
+            "sql": sql.format(self.source),
+            "into": self.into,
+            "schemas": json.dumps(schema),
+        }
+        if sql == WINDOWS:
+            settings["watermarks"] = json.dumps({self.source: f"at {LATE_S} seconds"})
+        self.pipeline: dict[str, Any] = {
+            "id": str(uuid.uuid4()),
+            "name": name,
+            "kind": "transform",
+            "settings": settings,
+            "rules": [],
+        }
+        self._runs: list[Run] = []
+        admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+        made = admin.create_topics([NewTopic(self.source, PARTITIONS, 1), NewTopic(self.into, PARTITIONS, 1)])
+        for one in made.values():
+            one.result(60)
+        producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
+        for number in range(ROWS):
+            at = (FIRST + timedelta(seconds=number)).isoformat()
+            value = json.dumps({"id": number, "region": f"region-{number % REGIONS}", "at": at}).encode()
+            producer.produce(self.source, value, partition=number % PARTITIONS)
+        assert producer.flush(60) == 0
+
+    def start(self, pause: str = "", batch: int = 0) -> Run:
+        """The program, as a group of processes of its own."""
+        marks = self.folder / f"run-{len(self._runs)}"
+        marks.mkdir()
+        given: dict[str, Any] = {
+            "brokers": self.server.kafka,
+            "folder": str(self.folder),
+            "marks": str(marks),
+            "pipeline": self.pipeline,
+            "pause": pause,
+            "batch": batch,
+            "ends": "when-told",
+        }
+        environment = dict(os.environ)
+        use_fitting_java(environment)
+        program = str(Path(__file__).with_name("pipeline_driver.py"))
+        with self.log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, program, json.dumps(given)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                process_group=0,
+            )
+        run = Run(process, marks)
+        self._runs.append(run)
+        return run
+
+    def until(self, what: Callable[[], bool], run: Run) -> None:
+        """Wait for something while a driver runs."""
+        deadline = time.monotonic() + WAIT_S
+        while not what():
+            if run.process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"exit code {run.process.poll()}: {self.log.read_text(errors='replace')[-3000:]}")
+            time.sleep(0.002)
+
+    def kill_at(self, pause: str, batch: int) -> None:
+        """Run it up to a pause, and kill it there."""
+        run = self.start(pause, batch)
+        self.until(lambda: run.has("paused"), run)
+        run.kill()
+
+    def kill_when_there_is(self, pattern: str) -> None:
+        """Run it until Spark begins to write a file, and kill it then."""
+        run = self.start()
+        self.until(lambda: any(self.folder.glob(f"*/stream-*/checkpoint/{pattern}")), run)
+        run.kill()
+
+    def finish(self, rows: int) -> list[dict[str, Any]]:
+        """Run it until there are so many rows and nothing more happens; what is there then, in order."""
+        run = self.start()
+        self.until(lambda: len(self.read()) >= rows, run)
+        run.tell("enough")
+        assert run.process.wait(WAIT_S) == 0, self.log.read_text(errors="replace")[-3000:]
+        return self.read()
+
+    def close(self) -> None:
+        """Leave no process."""
+        for run in self._runs:
+            run.kill()
+
+    def read(self) -> list[dict[str, Any]]:
+        """What is committed, in the order of each partition."""
+        consumer = Consumer(
+            {
+                "bootstrap.servers": self.server.kafka,
+                "group.id": uuid.uuid4().hex,
+                "isolation.level": "read_committed",
+                "enable.partition.eof": True,
+                "log_level": 0,
+            }
+        )
+        consumer.assign([TopicPartition(self.into, number, 0) for number in range(PARTITIONS)])
+        rows: list[dict[str, Any]] = []
+        open_ends = PARTITIONS
+        while open_ends:
+            message = consumer.poll(60)
+            assert message is not None
+            if message.error():
+                open_ends -= 1
+            else:
+                rows.append(json.loads(message.value() or b""))
+        consumer.close()
+        return rows
+
+
+def check_windows(trial: StreamTrial) -> None:
+    """Every window that is over is there once, with all of its messages."""
+    wanted = []
+    for first in range(0, ROWS - LATE_S - WINDOW_S, WINDOW_S):
+        at = f"{FIRST + timedelta(seconds=first):%Y-%m-%dT%H:%M:%S}.000Z"
+        wanted.append({"at": at, "n": WINDOW_S, "total": sum(range(first, first + WINDOW_S))})
+    found = trial.finish(len(wanted))
+    assert sorted(found, key=lambda row: str(row["at"])) == wanted
+
+
+def check_totals(trial: StreamTrial) -> None:
+    """Every region has a row of every batch, and the last one counts everything."""
+    batches = ROWS // BATCH
+    found: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for row in trial.finish(batches * REGIONS):
+        found[row["region"]].append((row["n"], row["total"]))
+    assert sorted(found) == [f"region-{number}" for number in range(REGIONS)]
+    for number in range(REGIONS):
+        of_region = range(number, ROWS, REGIONS)
+        counts = [BATCH // REGIONS * (batch + 1) for batch in range(batches)]
+        assert found[f"region-{number}"] == [(count, sum(of_region[:count])) for count in counts]
+
+
+CHECKS = {WINDOWS: check_windows, TOTALS: check_totals}
+
+
+@pytest.fixture(params=[WINDOWS, TOTALS], ids=["windows", "totals"])
+def trial(server: Server, topic: str, tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+    made = StreamTrial(server, topic[-40:], tmp_path, request.param)
+    yield made, CHECKS[request.param]
+    made.close()
+
+
+Told = tuple[StreamTrial, Callable[[StreamTrial], None]]
+
+
+def test_a_driver_that_is_killed_around_the_commits_of_a_batch(trial: Told) -> None:
+    stream, check = trial
+    # Twice at the same batch, and once more when it is committed, which Spark does not know.
+    stream.kill_at("before-commit", 1)
+    stream.kill_at("in-task", 1)
+    stream.kill_at("after-commit", 1)
+    stream.kill_at("after-commit", 2)
+    stream.kill_at("before-commit", 4)
+    check(stream)
+
+
+def test_a_driver_that_is_killed_while_spark_writes(trial: Told) -> None:
+    stream, check = trial
+    # The offsets of a batch that nothing is done for yet, the state of one task, what a file is made of, and the end.
+    stream.kill_when_there_is("offsets/1")
+    stream.kill_when_there_is("state/0/*/3.delta")
+    stream.kill_when_there_is("state/0/*/.*5.delta*.tmp")
+    stream.kill_when_there_is("commits/5")
+    check(stream)
+
+
+def test_a_jvm_that_is_killed_around_a_commit(trial: Told) -> None:
+    stream, check = trial
+    for pause, batch in (("before-commit", 1), ("after-commit", 3)):
+        run = stream.start(pause, batch)
+        stream.until(lambda run=run: run.has("paused"), run)  # type: ignore[misc]
+        run.kill_java()
+        run.tell("go")
+        # It commits what is written, or does not, and ends for want of a JVM.
+        assert run.process.wait(WAIT_S) != 0
+        run.kill()
+    check(stream)
+
+
+def test_a_driver_that_comes_back_when_another_has_taken_its_place(trial: Told) -> None:
+    stream, check = trial
+    old = stream.start("before-commit", 2)
+    stream.until(lambda: old.has("paused"), old)
+    new = stream.start("before-commit", 2)
+    stream.until(lambda: new.has("paused"), new)
+    # Both have promised the rows of the same batch.
+    old.tell("go")
+    stream.until(lambda: old.has("done-2"), old)
+    old.kill()
+    new.tell("go")
+    stream.until(lambda: new.has("done-3"), new)
+    new.kill()
+    check(stream)
