@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from millstream.spark.java import use_fitting_java
+from millstream.testing.committed_messages import committed_messages
 from millstream.testing.server import Server
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]
@@ -184,27 +185,7 @@ class StreamTrial:
 
     def read(self) -> list[dict[str, Any]]:
         """What is committed, in the order of each partition."""
-        consumer = Consumer(
-            {
-                "bootstrap.servers": self.server.kafka,
-                "group.id": uuid.uuid4().hex,
-                "isolation.level": "read_committed",
-                "enable.partition.eof": True,
-                "log_level": 0,
-            }
-        )
-        consumer.assign([TopicPartition(self.into, number, 0) for number in range(PARTITIONS)])
-        rows: list[dict[str, Any]] = []
-        open_ends = PARTITIONS
-        while open_ends:
-            message = consumer.poll(60)
-            assert message is not None
-            if message.error():
-                open_ends -= 1
-            else:
-                rows.append(json.loads(message.value() or b""))
-        consumer.close()
-        return rows
+        return [json.loads(value) for value in committed_messages(self.server.kafka, self.into)]
 
 
 def check_windows(trial: StreamTrial) -> None:

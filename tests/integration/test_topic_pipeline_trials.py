@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from millstream.spark.java import use_fitting_java
+from millstream.testing.committed_messages import committed_messages
 from millstream.testing.server import Server
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]
@@ -115,28 +116,7 @@ class Trial:
         assert {target: self._ids(target) for target in self.wanted} == self.wanted
 
     def _ids(self, topic: str) -> list[int]:
-        consumer = Consumer(
-            {
-                "bootstrap.servers": self.server.kafka,
-                "group.id": uuid.uuid4().hex,
-                "isolation.level": "read_committed",
-                "enable.partition.eof": True,
-                "log_level": 0,
-            }
-        )
-        found = consumer.list_topics(topic, timeout=60).topics[topic]
-        consumer.assign([TopicPartition(topic, number, 0) for number in found.partitions])
-        ids: list[int] = []
-        open_ends = len(found.partitions)
-        while open_ends:
-            message = consumer.poll(60)
-            assert message is not None
-            if message.error():
-                open_ends -= 1
-            else:
-                ids.append(json.loads(message.value() or b"")["id"])
-        consumer.close()
-        return sorted(ids)
+        return sorted(json.loads(value)["id"] for value in committed_messages(self.server.kafka, topic))
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
