@@ -146,7 +146,10 @@ def test_a_topic_is_made_with_its_table(millstream: CommandLine, http: httpx.Cli
     assert again.out == f"There is already a topic {topic} with 1 partition, landed by pipeline land-{topic}.\n"
     assert not http.get(f"/pipelines/land-{topic}").json()["wanted"]
     made = http.post("/topics", json={"name": f"{topic}-2", "land": True, "settings": {"retention.ms": 60000}})
-    assert (made.status_code, made.json()["pipeline"]) == (201, f"land-{topic}-2")
+    assert (made.status_code, made.json()["pipeline"], made.json()["notes"]) == (201, f"land-{topic}-2", [])
+    assert http.delete(f"/topics/{topic}-2").json()["notes"] == [
+        f"Pipeline land-{topic}-2 lands {topic}-2; every message is landed."
+    ]
     assert http.delete(f"/pipelines/land-{topic}-2").status_code == 204
     assert http.post(f"/topics/{topic}/messages", json={"value": "x"}).is_success
     rule = ("pipeline", "rule", "put", f"route-{topic}", "all", "--topic", topic, "--to", "anywhere")
@@ -154,8 +157,13 @@ def test_a_topic_is_made_with_its_table(millstream: CommandLine, http: httpx.Cli
     assert millstream("group", "reset", f"pipeline-route-{topic}", "--topic", topic, "--to", "end").code == 0
     assert millstream(*rule).out.endswith("; 1 message that it has behind it is not looked at again.\n")
     assert millstream(*rule, "--json").document["passed"] == 1
+    waiting = f"Pipeline land-{topic} lands {topic}, of which 1 message is not landed yet."
+    shorter = http.patch(f"/topics/{topic}", json={"settings": {"retention.ms": 60000}}).json()
+    assert (shorter["overrides"], shorter["notes"]) == ({"retention.ms": "60000"}, [waiting])
+    again = millstream("topic", "alter", topic, "--set", "retention.ms=90000", "--json").document
+    assert again["notes"] == [waiting]
     assert millstream("topic", "delete", topic, "--yes", "--json").document["notes"] == [
-        f"Pipeline land-{topic} lands {topic}, of which 1 message is not landed yet.",
+        waiting,
         f"Pipeline route-{topic} reads {topic}; every message is taken.",
     ]
     assert http.delete(f"/pipelines/route-{topic}").status_code == 204
@@ -171,11 +179,13 @@ def test_everything_is_there_over_http(server: Server, http: httpx.Client) -> No
     assert http.get("/pipelines/web").json()["rules"] == [rule]
     changed = http.patch("/pipelines/web", json={"settings": {"batch.max.messages": 10, "from": "latest"}}).json()
     assert changed["overrides"] == {"batch.max.messages": "10", "from": "latest"}
+    assert changed["notes"][0].startswith("There is no topic 'web-x' yet")
     refused = http.patch("/pipelines/web", json={"settings": {"decode": "none"}})
     assert (refused.status_code, "'large' looks into payloads" in refused.json()["detail"]) == (422, True)
     other = {**rule, "name": "other"}
     rules = http.patch("/pipelines/web/rules", json={"put": [other], "delete": ["large"]}).json()
-    assert rules == http.get("/pipelines/web/rules").json() == {"rules": [other]}
+    assert (rules["rules"], rules["notes"][0][:29]) == ([other], "There is no topic 'web-x' yet")
+    assert http.get("/pipelines/web/rules").json() == {"rules": [other]}
     listed = {one["pipeline"]: one for one in http.get("/pipelines").json()["pipelines"]}
     assert (listed["web"]["state"], listed["web"]["lag"]) == ("stopped", None)
     metrics = httpx.get(f"http://{server.http}/metrics", timeout=WAIT_S).text

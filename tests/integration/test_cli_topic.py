@@ -14,7 +14,7 @@ def millstream(server: Server) -> CommandLine:
 def test_a_topic_lives_from_create_to_delete(millstream: CommandLine) -> None:
     created = millstream("topic", "create", "life", "--partitions", 3, "--set", "retention.ms=1000", "--json")
     assert created.code == 0
-    said = {"topic": "life", "id": "", "partitions": 3, "replication": 1, "created": True}
+    said = {"topic": "life", "id": "", "partitions": 3, "replication": 1, "created": True, "notes": []}
     assert {**created.document, "id": ""} == said
     assert created.err == "", "one node is meant to have one copy"
 

@@ -230,12 +230,13 @@ def test_topics_over_http(http: httpx.Client, topic: str) -> None:
     assert http.post("/topics", json={"name": topic}).status_code == 409
     changed = http.patch(f"/topics/{topic}", json={"partitions": 3, "settings": {"retention.ms": "60000"}})
     described = http.get(f"/topics/{topic}").json()
-    assert changed.json() == described
+    moved = "New messages of a key may go to another partition than its old ones."
+    assert changed.json() == {**described, "notes": [moved]}
     assert (len(described["partitions"]), described["owner"]) == (3, "shop")
     assert described["overrides"]["retention.ms"] == "60000"
     assert topic in {one["topic"] for one in http.get("/topics").json()["topics"]}
     deleted = http.delete(f"/topics/{topic}")
-    assert (deleted.status_code, deleted.content) == (204, b"")
+    assert (deleted.status_code, deleted.json()) == (200, {"topic": topic, "notes": []})
     assert http.get(f"/topics/{topic}").status_code == 404
 
 
@@ -256,6 +257,8 @@ def test_subscriptions_over_http(http: httpx.Client, topic: str) -> None:
     moved = http.post(f"{path}/seek", json={"to": "start"})
     assert moved.json()["queues"] == [{"topic": topic, "partition": 0, "offset": 0}]
     assert name in {one["subscription"] for one in http.get("/subscriptions").json()["subscriptions"]}
+    (note,) = http.delete(f"/topics/{topic}").json()["notes"]
+    assert note == f"Subscription {name} reads {topic}, of which 1 message is not delivered yet."
     assert http.delete(path).status_code == 204
     assert http.get(path).status_code == 404
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
 import time
 import uuid
+from collections import Counter
+from typing import Any, ClassVar
 
 import httpx
 import pytest
+from confluent_kafka import Producer
 
+from millstream.admin.backlog import Backlogs, reader_of
 from millstream.admin.groups import commit_offsets
-from millstream.model.ids import PartitionIndex
+from millstream.admin.topics import find_topic
+from millstream.model.ids import NodeId, PartitionIndex
 from millstream.model.pipeline import Pipeline, PipelineKind, Rule
 from millstream.model.topic import TopicPartition
-from millstream.pipelines.lag_watch import lags_of, reading_of
 from millstream.testing.command import CommandLine
 from millstream.testing.pipeline_script import landing
 from millstream.testing.server import Server
@@ -35,7 +40,7 @@ def topic(server: Server) -> str:
 
 
 async def lags(client: Client, *pipelines: Pipeline) -> dict[str, int]:
-    return await lags_of(client, [found for one in pipelines if (found := reading_of(one)) is not None])
+    return await Backlogs(client).lags([found for one in pipelines if (found := reader_of(one)) is not None])
 
 
 def of_kinds(topic: str) -> list[Pipeline]:
@@ -65,6 +70,50 @@ async def test_what_waits_is_what_lies_between_the_group_and_the_end(server: Ser
         for one, offset in zip((*kinds, newest), (1, 3, 9, 2), strict=True):
             await commit_offsets(client, one.group, {TopicPartition(topic, PartitionIndex(used)): offset})
         assert list((await lags(client, *kinds, newest)).values()) == [2, 0, 0, 1]
+
+
+async def test_what_is_not_committed_waits_for_nobody(server: Server, topic: str) -> None:
+    producer = Producer({"bootstrap.servers": server.kafka, "transactional.id": topic})
+    producer.init_transactions(WAIT_S)
+    producer.begin_transaction()
+    producer.produce(topic, b"open", partition=0)
+    producer.produce(topic, b"open", partition=1)
+    producer.flush(WAIT_S)
+    reader = reader_of(landing("mine", topics=topic))
+    assert reader is not None
+    async with Client.connect(server.kafka) as client:
+        backlogs, found = Backlogs(client), await find_topic(client, topic)
+        assert await backlogs.lags([reader]) == {"mine": 3}
+        assert await backlogs.in_topic([reader], found) == {"mine": (0, 3)}
+        producer.commit_transaction(WAIT_S)
+        # The markers, which have offsets too, may come a moment later.
+        async with asyncio.timeout(WAIT_S):
+            while await backlogs.lags([reader]) != {"mine": 7}:
+                await asyncio.sleep(0.05)
+        listed = await client.list_offsets(topic, {0: -1, 1: -1})
+        ends = {TopicPartition(topic, PartitionIndex(number)): one.offset for number, one in listed.items()}
+        await commit_offsets(client, reader.group, ends)
+        assert await backlogs.lags([reader]) == {"mine": 0}
+        assert await backlogs.in_topic([reader], found) == {"mine": (7, 0)}
+
+
+class CountingClient(Client):
+    """Counts what is asked by messages."""
+
+    sent: ClassVar[Counter[str]] = Counter()
+
+    async def send(self, node: NodeId | None, request: Any, *, timeout_s: float | None = None) -> Any:
+        """Send it, and count it."""
+        self.sent[type(request).__name__] += 1
+        return await super().send(node, request, timeout_s=timeout_s)
+
+
+async def test_many_pipelines_are_asked_about_at_once(server: Server, topic: str) -> None:
+    fitting = landing("fit", topics="", pattern=f"{topic}.*", **{"from": "latest"})
+    others = [landing(f"{topic}-{at}", topics=topic) for at in range(30)]
+    async with CountingClient.connect(server.kafka) as client:
+        assert await lags(client, fitting, *others) == {"fit": 0, **{one.name: 3 for one in others}}
+    assert client.sent == {"MetadataRequest": 1, "FindCoordinatorRequest": 1, "OffsetFetchRequest": 1}
 
 
 def test_one_that_is_stopped_has_a_lag_in_lists_and_metrics(server: Server, topic: str) -> None:

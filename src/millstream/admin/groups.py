@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from millstream.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP
-from millstream.model.errors import GroupNotEmpty, InvalidRequest, ProtocolViolation, UnknownGroup, UnknownTopic
+from millstream.model.errors import (
+    GroupNotEmpty,
+    InvalidRequest,
+    MillstreamError,
+    ProtocolViolation,
+    UnknownGroup,
+    UnknownTopic,
+)
 from millstream.model.ids import NodeId, PartitionIndex
+from millstream.model.side_by_side import side_by_side
 from millstream.model.topic import TopicPartition
 from millstream.wire.client import Client
 from millstream.wire.primitives import Reader
@@ -22,6 +30,11 @@ CONSUMER = "consumer"
 _NO_GENERATION = -1
 _GROUP_ID_NOT_FOUND = 69
 _UNKNOWN_MEMBER_ID = 25
+_GROUPS_ASKED_MAX = 100
+"""So many groups are asked for with one request."""
+
+Committed = dict[TopicPartition, int]
+"""By partition, the next offset that a group is to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +159,76 @@ def assigned_partitions(assignment: bytes) -> tuple[TopicPartition, ...]:
     return tuple(partitions)
 
 
-async def committed_offsets(client: Client, name: str) -> dict[TopicPartition, int]:
+async def committed_offsets(client: Client, name: str) -> Committed:
     """Every offset that a group has committed."""
+    return _committed(await _ask_offsets(client, await client.coordinator(name), [name]), name)
+
+
+async def committed_by_group(client: Client, names: Sequence[str]) -> dict[str, Committed | MillstreamError]:
+    """Every offset that some groups have committed, with one request per coordinator, or few if they are very many.
+
+    An error stands in the place of what could not be told just now.
+    """
+    by_node: dict[NodeId, list[str]] = {}
+    found: dict[str, Committed | MillstreamError] = {}
+    for name, where in (await _coordinators(client, names)).items():
+        if isinstance(where, MillstreamError):
+            found[name] = where
+        else:
+            by_node.setdefault(where, []).append(name)
+    asked = [(node, part) for node, groups in by_node.items() for part in _parts(groups)]
+    for told in await side_by_side(_offsets_or_errors(client, *one) for one in asked):
+        found.update(told)
+    return found
+
+
+async def _coordinators(client: Client, names: Sequence[str]) -> dict[str, NodeId | MillstreamError]:
+    from kio.schema.find_coordinator.v6 import request
+
+    messages: Any = request
+    found: dict[str, NodeId | MillstreamError] = {}
+    for part in _parts(names):
+        asked = messages.FindCoordinatorRequest(key_type=GROUP_COORDINATOR, coordinator_keys=tuple(part))
+        for one in (await client.send(None, asked)).coordinators:
+            about = f"coordinator of {one.key!r}"
+            refused = refusal(one.error_code, one.error_message, about=about) if one.error_code else None
+            found[one.key] = refused or NodeId(one.node_id)
+    return found
+
+
+def _parts(names: Sequence[str]) -> list[Sequence[str]]:
+    return [names[at : at + _GROUPS_ASKED_MAX] for at in range(0, len(names), _GROUPS_ASKED_MAX)]
+
+
+async def _offsets_or_errors(
+    client: Client, node: NodeId, names: Sequence[str]
+) -> dict[str, Committed | MillstreamError]:
+    try:
+        told = await _ask_offsets(client, node, names)
+    except MillstreamError as error:
+        return dict.fromkeys(names, error)
+    found: dict[str, Committed | MillstreamError] = {}
+    for name in names:
+        try:
+            found[name] = _committed(told, name)
+        except MillstreamError as error:
+            found[name] = error
+    return found
+
+
+async def _ask_offsets(client: Client, node: NodeId, names: Sequence[str]) -> dict[str, Any]:
     from kio.schema.offset_fetch.v9 import request
 
     messages: Any = request
-    asked = messages.OffsetFetchRequest(groups=(messages.OffsetFetchRequestGroup(group_id=name, topics=None),))
-    answer = (await client.send(await client.coordinator(name), asked)).groups[0]
+    groups = tuple(messages.OffsetFetchRequestGroup(group_id=name, topics=None) for name in names)
+    answer = await client.send(node, messages.OffsetFetchRequest(groups=groups))
+    return {one.group_id: one for one in answer.groups}
+
+
+def _committed(told: Mapping[str, Any], name: str) -> Committed:
+    answer = told.get(name)
+    if answer is None:
+        raise ProtocolViolation(f"the answer with offsets does not name group {name!r}")
     if answer.error_code:
         raise refusal(answer.error_code, None, about=f"offsets of group {name!r}")
     return {

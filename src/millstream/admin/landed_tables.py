@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from millstream.admin.places import places_of
@@ -28,16 +27,25 @@ class LandedTable(NamedTuple):
     """An expression of Python that reads it."""
 
 
-async def tables_of(client: Client, told: Mapping[str, Any]) -> list[LandedTable]:
-    """The tables of a pipeline, by topic; those that a pattern finds, as far as there are topics."""
-    with suppress(MillstreamError):
+class LandedTables(NamedTuple):
+    """The tables of a pipeline, by topic, and why they are not known if they are not."""
+
+    tables: list[LandedTable]
+    notes: list[str]
+
+
+async def tables_of(client: Client, told: Mapping[str, Any]) -> LandedTables:
+    """The tables of a pipeline; those that a pattern finds, as far as there are topics."""
+    try:
         settings = pipeline_of(told).settings
-        if isinstance(settings, LandSettings):
-            report = told["report"]
-            lake = settings.lake or (await places_of(client, node=report and report["node"])).lake
-            names = settings.topic_names or await _found(client, settings)
-            return [_table(name, f"{lake.rstrip('/')}/{name}", settings.format) for name in names]
-    return []
+        if not isinstance(settings, LandSettings):
+            return LandedTables([], [])
+        report = told["report"]
+        lake = settings.lake or (await places_of(client, node=report and report["node"])).lake
+        names = settings.topic_names or await _found(client, settings)
+    except MillstreamError as error:
+        return LandedTables([], [f"Where its tables are cannot be told now: {error}"])
+    return LandedTables([_table(name, f"{lake.rstrip('/')}/{name}", settings.format) for name in names], [])
 
 
 def _table(topic: str, place: str, format_name: str) -> LandedTable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,10 +17,12 @@ from millstream.model.errors import (
     MillstreamError,
     NotFound,
     PipelineExists,
+    RequestTimedOut,
     UnknownGroup,
 )
 from millstream.model.ids import NodeId
 from millstream.model.pipeline import GROUP_PREFIX, GROUP_TYPE, LAND_PREFIX, PipelineKind, Rule
+from millstream.model.side_by_side import side_by_side
 from millstream.wire.client import Client
 from millstream.wire.pipeline_messages import (
     ALTER_KEY,
@@ -35,6 +38,8 @@ from millstream.wire.pipeline_messages import (
 )
 from millstream.wire.refusal import refusal
 
+LISTED_S: Final = 10.0
+"""A node that has not told of its pipelines by then hangs, and is left out."""
 _DUPLICATE_RESOURCE: Final = 92
 _WELL: Final = ("running", "stopped")
 """What went wrong before is over then."""
@@ -151,22 +156,28 @@ class PipelineClient:
         long as there is another.
         """
         body = PipelineNames(names=None if names is None else list(names))
+        nodes = sorted((await self._client.metadata(())).nodes)
+        answers = await side_by_side(self._listed(node, body) for node in nodes)
+        failed = [answer for answer in answers if isinstance(answer, MillstreamError)]
         found: dict[str, dict[str, Any]] = {}
-        failed: MillstreamError | None = None
-        for node in sorted((await self._client.metadata(())).nodes):
-            try:
-                answer = await self._ask(NodeId(node), LIST_KEY, body)
-            except NotFound:
-                # The catalog itself said so: others that still know it have not heard yet that it is gone.
-                raise
-            except MillstreamError as error:
-                failed = error
-                continue
-            for told in answer["pipelines"]:
+        for answer in answers:
+            for told in () if isinstance(answer, MillstreamError) else answer["pipelines"]:
                 found[told["name"]] = _newer(found.get(told["name"]), told)
-        if not found and failed is not None:
-            raise failed
+        if not found and failed:
+            raise failed[0]
         return [{**found[name], "state": state_of(found[name])} for name in sorted(found)]
+
+    async def _listed(self, node: NodeId, body: PipelineNames) -> dict[str, Any] | MillstreamError:
+        try:
+            async with asyncio.timeout(LISTED_S):
+                return await self._ask(node, LIST_KEY, body)
+        except TimeoutError:
+            return RequestTimedOut(f"node {node} did not tell of its pipelines within {LISTED_S:g} s")
+        except NotFound:
+            # The catalog itself said so: others that still know it have not heard yet that it is gone.
+            raise
+        except MillstreamError as error:
+            return error
 
     async def _ask(self, node: NodeId | None, key: int, body: Any) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(bytes(await self._client.private(node, key, msgspec.json.encode(body))))

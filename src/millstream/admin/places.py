@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from millstream.model.ids import NodeId
 from millstream.wire.client import Client
+from millstream.wire.refusal import refusal
 
 LAKE: Final = "lake"
 FOLDER: Final = "pipelines"
@@ -45,6 +46,8 @@ async def places_of(client: Client, *, node: int | None = None) -> Places:
         configuration_keys=(_LAKE_SETTING, _FOLDER_SETTING),
     )
     (result,) = (await client.send(asked, messages.DescribeConfigsRequest(resources=(resource,)))).results
+    if result.error_code:
+        raise refusal(result.error_code, result.error_message, about=f"settings of node {asked}")
     told = {one.name: one.value or "" for one in result.configs}
     status = json.loads(bytes(await client.private(asked, _NODE_STATUS_KEY, b"")))
     return places_in(status["data"], lake=told.get(_LAKE_SETTING, ""), folder=told.get(_FOLDER_SETTING, ""))

@@ -28,6 +28,7 @@ from millstream.cli.output import (
     print_answer,
     print_json,
     print_line,
+    print_note,
     print_noted,
     print_settings,
     print_table,
@@ -96,6 +97,8 @@ def describe(
     if told["kind"] == "route":
         print_line()
         print_line(f"{counted(len(told['rules']), 'rule')}; millstream pipeline rule list {one_line(name)} shows them.")
+    for note in told["notes"]:
+        print_note(one_line(note))
 
 
 @app.command("update")
@@ -159,7 +162,8 @@ async def _described(client: Client, name: str) -> dict[str, Any]:
     from millstream.admin.pipelines import PipelineClient
 
     (told,) = await PipelineClient(client).describe([name])
-    return {**told, "tables": [one._asdict() for one in await tables_of(client, told)]}
+    found = await tables_of(client, told)
+    return {**told, "tables": [one._asdict() for one in found.tables], "notes": found.notes}
 
 
 def _tables(tables: Sequence[dict[str, str]]) -> dict[str, str]:

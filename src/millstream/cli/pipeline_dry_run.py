@@ -43,6 +43,8 @@ def _document(told: DryRun) -> dict[str, object]:
         "output": dict(told.output),
         "has_state": told.has_state,
         "sampled": told.sampled,
+        "undecoded": told.undecoded,
+        "written": told.written,
         "rows": [json.loads(json.dumps(dict(row), default=str)) for row in told.rows],
         "plan": told.plan,
     }
@@ -52,10 +54,12 @@ def _text(told: DryRun) -> str:
     way = "a stream of Spark with a checkpoint" if told.has_state else "batch by batch, without a checkpoint"
     lines = [f"{one_line(topic)}: {_columns(columns)}" for topic, columns in told.columns.items()]
     lines += [f"gives: {_columns(told.output)}", f"runs as: {way}", "", told.plan, ""]
-    lines.append(
-        f"Of {counted(told.sampled, 'message')} it would write" + (", for example:" if told.rows else " nothing.")
-    )
+    written = f"{told.written:,}, for example:" if told.written > len(told.rows) else f"{told.written:,}:"
+    lines.append(f"Of {counted(told.sampled, 'message')} it would write {written if told.rows else 'nothing.'}")
     lines += [json.dumps(dict(row), default=str, ensure_ascii=False) for row in told.rows]
+    if told.undecoded:
+        them = counted(told.undecoded, "message")
+        lines.append(f"{them} of the sample cannot be read, or not as the columns say; `payload_error` tells why.")
     return "\n".join(lines)
 
 

@@ -53,32 +53,13 @@ Decode = Annotated[
         "--decode", metavar="FORMAT", help="json makes columns of payloads, none does not.", show_default=False
     ),
 ]
-Schema = Annotated[
-    str | None,
-    typer.Option(
-        "--schema",
-        metavar="COLUMNS",
-        help='Columns of payloads, as in "id long, total double"; @FILE reads them. Default: as they are found.',
-        show_default=False,
-    ),
-]
-TopicSchemas = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--schema",
-        metavar="TOPIC=COLUMNS",
-        help='Columns of a topic\'s payloads, as in "orders=id long, total double"; may be repeated. '
-        "Default: as a sample has them.",
-        show_default=False,
-    ),
-]
-AnySchemas = Annotated[
+Schemas = Annotated[
     list[str] | None,
     typer.Option(
         "--schema",
         metavar="[TOPIC=]COLUMNS",
-        help='Columns of payloads, as in "id long, total double"; for transform with their topic before them, '
-        "and as often as there are topics. Default: as they are found.",
+        help='Columns of payloads, as in "id long, total double"; @FILE reads them. A transform has the topic before '
+        'them, as in "orders=id long", and may have one for each topic. Default: as they are found.',
         show_default=False,
     ),
 ]

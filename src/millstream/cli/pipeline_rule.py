@@ -119,13 +119,17 @@ def delete(
 
 async def _passed(client: Client, name: str, topic: str) -> int:
     """How many messages of a topic a pipeline has behind it: they are not routed again."""
+    from millstream.admin.backlog import Backlogs, reader_of
     from millstream.admin.pipelines import PipelineClient
-    from millstream.admin.topic_pipelines import pipeline_of, reading_of
+    from millstream.admin.topic_pipelines import pipeline_of
 
-    if topic not in (await client.metadata([topic])).topics:
-        return 0
+    found = (await client.metadata([topic])).topics.get(topic)
     (told,) = await PipelineClient(client).describe([name])
-    return (await reading_of(client, pipeline_of(told), topic)).passed
+    reader = reader_of(pipeline_of(told))
+    if found is None or reader is None:
+        return 0
+    backlogs = await Backlogs(client).in_topic([reader], found)
+    return backlogs[name].passed if name in backlogs else 0
 
 
 def _since(passed: int) -> str:

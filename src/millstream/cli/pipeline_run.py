@@ -19,7 +19,6 @@ from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, B
 from millstream.cli.output import counted, one_line, print_answer
 from millstream.cli.pipeline_dry_run import show_dry_run
 from millstream.cli.pipeline_options import (
-    AnySchemas,
     Decode,
     DedupeSeconds,
     EverySeconds,
@@ -29,6 +28,7 @@ from millstream.cli.pipeline_options import (
     Lake,
     Pattern,
     Rules,
+    Schemas,
     Sql,
     Start,
     Tables,
@@ -97,7 +97,7 @@ def run(
     format_: Format = None,
     every: EverySeconds = None,
     decode: Decode = None,
-    schema: AnySchemas = None,
+    schema: Schemas = None,
     dedupe: DedupeSeconds = None,
     sql: Sql = None,
     into: Into = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,8 +18,8 @@ from millstream.cli.options import (
     ask_person,
     parse_assignments,
 )
-from millstream.cli.output import counted, print_answer, print_json, print_line, print_note, print_noted, print_table
-from millstream.model.errors import MillstreamError, TopicExists
+from millstream.cli.output import counted, print_json, print_line, print_noted, print_table
+from millstream.model.errors import TopicExists
 from millstream.model.pipeline import LAND_PREFIX
 from millstream.model.topic import CONTRACT, DESCRIPTION, OWNER
 
@@ -95,7 +94,8 @@ def create(
     overrides = parse_assignments(settings or [], flag="--set")
     overrides.update({key: text for key, text in _card(owner, description, contract).items() if text})
 
-    async def question(client: Client) -> tuple[bool, TopicMetadata, int | None]:
+    async def question(client: Client) -> tuple[bool, TopicMetadata, list[str]]:
+        from millstream.admin.topic_notes import notes_on_new
         from millstream.admin.topics import create_topic, find_topic
 
         created = True
@@ -114,22 +114,15 @@ def create(
             created = False
         await _land(client, name, wanted=land)
         topic = await find_topic(client, name)
-        return created, topic, await _usual_copies(client) if created and replication is None else None
+        return created, topic, await notes_on_new(client, topic) if created and replication is None else []
 
-    created, topic, usual = ask(brokers, timeout, question)
-    number, copies = len(topic.partitions), replication_of(topic)
-    if as_json:
-        answer = {"topic": name, "id": str(topic.topic_id), "partitions": number, "replication": copies}
-        print_json({**answer, "created": created, **({"pipeline": f"{LAND_PREFIX}{name}"} if land else {})})
-    else:
-        said = "Created topic" if created else "There is already a topic"
-        landed = f", landed by pipeline {LAND_PREFIX}{name}" if land else ""
-        print_line(f"{said} {name} with {counted(number, 'partition')}{landed}.")
-    if usual is not None and copies < usual:
-        has = "copy instead" if copies == 1 else "copies instead"
-        print_note(
-            f"It has {copies} {has} of {usual}, since no more nodes are alive; copies are not added when others come."
-        )
+    created, topic, notes = ask(brokers, timeout, question)
+    number = len(topic.partitions)
+    answer = {"topic": name, "id": str(topic.topic_id), "partitions": number, "replication": replication_of(topic)}
+    made = {**answer, "created": created, **({"pipeline": f"{LAND_PREFIX}{name}"} if land else {})}
+    said = "Created topic" if created else "There is already a topic"
+    landed = f", landed by pipeline {LAND_PREFIX}{name}" if land else ""
+    print_noted(made, f"{said} {name} with {counted(number, 'partition')}{landed}.", notes, as_json=as_json)
 
 
 @app.command("list")
@@ -209,21 +202,22 @@ def alter(
     if not changes and partitions is None:
         raise typer.BadParameter("nothing to change; give --set, --unset, --partitions or what is said about the topic")
 
-    async def question(client: Client) -> None:
+    async def question(client: Client) -> list[str]:
+        from millstream.admin.topic_notes import notes_on_change
         from millstream.admin.topics import alter_topic, check_settings_exist, find_topic, grow_topic
 
-        await find_topic(client, name, advice=_LIST_ADVICE)
+        topic = await find_topic(client, name, advice=_LIST_ADVICE)
         # The broker takes names back that it does not know, as Kafka does; whoever mistypes one should hear of it.
         await check_settings_exist(client, name, unset or [])
         if changes:
             await alter_topic(client, name, changes)
         if partitions is not None:
             await grow_topic(client, name, partitions)
+        return await notes_on_change(client, topic, changes, partitions)
 
-    ask(brokers, timeout, question)
-    print_answer(
-        {"topic": name, "changed": changes, "partitions": partitions}, f"Changed topic {name}.", as_json=as_json
-    )
+    notes = ask(brokers, timeout, question)
+    document = {"topic": name, "changed": changes, "partitions": partitions}
+    print_noted(document, f"Changed topic {name}.", notes, as_json=as_json)
 
 
 @app.command("delete")
@@ -237,11 +231,10 @@ def delete(
     """Delete a topic and every message in it. A person at a terminal is asked first, a script is not."""
 
     async def look(client: Client) -> list[str]:
-        from millstream.admin.topic_pipelines import readings_of
+        from millstream.admin.topic_notes import notes_on_deletion
         from millstream.admin.topics import find_topic
 
-        await find_topic(client, name, advice=_LIST_ADVICE)
-        return [one.sentence(name) for one in await readings_of(client, name)]
+        return await notes_on_deletion(client, await find_topic(client, name, advice=_LIST_ADVICE))
 
     async def question(client: Client) -> None:
         from millstream.admin.topics import delete_topic
@@ -266,15 +259,6 @@ def _card(owner: str | None, description: str | None, contract: str | None) -> d
     """The settings for what was given of a topic's card."""
     given = {OWNER: owner, DESCRIPTION: description, CONTRACT: contract}
     return {key: text for key, text in given.items() if text is not None}
-
-
-async def _usual_copies(client: Client) -> int | None:
-    from millstream.admin.topics import default_replication
-
-    # It is only for a note, so a broker that does not tell is no failure.
-    with suppress(MillstreamError):
-        return await default_replication(client, min((await client.metadata(())).nodes))
-    return None
 
 
 def _print_description(described: dict[str, Any]) -> None:

@@ -22,8 +22,8 @@ from millstream.spark.position import (
     Position,
     Timestamps,
 )
-from millstream.wire.client import ListedOffset
 from millstream.wire.fetching import FetchLimits
+from millstream.wire.offset_listing import ListedOffset
 from millstream.wire.refusal import refusal
 
 Partitions = Mapping[str, Sequence[int]]

@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from datetime import timedelta
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from millstream.config import parse_address
 from millstream.model.errors import (
@@ -25,15 +24,16 @@ from millstream.model.errors import (
     RequestTimedOut,
     UnknownTopic,
 )
-from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.model.ids import NodeId, Offset, PartitionIndex
 from millstream.model.side_by_side import side_by_side
 from millstream.model.topic import TopicPartition
 from millstream.records.batch import read_header
-from millstream.wire import fetching, producing
+from millstream.wire import fetching, offset_listing, producing
 from millstream.wire.channel import Channel
 from millstream.wire.cluster_metadata import ClusterMetadata, NodeMetadata, from_response
 from millstream.wire.codec import load_request_class, load_response_class, response_body_at
 from millstream.wire.fetching import FetchAnswer, FetchLimits
+from millstream.wire.offset_listing import Listed, ListedOffset
 from millstream.wire.pool import BORROWED_MAX, Pool
 from millstream.wire.primitives import Buffer
 from millstream.wire.producing import Produced
@@ -58,14 +58,6 @@ _BLOCKING: Final = frozenset({1, 78}) | _OF_MEMBERS
 """Every request that a broker may hold back: Fetch and ShareFetch wait for records."""
 
 _GROUP_COORDINATOR: Final = 0
-
-
-class ListedOffset(NamedTuple):
-    """An offset looked up by time; -1 in both when no record is that young."""
-
-    offset: Offset
-    timestamp_ms: int
-    leader_epoch: Epoch
 
 
 _GIVEN_AS: Final = "with --brokers HOST:PORT"
@@ -327,7 +319,42 @@ class Client:
         self, topic: str, times_ms: Mapping[int, int], *, isolation: int = fetching.READ_UNCOMMITTED
     ) -> dict[int, ListedOffset]:
         """Look up offsets by time, per partition: -2 earliest, -1 latest, -3 of the largest timestamp, else a time."""
-        return await self._retrying(lambda: self._list_offsets(topic, times_ms, isolation))
+
+        async def attempt() -> dict[int, ListedOffset]:
+            by_leader: dict[NodeId, dict[TopicPartition, int]] = {}
+            for number, time_ms in times_ms.items():
+                wanted = by_leader.setdefault(await self._leader(topic, number), {})
+                wanted[TopicPartition(topic, PartitionIndex(number))] = time_ms
+            listed: dict[int, ListedOffset] = {}
+            for leader, wanted in by_leader.items():
+                found = await self._list_from(leader, wanted, isolation)
+                listed.update({where.partition: offset_listing.listed_in(found, where) for where in wanted})
+            return listed
+
+        return await self._retrying(attempt)
+
+    async def list_offsets_of(
+        self, times_ms: Mapping[TopicPartition, int], *, isolation: int = fetching.READ_UNCOMMITTED
+    ) -> Listed:
+        """Look up offsets in many topics at once, with one request per leader, or few if they are very many.
+
+        Each is asked for once: an error stands in the place of one whose leader is away or has moved, and the next call
+        asks for the new one.
+        """
+        unknown = sorted({where.topic for where in times_ms if where not in self._leaders})
+        if unknown:
+            await self.metadata(unknown)
+        listed: Listed = {where: NotLeader(f"{where} has no leader now") for where in times_ms}
+        by_leader: dict[NodeId, dict[TopicPartition, int]] = {}
+        for where, time_ms in times_ms.items():
+            if where in self._leaders:
+                by_leader.setdefault(self._leaders[where], {})[where] = time_ms
+        for found in await side_by_side(self._list_or_fail(*one, isolation) for one in by_leader.items()):
+            listed.update(found)
+        for where, one in listed.items():
+            if isinstance(one, MillstreamError):
+                self._leaders.pop(where, None)
+        return listed
 
     # -- one attempt ----------------------------------------------------------------------------------------
 
@@ -403,26 +430,26 @@ class Client:
         pool.mute(fetching.read_throttle_ms(version, frame) / 1000)
         return fetching.read_fetched(version, frame)
 
-    async def _list_offsets(self, topic: str, times_ms: Mapping[int, int], isolation: int) -> dict[int, ListedOffset]:
-        from kio.schema.list_offsets.v10 import request as messages
-        from kio.schema.types import BrokerId, TopicName
-        from kio.static.primitive import i8, i32, i64
+    async def _list_from(self, leader: NodeId, times_ms: Mapping[TopicPartition, int], isolation: int) -> Listed:
+        pool = await self._reach(leader)
+        listed: Listed = {}
+        for portion in offset_listing.portions(times_ms):
+            await pool.unmuted()
+            channel = await pool.shared()
+            key, newest, oldest = offset_listing.LIST_OFFSETS_KEY, offset_listing.NEWEST, offset_listing.OLDEST
+            version = channel.version_for(key, newest=newest, oldest=oldest)
+            body = offset_listing.write_listing(version, portion, isolation, self._timeout_s)
+            frame = await channel.exchange(key, version, [body], timeout_s=self._timeout_s)
+            found, pause_s = offset_listing.read_listed(version, frame)
+            pool.mute(pause_s)
+            listed.update(found)
+        return listed
 
-        by_leader: dict[NodeId, list[messages.ListOffsetsPartition]] = {}
-        for partition, time_ms in times_ms.items():
-            wanted = messages.ListOffsetsPartition(partition_index=i32(partition), timestamp=i64(time_ms))
-            by_leader.setdefault(await self._leader(topic, partition), []).append(wanted)
-        found: dict[int, ListedOffset] = {}
-        for leader, partitions in by_leader.items():
-            asked = messages.ListOffsetsTopic(name=TopicName(topic), partitions=tuple(partitions))
-            request = messages.ListOffsetsRequest(
-                replica_id=BrokerId(-1),
-                isolation_level=i8(isolation),
-                topics=(asked,),
-                timeout=_timedelta(self._timeout_s),
-            )
-            found.update(_listed(await self.send(leader, request)))
-        return found
+    async def _list_or_fail(self, leader: NodeId, times_ms: Mapping[TopicPartition, int], isolation: int) -> Listed:
+        try:
+            return await self._list_from(leader, times_ms, isolation)
+        except (RequestTimedOut, *TRANSIENT) as error:
+            return dict.fromkeys(times_ms, error)
 
     async def _find_coordinator(self, name: str, kind: int = _GROUP_COORDINATOR) -> NodeId:
         from kio.schema.find_coordinator.v6.request import FindCoordinatorRequest
@@ -560,17 +587,3 @@ class _AnswerLost(MillstreamError):
 
 def _places(addresses: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{host}:{port}" for host, port in addresses)
-
-
-def _timedelta(seconds: float) -> Any:
-    return timedelta(milliseconds=int(seconds * 1000))
-
-
-def _listed(response: Any) -> dict[int, ListedOffset]:
-    found: dict[int, ListedOffset] = {}
-    for topic in response.topics:
-        for one in topic.partitions:
-            if one.error_code:
-                raise refusal(one.error_code, None, about=f"offsets of {topic.name}-{one.partition_index}")
-            found[one.partition_index] = ListedOffset(Offset(one.offset), one.timestamp, Epoch(one.leader_epoch))
-    return found

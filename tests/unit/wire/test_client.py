@@ -28,7 +28,6 @@ from millstream.testing.scripted_broker import (
     API_VERSIONS,
     FETCH,
     FIND_COORDINATOR,
-    LIST_OFFSETS,
     METADATA,
     PRODUCE,
     ScriptedBroker,
@@ -392,26 +391,6 @@ async def test_the_coordinator_is_found_and_waited_for(broker: ScriptedBroker) -
     async with connect(broker) as client:
         assert await client.coordinator("g") == NODE
     assert not codes
-
-
-async def test_offsets_are_looked_up_by_time(broker: ScriptedBroker) -> None:
-    async def look_up(header: codec.RequestHeader, frame: memoryview) -> Any:
-        request = codec.read_request(LIST_OFFSETS, header.version, frame, header.body_at)
-        messages: Any = importlib.import_module("kio.schema.list_offsets.v10.response")
-        partitions = tuple(
-            messages.ListOffsetsPartitionResponse(
-                partition_index=one.partition_index, error_code=ErrorCode.none, offset=one.timestamp + 100, timestamp=5
-            )
-            for one in request.topics[0].partitions
-        )
-        topic = messages.ListOffsetsTopicResponse(name=request.topics[0].name, partitions=partitions)
-        return messages.ListOffsetsResponse(throttle_time=timedelta(0), topics=(topic,))
-
-    broker.handlers[LIST_OFFSETS] = look_up
-    async with connect(broker) as client:
-        found = await client.list_offsets("orders", {0: -2, 1: -1})
-    assert {partition: listed.offset for partition, listed in found.items()} == {0: 98, 1: 99}
-    assert found[0].timestamp_ms == 5
 
 
 # -- produce --------------------------------------------------------------------------------------------------

@@ -144,12 +144,21 @@ class PipelineDescription(msgspec.Struct, frozen=True):
     tables: list[TableDescription]
     """Where the tables of one that lands are."""
     report: PipelineReport | None
+    notes: list[str]
+    """What its owner should know, such as why it is not told where its tables are."""
 
 
 class RuleList(msgspec.Struct, frozen=True):
     """The rules of a pipeline, by their names."""
 
     rules: list[RoutingRule]
+
+
+class RulesChanged(RuleList, frozen=True):
+    """The rules of a pipeline after they were changed."""
+
+    notes: list[str]
+    """What its owner should know, such as topics that are not there yet."""
 
 
 class PipelineWanted(msgspec.Struct, frozen=True):
@@ -177,17 +186,23 @@ async def create(parts: Parts, asked: Asked[Nothing, NewPipeline]) -> PipelineCr
 
 async def describe(parts: Parts, asked: Asked[Any, Any]) -> PipelineDescription:
     """One pipeline."""
-    (told,) = await PipelineClient(parts.client).describe([asked.path["pipeline"]])
-    tables = [one._asdict() for one in await tables_of(parts.client, told)]
-    return msgspec.convert({**told, "tables": tables}, PipelineDescription)
+    return await _described(parts, asked.path["pipeline"], [])
+
+
+async def _described(parts: Parts, name: str, notes: list[str]) -> PipelineDescription:
+    (told,) = await PipelineClient(parts.client).describe([name])
+    found = await tables_of(parts.client, told)
+    tables = [one._asdict() for one in found.tables]
+    return msgspec.convert({**told, "tables": tables, "notes": notes + found.notes}, PipelineDescription)
 
 
 async def change(parts: Parts, asked: Asked[Nothing, PipelineChanges]) -> PipelineDescription:
     """Change a pipeline, and say how it is then."""
     if not asked.body.settings:
         raise invalid("there is nothing to change; give settings")
-    await PipelineClient(parts.client).alter(asked.path["pipeline"], changes_of(asked.body.settings))
-    return await describe(parts, asked)
+    name = asked.path["pipeline"]
+    notes = await PipelineClient(parts.client).alter(name, changes_of(asked.body.settings))
+    return await _described(parts, name, notes)
 
 
 async def delete(parts: Parts, asked: Asked[Nothing, Nothing]) -> None:
@@ -209,17 +224,22 @@ async def stop(parts: Parts, asked: Asked[Nothing, Nothing]) -> PipelineWanted:
 
 async def list_rules(parts: Parts, asked: Asked[Any, Any]) -> RuleList:
     """The rules of a pipeline."""
-    return RuleList((await describe(parts, asked)).rules)
+    return RuleList(await _rules(parts, asked.path["pipeline"]))
 
 
-async def change_rules(parts: Parts, asked: Asked[Nothing, RuleChanges]) -> RuleList:
+async def change_rules(parts: Parts, asked: Asked[Nothing, RuleChanges]) -> RulesChanged:
     """Change rules in one step, and say which there are then."""
-    said = asked.body
+    said, name = asked.body, asked.path["pipeline"]
     if not said.put and not said.delete:
         raise invalid("there is nothing to change; give rules to put or names to delete")
     rules = [_rule(one) for one in said.put]
-    await PipelineClient(parts.client).change_rules(asked.path["pipeline"], rules, gone=said.delete)
-    return await list_rules(parts, asked)
+    changed = await PipelineClient(parts.client).change_rules(name, rules, gone=said.delete)
+    return RulesChanged(await _rules(parts, name), changed.notes)
+
+
+async def _rules(parts: Parts, name: str) -> list[RoutingRule]:
+    (told,) = await PipelineClient(parts.client).describe([name])
+    return msgspec.convert(told["rules"], list[RoutingRule])
 
 
 def _rule(told: RoutingRule) -> Rule:
@@ -252,5 +272,5 @@ ROUTES: Final = (
     _route("POST", f"{_ONE}/start", "Have a pipeline run; one that is parked is tried again", start, PipelineWanted),
     _route("POST", f"{_ONE}/stop", "Have a pipeline run no more", stop, PipelineWanted),
     _route("GET", f"{_ONE}/rules", "List the rules of a pipeline that routes", list_rules, RuleList),
-    _route("PATCH", f"{_ONE}/rules", "Put and delete rules in one step", change_rules, RuleList, body=RuleChanges),
+    _route("PATCH", f"{_ONE}/rules", "Put and delete rules in one step", change_rules, RulesChanged, body=RuleChanges),
 )

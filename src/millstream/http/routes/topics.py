@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from millstream.admin.pipelines import land_topic
 from millstream.admin.topic_document import CARD, describe_topic, replication_of
+from millstream.admin.topic_notes import notes_on_change, notes_on_deletion, notes_on_new
 from millstream.admin.topics import (
     alter_topic,
     check_settings_exist,
@@ -53,6 +54,8 @@ class TopicCreated(TopicSummary, frozen=True):
 
     pipeline: str | None
     """The pipeline that keeps a table of it, if that was asked for."""
+    notes: list[str]
+    """What its owner should know, such as copies that it does not have."""
 
 
 class TopicList(msgspec.Struct, frozen=True):
@@ -135,6 +138,21 @@ class TopicDescription(msgspec.Struct, frozen=True):
     """Those settings that the topic's owner set."""
 
 
+class TopicChanged(TopicDescription, frozen=True):
+    """A topic as it is after it was changed."""
+
+    notes: list[str]
+    """What its owner should know, such as messages that a pipeline has not taken yet."""
+
+
+class TopicDeleted(msgspec.Struct, frozen=True):
+    """A topic that was deleted."""
+
+    topic: str
+    notes: list[str]
+    """Who read it, and what they had not taken yet."""
+
+
 async def list_topics(parts: Parts, asked: Asked[Listing, Nothing]) -> TopicList:
     """All topics."""
     topics = (await parts.client.metadata()).topics.values()
@@ -156,8 +174,9 @@ async def create(parts: Parts, asked: Asked[Nothing, NewTopic]) -> TopicCreated:
         settings={key: text for key, text in settings.items() if text},
     )
     pipeline = await land_topic(parts.client, new.called) if new.land else None
-    made = _summary(await find_topic(parts.client, new.called))
-    return TopicCreated(**msgspec.structs.asdict(made), pipeline=pipeline)
+    made = await find_topic(parts.client, new.called)
+    notes = await notes_on_new(parts.client, made) if new.replication is None else []
+    return TopicCreated(**msgspec.structs.asdict(_summary(made)), pipeline=pipeline, notes=notes)
 
 
 async def describe(parts: Parts, asked: Asked[Nothing, Nothing]) -> TopicDescription:
@@ -165,26 +184,29 @@ async def describe(parts: Parts, asked: Asked[Nothing, Nothing]) -> TopicDescrip
     return msgspec.convert(await describe_topic(parts.client, asked.path["topic"], advice=ADVICE), TopicDescription)
 
 
-async def alter(parts: Parts, asked: Asked[Nothing, TopicChanges]) -> TopicDescription:
+async def alter(parts: Parts, asked: Asked[Nothing, TopicChanges]) -> TopicChanged:
     """Change a topic, and say how it is then."""
     name, said = asked.path["topic"], asked.body
     settings = changes_of(said.settings)
     changes: dict[str, str | None] = {**settings, **{key: text or None for key, text in _card(said).items()}}
     if not changes and said.partitions is None:
         raise invalid("there is nothing to change; give settings, partitions or what is said about the topic")
-    await find_topic(parts.client, name, advice=ADVICE)
+    topic = await find_topic(parts.client, name, advice=ADVICE)
     await check_settings_exist(parts.client, name, [key for key, value in settings.items() if value is None])
     if changes:
         await alter_topic(parts.client, name, changes)
     if said.partitions is not None:
         await grow_topic(parts.client, name, said.partitions)
-    return await describe(parts, Asked(asked.path, Nothing(), Nothing(), asked.headers, asked.room))
+    notes = await notes_on_change(parts.client, topic, changes, said.partitions)
+    return msgspec.convert({**await describe_topic(parts.client, name, advice=ADVICE), "notes": notes}, TopicChanged)
 
 
-async def delete(parts: Parts, asked: Asked[Nothing, Nothing]) -> None:
+async def delete(parts: Parts, asked: Asked[Nothing, Nothing]) -> TopicDeleted:
     """Delete a topic and every message in it."""
-    await find_topic(parts.client, asked.path["topic"], advice=ADVICE)
-    await delete_topic(parts.client, asked.path["topic"])
+    name = asked.path["topic"]
+    notes = await notes_on_deletion(parts.client, await find_topic(parts.client, name, advice=ADVICE))
+    await delete_topic(parts.client, name)
+    return TopicDeleted(name, notes)
 
 
 def _card(said: NewTopic | TopicChanges) -> dict[str, str]:
@@ -239,7 +261,7 @@ ROUTES: Final = (
         handle=alter,
         query=Nothing,
         body=TopicChanges,
-        answer=TopicDescription,
+        answer=TopicChanged,
         **_SHARED,
     ),
     Route(
@@ -249,8 +271,7 @@ ROUTES: Final = (
         handle=delete,
         query=Nothing,
         body=Nothing,
-        answer=None,
-        status=HTTPStatus.NO_CONTENT,
+        answer=TopicDeleted,
         **_SHARED,
     ),
 )

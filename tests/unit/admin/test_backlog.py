@@ -1,0 +1,138 @@
+"""What pipelines have not taken: where each begins, what is asked for, and what holds while a leader is away."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from millstream.admin import backlog
+from millstream.admin.backlog import Backlogs, Reader, reader_of
+from millstream.admin.topic_pipelines import Reading
+from millstream.model.errors import CoordinatorUnavailable, MillstreamError, NotLeader
+from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.model.pipeline import Pipeline, PipelineKind, Rule
+from millstream.model.topic import TopicPartition
+from millstream.testing.pipeline_script import landing
+from millstream.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
+from millstream.wire.offset_listing import Listed, ListedOffset
+
+EARLIEST, LATEST = -2, -1
+
+
+def at(topic: str, number: int = 0) -> TopicPartition:
+    return TopicPartition(topic, PartitionIndex(number))
+
+
+def read(pipeline: Pipeline) -> Reader:
+    reader = reader_of(pipeline)
+    assert reader is not None
+    return reader
+
+
+class Cluster:
+    """Topics of one partition each, as a client tells of them; it stands in for the client."""
+
+    def __init__(self, **bounds: tuple[int, int]) -> None:
+        self.bounds = bounds
+        self.committed: dict[str, dict[TopicPartition, int] | MillstreamError] = {}
+        self.away: set[str] = set()
+        self.asked: list[tuple[int, set[str]]] = []
+
+    def topic(self, name: str) -> TopicMetadata:
+        one = PartitionMetadata(
+            partition=PartitionIndex(0), leader_id=NodeId(1), leader_epoch=Epoch(0), replicas=(), in_sync=()
+        )
+        is_internal = name.startswith("__")
+        return TopicMetadata(name=name, topic_id=uuid.uuid4(), is_internal=is_internal, partitions={one.partition: one})
+
+    async def metadata(self, topics: Sequence[str] | None) -> ClusterMetadata:
+        names = self.bounds if topics is None else [name for name in topics if name in self.bounds]
+        found = {name: self.topic(name) for name in names}
+        return ClusterMetadata(cluster_id="c", controller_id=NodeId(1), nodes={}, topics=found, errors={})
+
+    async def list_offsets_of(self, times_ms: Mapping[TopicPartition, int], *, isolation: int) -> Listed:
+        if times_ms:
+            self.asked.append((next(iter(times_ms.values())), {where.topic for where in times_ms}))
+        return {where: self._listed(where, time_ms) for where, time_ms in times_ms.items()}
+
+    def _listed(self, where: TopicPartition, time_ms: int) -> ListedOffset | MillstreamError:
+        if where.topic in self.away:
+            return NotLeader("its leader is away")
+        start, end = self.bounds[where.topic]
+        return ListedOffset(Offset(end if time_ms == LATEST else start), -1, Epoch(0))
+
+    async def committed_by_group(self, client: Any, names: Sequence[str]) -> dict[str, Any]:
+        return {name: self.committed.get(name, {}) for name in names}
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster(orders=(10, 100), parcels=(0, 50), __own=(0, 5))
+    monkeypatch.setattr(backlog, "committed_by_group", made.committed_by_group)
+    return made
+
+
+def backlogs_of(cluster: Cluster) -> Backlogs:
+    client: Any = cluster
+    return Backlogs(client)
+
+
+async def test_those_that_have_not_begun_wait_for_all_that_is_there_or_for_nothing(cluster: Cluster) -> None:
+    route = Pipeline(
+        pipeline_id=uuid.uuid4(),
+        name="route",
+        kind=PipelineKind.ROUTE,
+        overrides={"from": "latest"},
+        rules=tuple(Rule(name=name, topic=name, targets=("queue",)) for name in ("orders", "parcels")),
+    )
+    newest = landing("newest", topics="", pattern=".*", **{"from": "latest"})
+    readers = [read(one) for one in (landing("all", topics="", pattern=".*"), newest, route)]
+    backlogs = backlogs_of(cluster)
+    assert await backlogs.lags(readers) == {"all": 140, "newest": 0, "route": 0}
+    # Once it lands others, a topic that comes is landed from its first message on; a route begins each at its end.
+    cluster.committed = {one.group: {at("orders"): 100} for one in readers}
+    assert await backlogs.lags(readers) == {"all": 50, "newest": 50, "route": 0}
+    cluster.committed = {one.group: {at("orders"): 3, at("parcels"): 70} for one in readers}
+    assert set((await backlogs.lags(readers)).values()) == {90}
+
+
+async def test_only_what_is_needed_is_asked_for(cluster: Cluster) -> None:
+    reader = read(landing("mine", topics="orders,parcels"))
+    cluster.committed = {reader.group: {at("orders"): 100, at("parcels"): 49}}
+    backlogs = backlogs_of(cluster)
+    assert await backlogs.lags([reader]) == {"mine": 1}
+    assert cluster.asked == [(LATEST, {"orders", "parcels"}), (EARLIEST, {"parcels"})]
+    assert await backlogs.in_topic([reader], cluster.topic("orders")) == {"mine": (90, 0)}
+    assert cluster.asked[2:] == [(LATEST, {"orders"}), (EARLIEST, {"orders"})]
+
+
+async def test_what_was_known_holds_while_a_leader_is_away(cluster: Cluster) -> None:
+    reader, other = read(landing("mine", topics="orders,parcels")), read(landing("other", topics="parcels"))
+    cluster.committed = {reader.group: {at("orders"): 90, at("parcels"): 0}}
+    backlogs = backlogs_of(cluster)
+    cluster.away = {"orders"}
+    assert await backlogs.lags([reader, other]) == {"other": 50}
+    cluster.away = set()
+    assert await backlogs.lags([reader, other]) == {"mine": 60, "other": 50}
+    cluster.away, cluster.bounds["parcels"] = {"orders"}, (0, 70)
+    assert await backlogs.lags([reader, other]) == {"mine": 80, "other": 70}
+    cluster.committed[other.group] = CoordinatorUnavailable("it moves")
+    assert await backlogs.lags([reader, other]) == {"mine": 80}
+
+
+def test_sentences_say_what_is_lost_with_a_topic() -> None:
+    whole, newest = read(landing("whole")), read(landing("newest", **{"from": "latest"}))
+    done = backlog.Backlog(5, 0)
+    assert Reading(whole, None).sentence("orders") == (
+        "Pipeline whole lands orders; how much of it is landed is not known now."
+    )
+    assert Reading(whole, done).sentence("orders") == "Pipeline whole lands orders; every message is landed."
+    assert Reading(newest, done).sentence("orders") == (
+        "Pipeline newest lands orders; every message since it began is landed."
+    )
+    assert Reading(whole, backlog.Backlog(5, 1200)).sentence("orders") == (
+        "Pipeline whole lands orders, of which 1,200 messages are not landed yet."
+    )

@@ -1,0 +1,82 @@
+"""Offsets as a client looks them up, of one topic or of many, against a scripted broker."""
+
+from __future__ import annotations
+
+import importlib
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from kio.schema.errors import ErrorCode
+
+from millstream.model.errors import BrokerUnreachable, NotLeader, UnknownTopic
+from millstream.model.ids import PartitionIndex
+from millstream.model.topic import TopicPartition
+from millstream.testing.scripted_broker import LIST_OFFSETS, METADATA, ScriptedBroker
+from millstream.wire import codec
+from millstream.wire.client import Client
+from millstream.wire.offset_listing import ListedOffset
+
+
+def connect(broker: ScriptedBroker) -> Client:
+    return Client.connect(broker.address, client_id="test", timeout_s=60.0)
+
+
+async def hang_up(header: codec.RequestHeader, frame: memoryview) -> Any:
+    raise EOFError
+
+
+async def look_up(header: codec.RequestHeader, frame: memoryview) -> Any:
+    """Answer with the time as an offset, but of partition 7 with an error."""
+    request = codec.read_request(LIST_OFFSETS, header.version, frame, header.body_at)
+    messages: Any = importlib.import_module("kio.schema.list_offsets.v10.response")
+
+    def answer(one: Any) -> Any:
+        code = ErrorCode.unknown_topic_or_partition if one.partition_index == 7 else ErrorCode.none
+        return messages.ListOffsetsPartitionResponse(
+            partition_index=one.partition_index, error_code=code, offset=one.timestamp + 100, timestamp=5
+        )
+
+    topics = tuple(
+        messages.ListOffsetsTopicResponse(name=topic.name, partitions=tuple(map(answer, topic.partitions)))
+        for topic in request.topics
+    )
+    return messages.ListOffsetsResponse(throttle_time=timedelta(0), topics=topics)
+
+
+@pytest.mark.parametrize("newest", range(2, 12))
+async def test_offsets_are_looked_up_by_time(broker: ScriptedBroker, newest: int) -> None:
+    broker.served[LIST_OFFSETS] = (1, newest)
+    broker.handlers[LIST_OFFSETS] = look_up
+    async with connect(broker) as client:
+        found = await client.list_offsets("orders", {0: -2, 1: -1})
+    assert {partition: listed.offset for partition, listed in found.items()} == {0: 98, 1: 99}
+    assert found[0].timestamp_ms == 5
+
+
+async def test_offsets_of_many_topics_are_looked_up_with_few_requests(broker: ScriptedBroker) -> None:
+    broker.handlers[LIST_OFFSETS] = look_up
+    broker.topics = {f"topic-{at}": 3 for at in range(300)} | {"wide": 8}
+    wanted = {TopicPartition(f"topic-{at}", PartitionIndex(number)): -2 for at in range(300) for number in range(3)}
+    odd = {TopicPartition(*where): -1 for where in (("wide", PartitionIndex(7)), ("gone", PartitionIndex(0)))}
+    async with connect(broker) as client:
+        found = await client.list_offsets_of({**wanted, **odd})
+        asked = [broker.asked(key) for key in (METADATA, LIST_OFFSETS)]
+        await client.list_offsets_of(wanted)
+    assert asked == [1, 2]
+    # Whom to ask is known by then.
+    assert [broker.asked(key) for key in (METADATA, LIST_OFFSETS)] == [1, 4]
+    assert {one.offset for where in wanted if isinstance(one := found[where], ListedOffset)} == {98}
+    unknown, gone = (found[where] for where in odd)
+    assert isinstance(unknown, UnknownTopic)
+    assert isinstance(gone, NotLeader)
+
+
+async def test_a_leader_that_is_away_is_told_in_the_place_of_its_offsets(broker: ScriptedBroker) -> None:
+    broker.handlers[LIST_OFFSETS] = hang_up
+    where = TopicPartition("orders", PartitionIndex(0))
+    async with connect(broker) as client:
+        assert isinstance((await client.list_offsets_of({where: -1}))[where], BrokerUnreachable)
+        broker.handlers[LIST_OFFSETS] = look_up
+        assert isinstance((await client.list_offsets_of({where: -1}))[where], ListedOffset)
+        assert await client.list_offsets_of({}) == {}
