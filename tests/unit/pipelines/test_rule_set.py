@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +18,27 @@ from millstream.subscriptions.filter.batch import RecordBatch
 from millstream.subscriptions.filter.filter import compile_filter
 from millstream.subscriptions.filter.uses import Uses
 
-VALUES: list[Any] = ["eu", "us", "5", "true", "", 5, 5.0, 7, True, None, [1], {"a": 1}, -0.0, 0, 2**70]
+VALUES: list[Any] = [
+    "eu",
+    "us",
+    "5",
+    "true",
+    "",
+    5,
+    5.0,
+    7,
+    True,
+    None,
+    [1],
+    {"a": 1},
+    -0.0,
+    0,
+    2**53,
+    2**53 + 1,
+    2**70,
+    3,
+    1e300,
+]
 CONDITIONS = [
     "payload.region = 'eu'",
     "'us' = payload.region",
@@ -38,6 +59,17 @@ CONDITIONS = [
     "NOT payload.region = 'eu'",
     "topic = 'orders'",
     "payload.region = TRUE",
+    "payload.total > 3",
+    "5 <= payload.total",
+    "payload.total BETWEEN 0 AND 5",
+    "payload.total >= 0 AND payload.total < 7",
+    "payload.total > 3 AND payload.region LIKE 'e%'",
+    "payload.total > 3 AND payload.region < 'v' AND payload.region > 2",
+    "payload.total > 9007199254740993",
+    "payload.total <= 9007199254740992.0",
+    "payload.total < 5 AND payload.total > 6",
+    "payload.total BETWEEN 3 AND NULL",
+    "NOT payload.total > 3",
     "offset = 2",
 ]
 
@@ -55,7 +87,7 @@ ways = st.lists(
 )
 
 
-def batch_of(made: list[tuple[Any, Any, str | None, bytes | None]]) -> RecordBatch:
+def batch_of(made: Sequence[tuple[Any, Any, str | None, bytes | None]]) -> RecordBatch:
     records = [
         Record(
             offset=Offset(offset),
@@ -89,9 +121,8 @@ def test_grouped_rules_match_what_each_of_them_matches(
     assert found == plainly(ways, batch)
 
 
-def test_a_thousand_rules_that_name_values_ask_about_few_messages() -> None:
-    rules = RuleSet([Way(f"payload.region = 'r{number}' AND payload.total > 1", ("t",)) for number in range(1000)])
-    batch = batch_of([(f"r{number}", 5, None, None) for number in range(20)])
+def counted(rules: RuleSet) -> list[int]:
+    """Note of how many messages each condition is asked."""
     asked: list[int] = []
     for condition in rules._conditions:
         program = condition.filter._program
@@ -102,8 +133,23 @@ def test_a_thousand_rules_that_name_values_ask_about_few_messages() -> None:
             return run(*columns)
 
         program.run = counting
+    return asked
+
+
+def test_a_thousand_rules_that_name_values_ask_about_few_messages() -> None:
+    rules = RuleSet([Way(f"payload.region = 'r{number}' AND payload.total > 1", ("t",)) for number in range(1000)])
+    batch = batch_of([(f"r{number}", 5, None, None) for number in range(20)])
+    asked = counted(rules)
     assert rules.matches(batch)["t"].tolist() == list(range(20))
     assert asked == [1] * 20
+
+
+def test_a_thousand_rules_that_set_bounds_ask_about_what_lies_within_them() -> None:
+    rules = RuleSet([Way(f"payload.total > {number} AND payload.region LIKE 'e%'", ("t",)) for number in range(1000)])
+    batch = batch_of([("eu", 0.5, None, None)] * 20 + [("eu", 2.5, None, None)])
+    asked = counted(rules)
+    assert rules.matches(batch)["t"].tolist() == list(range(21))
+    assert asked == [21, 1, 1]
 
 
 def test_rules_are_compiled_once_in_a_process() -> None:

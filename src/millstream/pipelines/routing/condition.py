@@ -2,7 +2,7 @@
 
 A condition that holds only where some field has one of some values, such as `payload.region = 'eu' AND …`, is looked
 at only for messages that have one. With a thousand rules that name a thousand values, a message is then compared with
-few of them.
+few of them. A condition that sets bounds to a number is looked at only for messages that lie within them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from millstream.pipelines.routing.span import Span, span_of
 from millstream.subscriptions.filter.canonical import canonical_text
 from millstream.subscriptions.filter.code import Program
 from millstream.subscriptions.filter.filter import Filter
@@ -51,7 +52,7 @@ class Condition:
     """A condition, and its handle if it has one."""
 
     filter: Filter
-    handle: Handle | None
+    handle: Handle | Span | None
 
 
 def compile_condition(text: str) -> Condition:
@@ -62,12 +63,12 @@ def compile_condition(text: str) -> Condition:
     return Condition(compiled, _handle(node))
 
 
-def _handle(node: Node) -> Handle | None:
+def _handle(node: Node) -> Handle | Span | None:
     parts = node.parts if isinstance(node, Junction) and node.operator == "AND" else (node,)
     found = [handle for part in parts for handle in _handles(part, is_all=len(parts) == 1)]
     # Texts tell messages apart better than numbers, as a rule.
     found.sort(key=lambda handle: handle.kind is not Kind.TEXT)
-    return found[0] if found else None
+    return found[0] if found else span_of(parts)
 
 
 def _handles(part: Node, *, is_all: bool) -> Iterator[Handle]:

@@ -8,14 +8,12 @@ from functools import lru_cache, reduce
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from millstream.pipelines.routing.condition import Condition, Source, compile_condition
+from millstream.pipelines.routing.condition import Condition, Handle, Source, compile_condition
+from millstream.pipelines.routing.span import Rows, Span, Spans
 from millstream.subscriptions.filter.batch import DecodedBatch
 from millstream.subscriptions.filter.node import Column, Header, Kind, Payload, Value
 from millstream.subscriptions.filter.uses import Uses
-
-Rows = npt.NDArray[np.int64]
 
 RULE_SETS_KEPT: Final = 64
 """How many sets a process keeps compiled; each topic of a route is one."""
@@ -36,7 +34,6 @@ class _Index:
     """The conditions that name values of one field."""
 
     by_value: dict[Value, list[int]] = field(default_factory=dict)
-    whole: set[int] = field(default_factory=set)
     members: list[int] = field(default_factory=list)
 
 
@@ -90,6 +87,9 @@ class RuleSet:
         self._conditions: list[Condition] = [compile_condition(text) for text in targets]
         self._targets = [tuple(sorted(named)) for named in targets.values()]
         self._indexes: dict[tuple[Source, Kind], _Index] = {}
+        self._spans: dict[Payload, Spans] = {}
+        self._whole: set[int] = set()
+        """Conditions that say nothing but what they are looked up by."""
         self._others: list[int] = []
         for number, condition in enumerate(self._conditions):
             self._add(number, condition)
@@ -103,42 +103,63 @@ class RuleSet:
             for target in self._targets[number]:
                 found.setdefault(target, []).append(rows)
         # Several rules may send a message to the same target, which gets it once.
-        return {
-            target: several[0] if len(several) == 1 else np.unique(np.concatenate(several))
-            for target, several in found.items()
-        }
+        return {target: _together(several, len(batch)) for target, several in found.items()}
 
     # -- how ------------------------------------------------------------------------------------------------------
 
     def _add(self, number: int, condition: Condition) -> None:
         handle = condition.handle
-        if handle is None:
-            self._others.append(number)
-            return
-        index = self._indexes.setdefault((handle.source, handle.kind), _Index())
-        index.members.append(number)
-        if handle.is_all:
-            index.whole.add(number)
-        for value in dict.fromkeys(handle.values):
-            index.by_value.setdefault(value, []).append(number)
+        if handle is not None and handle.is_all:
+            self._whole.add(number)
+        match handle:
+            case None:
+                self._others.append(number)
+            case Span():
+                self._spans.setdefault(handle.source, Spans()).add(number, handle)
+            case Handle():
+                index = self._indexes.setdefault((handle.source, handle.kind), _Index())
+                index.members.append(number)
+                for value in dict.fromkeys(handle.values):
+                    index.by_value.setdefault(value, []).append(number)
 
     def _matching(self, batch: DecodedBatch) -> Iterator[tuple[int, Rows]]:
         for number in self._others:
-            rows = np.flatnonzero(self._conditions[number].filter.matches(batch))
-            if rows.size:
-                yield number, rows
+            yield from self._ask_all(number, batch)
         for (source, kind), index in self._indexes.items():
             yield from self._looked_up(batch, source, kind, index)
+        for source, spans in self._spans.items():
+            yield from self._between(batch, source, spans)
 
     def _looked_up(self, batch: DecodedBatch, source: Source, kind: Kind, index: _Index) -> Iterator[tuple[int, Rows]]:
         groups, odd = _grouped(batch.column(source), _KINDS[kind], index.by_value)
         for value, rows in groups.items():
             picked = Picked(batch, rows)
             for number in index.by_value[value]:
-                yield from self._ask(number, picked, rows, is_sure=number in index.whole)
+                yield from self._ask(number, picked, rows, is_sure=number in self._whole)
+        yield from self._ask_odd(index.members, batch, odd)
+
+    def _between(self, batch: DecodedBatch, source: Payload, spans: Spans) -> Iterator[tuple[int, Rows]]:
+        found, odd = spans.within(batch.column(source))
+        for number, rows in found:
+            if number in self._whole:
+                yield number, rows
+            elif 2 * rows.size > len(batch):
+                # To pick most of a batch takes longer than to ask about all of it. The odd ones are in that.
+                yield from self._ask_all(number, batch)
+            else:
+                chosen = rows.tolist()
+                yield from self._ask(number, Picked(batch, chosen), chosen, is_sure=False)
+        yield from self._ask_odd(spans.members, batch, odd)
+
+    def _ask_all(self, number: int, batch: DecodedBatch) -> Iterator[tuple[int, Rows]]:
+        rows = np.flatnonzero(self._conditions[number].filter.matches(batch))
+        if rows.size:
+            yield number, rows
+
+    def _ask_odd(self, members: Sequence[int], batch: DecodedBatch, odd: Sequence[int]) -> Iterator[tuple[int, Rows]]:
         if odd:
             picked = Picked(batch, odd)
-            for number in index.members:
+            for number in members:
                 yield from self._ask(number, picked, odd, is_sure=False)
 
     def _ask(self, number: int, picked: Picked, rows: Sequence[int], *, is_sure: bool) -> Iterator[tuple[int, Rows]]:
@@ -153,6 +174,16 @@ class RuleSet:
 def rule_set(ways: tuple[Way, ...]) -> RuleSet:
     """The rules, compiled once in a process however many batches there are."""
     return RuleSet(ways)
+
+
+def _together(several: Sequence[Rows], size: int) -> Rows:
+    """All of several, in their order and once each."""
+    if len(several) == 1:
+        return several[0]
+    is_among = np.zeros(size, np.bool_)
+    for rows in several:
+        is_among[rows] = True
+    return np.flatnonzero(is_among)
 
 
 def _grouped(
