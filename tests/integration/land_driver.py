@@ -4,10 +4,12 @@
 
 `fault` is where the process kills itself: `before-commit`, when all files are written; `between-topics`, when one of
 several tables has its commit; `before-quarantine`, when a table has its commit and its quarantine does not;
-`before-compaction` and `after-compaction`, around the commit of one; `in-vacuum`, when one of two tables has lost its
-old files. Or it strikes a task that has written its files
-and did not tell yet: `kill-worker` kills its process, `kill-executor` the executor. Everything is landed as of the
-moment `landed`, an hour before, so that there is something to compact.
+`before-compaction` and `after-compaction`, around the commit of one; `before-widening` and `after-widening`, around the
+commit of a column that takes fractions from now on; `after-look` and `after-rewriting`, when all of its files were
+looked into, or written anew; `in-vacuum`, when one of two tables has lost its old files. Or it strikes a task that has
+written its files and did not tell yet: `kill-worker` kills its process, `kill-executor` the executor, `kill-rewriting`
+the process of one that writes files anew. Everything is landed as of the moment `landed`, an hour before, so that there
+is something to compact.
 
 With `until` it goes on until there is such a file and nothing is left, whatever else fails meanwhile; `more` are the
 settings of other pipelines that take turns with the first.
@@ -20,7 +22,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,15 @@ import psutil
 from pyspark import TaskContext
 
 from millstream.lake import compaction
+from millstream.lake.active_files import ActiveFile
 from millstream.lake.delta_log import DeltaLog
+from millstream.lake.rewriting import Look, Rewrite
 from millstream.model.errors import MillstreamError
 from millstream.model.pipeline import Pipeline, PipelineKind
 from millstream.pipelines import land
 from millstream.pipelines.job import JobContext
 from millstream.pipelines.land import LandJob
+from millstream.pipelines.landing.file_tasks import FileTasks
 from millstream.pipelines.landing.manifest import Report
 from millstream.pipelines.landing.plan import Stretch
 from millstream.pipelines.landing.task import LandTasks
@@ -82,6 +87,34 @@ def struck_tasks(folder: str, fault: str) -> type[LandTasks]:
     return Struck
 
 
+def struck_file_tasks(folder: str, fault: str) -> type[FileTasks]:
+    """Tasks with files of which one is struck, once, when it has written a file anew."""
+
+    class Struck(FileTasks):
+        def _done(self, files: Sequence[ActiveFile]) -> list[str]:
+            results = super()._done(files)
+            mark = Path(folder, f"struck-{fault}")
+            if isinstance(self._work, Rewrite) and not mark.exists():
+                mark.touch()
+                die()
+            return results
+
+    return Struck
+
+
+def plant_in_widening(fault: str, folder: str) -> None:
+    """Put a fault where columns are widened."""
+    if fault == "kill-rewriting":
+        setattr(land, "FileTasks", struck_file_tasks(folder, fault))  # noqa: B010
+    elif fault.endswith("-widening"):
+        replace_all = dying(DeltaLog.replace_all, after=fault.startswith("after"))
+        DeltaLog.replace_all = replace_all  # type: ignore[method-assign]
+    else:
+        struck = Look if fault == "after-look" else Rewrite
+        is_struck = lambda _job, work, _files: isinstance(work, struck)  # noqa: E731
+        LandJob._with_files = dying(LandJob._with_files, after=True, when=is_struck)  # type: ignore[method-assign]
+
+
 def plant(fault: str, folder: str) -> None:
     """Put a fault where it belongs."""
     if fault == "before-commit":
@@ -95,6 +128,8 @@ def plant(fault: str, folder: str) -> None:
         compaction._replaced = dying(compaction._replaced, after=fault.startswith("after"))
     elif fault == "in-vacuum":
         DeltaLog.vacuum = dying(DeltaLog.vacuum, after=True)  # type: ignore[method-assign]
+    elif fault.endswith(("-widening", "-look", "-rewriting")):
+        plant_in_widening(fault, folder)
     elif fault.startswith("kill-"):
         setattr(land, "LandTasks", struck_tasks(folder, fault))  # noqa: B010
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from urllib import request
 import deltalake
 import duckdb
 import polars
+import pyarrow
 import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
@@ -23,8 +25,12 @@ from pyarrow import parquet
 
 from millstream.model.errors import InvalidSetting, UnknownTopic
 from millstream.model.pipeline import Pipeline, PipelineKind
+from millstream.pipelines import land
 from millstream.pipelines.job import JobContext, Step
 from millstream.pipelines.land import LandJob
+from millstream.pipelines.landing.manifest import Report
+from millstream.pipelines.landing.plan import Stretch
+from millstream.pipelines.landing.task import LandTasks
 from millstream.spark.session import session
 from millstream.testing.server import Server
 
@@ -187,18 +193,68 @@ def test_payloads_become_columns_that_grow(shore: Shore, topic: str) -> None:
     run(job)
     job.close()
     rows = {row["value"]: row for row in shore.rows(topic)}
-    assert len(rows) == 25
+    assert len(rows) == 26
     assert [rows[b'{"id": 7, "total": 1}'][name] for name in ("id", "total", "new")] == [7, 1, None]
+    more = rows[b'{"id": 20, "total": 2.5, "buyer": {"name": "Ann"}, "tags": ["a"], "key": "mine"}']
+    assert [more[name] for name in ("total", "tags", "payload_key")] == [2.5, ["a"], "mine"]
     assert rows[b'{"id": 21, "buyer": {"name": "Bob", "age": 30}}']["buyer"] == {"name": "Bob", "age": 30}
     assert rows[b'{"id": 22, "buyer": {"name": 5, "age": 1.0}}']["buyer"] == {"name": "5", "age": 1}
     assert rows[b'{"new": true}']["new"] is True
     assert rows[None]["id"] is None
     quarantined = {row["value"]: row["reason"] for row in shore.rows(topic, "__quarantine")}
     assert quarantined == {
-        b'{"id": 20, "total": 2.5, "buyer": {"name": "Ann"}, "tags": ["a"], "key": "mine"}': "total: 2.5 is no long",
         b'{"id": "x"}': 'id: "x" is no long',
         b"no json": "the payload is not JSON: Expecting value: line 1 column 1 (char 0)",
     }
+
+
+def test_columns_of_whole_numbers_take_fractions_later(shore: Shore, topic: str) -> None:
+    shore.create(topic, partitions=2)
+    other = shore.create(f"{topic}-other")
+    job = shore.job(pattern=f"{topic}.*", decode="json", batch_max_messages="50")
+    published = shore.publish(topic, [{"n": n, "in": {"a": [n]}, "id": 2**60 + n} for n in range(120)])
+    shore.publish(other, [{"n": 1}])
+    run(job)
+    published += shore.publish(topic, [{"n": 0.5, "in": {"a": [1, 2.25]}, "new": 1}, {"id": 1.5}, {"n": 2**70}])
+    shore.publish(other, [{"n": 2.0}])
+    assert sum(step.counts["widened"] for step in run(job)) == 2
+    published += shore.publish(topic, [{"n": 4, "id": 2.5}, {"n": 4.5}])
+    assert run(job)[-1].counts["widened"] == 0
+    job.close()
+    rows = {(row["partition"], row["offset"]): row for row in shore.rows(topic)}
+    for partition, offset, _key, value in published:
+        document = json.loads(value or b"")
+        row = rows.pop((partition, offset), None)
+        assert (row is None) == isinstance(document.get("id"), float)
+        assert row is None or {name: row[name] for name in document} == document
+    assert not rows
+    schema = pyarrow.schema(deltalake.DeltaTable(str(shore.lake / topic)).schema().to_arrow())
+    kinds = {field.name: str(field.type) for field in schema}
+    assert [kinds[name] for name in ("n", "id", "in")] == ["double", "int64", "struct<a: list<element: double>>"]
+    told = re.compile(r"id: [12]\.5 is no long; id stays long: it has \d+, which is beyond what doubles hold exactly")
+    assert [bool(told.fullmatch(row["reason"])) for row in shore.rows(topic, "__quarantine")] == [True, True]
+    assert [(row["n"], type(row["n"])) for row in shore.rows(other)] == [(1, int), (2, int)]
+
+
+def test_a_schema_that_is_given_anew_widens_the_table(shore: Shore, topic: str) -> None:
+    shore.create(topic)
+    shore.publish(topic, [{"total": 1, "buyer": {"age": 2}}])
+    settings = {"topics": topic, "decode": "json", "format": "parquet"}
+    shore.land(schema="total long, buyer struct<age long>", **settings)
+    shore.publish(topic, [{"total": 1.5}])
+    # A table that is too large for it stays, and says so.
+    wide = "total double, buyer struct<age double, name string>"
+    shore.land(schema=wide, widen_max_bytes="10", **settings)
+    assert shore.land(schema=wide, **settings)[0].counts["widened"] == 2
+    shore.publish(topic, [{"total": 2.5, "buyer": {"age": 0.5, "name": "Ann"}}])
+    shore.land(schema=wide, **settings)
+    (refused,) = [
+        row for path in shore.lake.glob("*__quarantine/*/*/*") for row in parquet.read_table(path).to_pylist()
+    ]
+    assert refused["reason"].startswith("total: 1.5 is no long; total stays long: its table has")
+    rows = [row for path in shore.lake.glob(f"{topic}/*/*/*") for row in parquet.ParquetFile(path).read().to_pylist()]
+    assert sorted((row["offset"], row["total"], row["buyer"]["age"]) for row in rows) == [(0, 1.0, 2.0), (2, 2.5, 0.5)]
+    assert {type(row["total"]) for row in rows} == {float}
 
 
 def test_payloads_become_the_columns_that_are_given(shore: Shore, topic: str) -> None:
@@ -294,6 +350,36 @@ def test_of_two_runs_at_once_one_is_refused(shore: Shore, topic: str, monkeypatc
     for job in (late, early):
         job.close()
     assert shore.landed(topic) == sorted(published)
+
+
+def test_files_of_a_batch_that_failed_are_deleted(shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lake = shore.lake
+
+    class Failing(LandTasks):
+        """Of two tasks the second fails when the first has a file."""
+
+        def _land(self, topic: str, stretches: Iterable[Stretch]) -> Report:
+            given = list(stretches)
+            deadline = time.monotonic() + WAIT_S
+            while given[0].partition and not any(lake.rglob("*.parquet")) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if given[0].partition:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super()._land(topic, given)
+
+    shore.create(topic, partitions=2)
+    published = [row for number in (0, 1) for row in shore.publish(topic, numbered(20), partition=number)]
+    job = shore.job(topics=topic)
+    with monkeypatch.context() as patched:
+        patched.setattr(land, "LandTasks", Failing)
+        patched.setattr(job, "_tasks", lambda batches: [[one] for batch in batches for one in batch.stretches()])
+        with pytest.raises(Exception, match="No space left"):
+            job.step()
+    assert not list(lake.rglob("*.parquet"))
+    run(job)
+    job.close()
+    assert shore.landed(topic) == sorted(published)
+    assert len(list(lake.rglob("*.parquet"))) == len(deltalake.DeltaTable(str(lake / topic)).file_uris())
 
 
 def test_landing_can_begin_with_the_latest(shore: Shore, topic: str) -> None:

@@ -13,6 +13,7 @@ from subprocess import Popen
 from typing import Any
 
 import deltalake
+import pyarrow as pa
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
@@ -35,23 +36,28 @@ class Trial:
         self.folder = folder
         self.topics = [f"{topic}-{number}" for number in range(2)]
         self.published: dict[str, list[Row]] = {name: [] for name in self.topics}
+        self.fields: list[str] = []
         self._sent = 0
+        self._new = ""
         self._landed = datetime.now(UTC) - timedelta(hours=1)
         admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
         for future in admin.create_topics([NewTopic(name, PARTITIONS, 1) for name in self.topics]).values():
             future.result(60)
 
-    def publish(self, count: int = 2000, size: int = 100) -> None:
-        """More messages in every topic: new fields each time, and some that do not fit."""
+    def publish(self, count: int = 2000, size: int = 100, fraction: float = 0) -> None:
+        """More messages in every topic: new fields each time, or fractions in the last, and some that do not fit."""
         producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0, "linger.ms": 20})
 
         def tell(error: object, message: Any) -> None:
             assert error is None
             self.published[message.topic()].append((message.partition(), message.offset(), message.value()))
 
+        if not fraction:
+            self._new = f"new_{self._sent}"
+            self.fields.append(self._new)
         for name in self.topics:
             for number in range(self._sent, self._sent + count):
-                document: dict[str, Any] = {"id": number, "text": "x" * size, f"new_{self._sent}": {"a": number}}
+                document: dict[str, Any] = {"id": number, "text": "x" * size, self._new: {"a": number + fraction}}
                 # The first batch makes columns that take everything in it; later ones have to fit.
                 if number > 2000 and number % 50 == 7:
                     document["id"] = "no number"
@@ -113,6 +119,11 @@ class Trial:
         rows: list[dict[str, Any]] = table.to_pyarrow_table().to_pylist()
         return rows
 
+    def doubles(self, name: str) -> list[str]:
+        """The fields of a table that take fractions."""
+        schema = pa.schema(deltalake.DeltaTable(str(self.folder / "lake" / name)).schema().to_arrow())
+        return [field for field in self.fields if schema.field(field).type == pa.struct([("a", pa.float64())])]
+
     def files(self, name: str) -> int:
         return len(deltalake.DeltaTable(str(self.folder / "lake" / name)).file_uris())
 
@@ -140,6 +151,43 @@ def test_a_task_that_is_killed_with_its_files_written_is_repeated(trial: Trial) 
     trial.land("kill-worker")
     assert (trial.folder / "struck-kill-worker").exists()
     trial.check()
+
+
+def test_a_driver_that_is_killed_while_columns_are_widened_loses_and_doubles_nothing(trial: Trial) -> None:
+    trial.publish()
+    trial.land()
+    for fault in ("after-look", "after-rewriting", "before-widening", "after-widening"):
+        trial.publish()
+        trial.land()
+        trial.publish(fraction=0.5)
+        trial.die(fault)
+    trial.land()
+    trial.check()
+    for name in trial.topics:
+        assert trial.doubles(name) == trial.fields[1:]
+
+
+def test_a_task_that_is_killed_while_it_writes_files_anew_is_repeated(trial: Trial) -> None:
+    trial.publish()
+    trial.land()
+    trial.publish(fraction=0.5)
+    trial.land("kill-rewriting")
+    assert (trial.folder / "struck-kill-rewriting").exists()
+    trial.check()
+    assert [trial.doubles(name) for name in trial.topics] == [trial.fields, trial.fields]
+
+
+def test_two_runs_at_once_widen_columns_once(trial: Trial) -> None:
+    for _ in range(3):
+        trial.publish(3000)
+        trial.land()
+        trial.publish(3000, fraction=0.5)
+        with trial.driver("one", **{"batch.max.messages": "1000"}) as one, trial.driver("two") as two:
+            for process, name in ((one, "one"), (two, "two")):
+                assert process.wait(WAIT_S) == 0, trial.log(name).read_text(errors="replace")[-3000:]
+    trial.land()
+    trial.check()
+    assert [trial.doubles(name) for name in trial.topics] == [trial.fields, trial.fields]
 
 
 def test_two_runs_at_once_land_every_message_once(trial: Trial) -> None:

@@ -6,7 +6,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from millstream.model.errors import ColumnMismatch
+from millstream.model.errors import ColumnMismatch, StalePlan
 
 APPEND_DAY: Final = "append_day"
 APPEND_HOUR: Final = "append_hour"
@@ -56,7 +56,7 @@ def file_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def widest(kind: pa.DataType) -> pa.DataType:
-    """The type under which values of a type are kept, so that a column never has to be widened later."""
+    """The type under which values of a type are kept: with few of them, columns rarely have to be widened later."""
     if pa.types.is_integer(kind):
         return pa.int64()
     if pa.types.is_floating(kind):
@@ -104,6 +104,7 @@ def added_columns(table: pa.Schema, wanted: pa.Schema) -> list[pa.Field]:
     """The columns that a table has to get, or to get fields in, before files of a schema are committed.
 
     Raises `ColumnMismatch` when the table has one of them under another type: such files cannot be read as part of it.
+    Where files have whole numbers of payloads for doubles it is `StalePlan`: another run has widened the column.
     """
     added = []
     for field in wanted:
@@ -128,7 +129,9 @@ def _check_fits(name: str, known: pa.DataType, written: pa.DataType) -> None:
     elif pa.types.is_list(known) and pa.types.is_list(written):
         _check_fits(f"{name}[]", known.value_type, written.value_type)
     elif not same_type(known, written):
-        raise ColumnMismatch(f"column {name!r} of the table is {known}, and the files have it as {written}")
+        is_widened = pa.types.is_float64(known) and pa.types.is_int64(written) and name not in RAW.names
+        kind = StalePlan if is_widened else ColumnMismatch
+        raise kind(f"column {name!r} of the table is {known}, and the files have it as {written}")
 
 
 def same_type(one: pa.DataType, other: pa.DataType) -> bool:

@@ -108,15 +108,36 @@ class DeltaLog:
         table = self._table
         if table is None:
             raise ValueError(f"there is no table at {self.storage.url}")
-        version = table.version()
         properties = deltalake.CommitProperties(
             custom_metadata=metadata,
             max_commit_retries=0,
             app_transactions=[deltalake.Transaction(name, number) for name, number in versions.items()],
         )
+        return self._write(table, actions, "append", table.schema(), properties)
+
+    def replace_all(self, files: Iterable[Written], schema: pa.Schema) -> bool:
+        """Have these files for all that the table had when it was read, under other columns; False when too late.
+
+        It is one commit, for exactly that version: the library removes what the handle knows, and nothing else.
+        """
+        table = self._table
+        if table is None:
+            raise ValueError(f"there is no table at {self.storage.url}")
+        properties = deltalake.CommitProperties(max_commit_retries=0)
+        return self._write(table, added(files), "overwrite", deltalake.Schema.from_arrow(schema), properties)
+
+    def _write(
+        self,
+        table: deltalake.DeltaTable,
+        actions: Sequence[AddAction | RemoveAction],
+        mode: str,
+        schema: deltalake.Schema,
+        properties: deltalake.CommitProperties,
+    ) -> bool:
+        version = table.version()
         try:
             table.create_write_transaction(
-                list(actions), "append", table.schema(), list(PARTITION_COLUMNS), commit_properties=properties
+                list(actions), mode, schema, list(PARTITION_COLUMNS), commit_properties=properties
             )
         except CommitFailedError:
             self._check_moved(version)

@@ -21,11 +21,14 @@ from millstream.lake.active_files import topic_of
 from millstream.lake.columns import QUARANTINE
 from millstream.lake.compaction import SMALL_BYTES, Compacted, compact
 from millstream.lake.delta_log import DeltaLog, added, schema_of
+from millstream.lake.places import Place
 from millstream.lake.recent import landed_since
+from millstream.lake.rewriting import Run
 from millstream.lake.scan import Rows, paths_of, scan
 from millstream.lake.storage import Storage
 from millstream.lake.table import GRACE, TopicPartition
 from millstream.lake.task_writer import TaskWriter
+from millstream.lake.widening import Widening
 from millstream.lake.written import Written, from_json, to_json
 from millstream.model.errors import Conflict, CorruptState, StalePlan
 from millstream.model.lake_place import QUARANTINE_ENDING
@@ -64,13 +67,15 @@ class DeltaTable:
         table = self.log.refresh()
         return {} if table is None else _next_offsets(table, partitions)
 
-    def writer(self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
+    def writer(
+        self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None, attempt: str = ""
+    ) -> TaskWriter:
         """A writer of files for this table."""
-        return TaskWriter(self.storage, schema, topic_id, landed=landed)
+        return TaskWriter(self.storage, schema, topic_id, landed=landed, attempt=attempt)
 
-    def quarantine_writer(self, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
+    def quarantine_writer(self, topic_id: str, *, landed: datetime | None = None, attempt: str = "") -> TaskWriter:
         """A writer of files for the table of quarantined messages."""
-        return TaskWriter(self.quarantine.storage, QUARANTINE, topic_id, landed=landed)
+        return TaskWriter(self.quarantine.storage, QUARANTINE, topic_id, landed=landed, attempt=attempt)
 
     def commit(
         self,
@@ -102,6 +107,13 @@ class DeltaTable:
             time.sleep(random.uniform(0, _PAUSE_S))
         raise Conflict(f"others commit to {self.storage.url} all the time: {ATTEMPTS_MAX} attempts came too late")
 
+    def discard(self, files: Iterable[Written], quarantined: Iterable[Written] = ()) -> None:
+        """Delete files that no commit was tried for; see `LakeTable`."""
+        for file in files:
+            self.storage.delete(file.path)
+        for file in quarantined:
+            self.quarantine.storage.delete(file.path)
+
     def compact(
         self, *, before: datetime, small_bytes: int = SMALL_BYTES, progress: Callable[[], None] = lambda: None
     ) -> Compacted:
@@ -110,6 +122,10 @@ class DeltaTable:
             return Compacted()
         done = compact(self.log, before=before, small_bytes=small_bytes, progress=progress)
         return done.plus(compact(self.quarantine, before=before, small_bytes=small_bytes, progress=progress))
+
+    def widen(self, places: Sequence[Place], *, run: Run, bytes_max: int) -> dict[Place, str]:
+        """Make columns of whole numbers double, by writing all files anew; see `LakeTable`."""
+        return Widening(self.log, self.storage, run=run, bytes_max=bytes_max).widen(places)
 
     def vacuum(self, *, grace: timedelta = GRACE) -> int:
         """Delete what no commit knows or a compaction replaced, once it is older than the grace; from both tables."""

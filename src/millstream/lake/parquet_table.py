@@ -8,6 +8,7 @@ not moved: whoever uses the table next moves them. Readers see whole files that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 import pyarrow as pa
@@ -16,11 +17,14 @@ from millstream.lake.compaction import SMALL_BYTES, Compacted
 from millstream.lake.delta_log import DeltaLog
 from millstream.lake.delta_table import DeltaTable
 from millstream.lake.either_place import EitherPlace
+from millstream.lake.places import Place
 from millstream.lake.recent import landed_since
+from millstream.lake.rewriting import Run, first_name
 from millstream.lake.scan import Rows
 from millstream.lake.storage import Storage
 from millstream.lake.table import GRACE, TopicPartition
 from millstream.lake.task_writer import TaskWriter
+from millstream.lake.widening import Widening
 from millstream.lake.written import Written
 from millstream.model.lake_place import QUARANTINE_ENDING
 
@@ -46,13 +50,15 @@ class ParquetTable:
         """The same for whoever only reads; see `LakeTable`."""
         return self._staged.reached(partitions)
 
-    def writer(self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
+    def writer(
+        self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None, attempt: str = ""
+    ) -> TaskWriter:
         """A writer of files for this table."""
-        return self._staged.writer(schema, topic_id, landed=landed)
+        return self._staged.writer(schema, topic_id, landed=landed, attempt=attempt)
 
-    def quarantine_writer(self, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
+    def quarantine_writer(self, topic_id: str, *, landed: datetime | None = None, attempt: str = "") -> TaskWriter:
         """A writer of files for the table of quarantined messages."""
-        return self._staged.quarantine_writer(topic_id, landed=landed)
+        return self._staged.quarantine_writer(topic_id, landed=landed, attempt=attempt)
 
     def commit(
         self,
@@ -67,11 +73,27 @@ class ParquetTable:
         self._publish()
         return is_mine
 
+    def discard(self, files: Iterable[Written], quarantined: Iterable[Written] = ()) -> None:
+        """Delete files that no commit was tried for; see `LakeTable`."""
+        self._staged.discard(files, quarantined)
+
     def compact(
         self, *, before: datetime, small_bytes: int = SMALL_BYTES, progress: Callable[[], None] = lambda: None
     ) -> Compacted:
         """Nothing: whoever lists files while others take their place would see rows twice, or not at all."""
         return Compacted()
+
+    def widen(self, places: Sequence[Place], *, run: Run, bytes_max: int) -> dict[Place, str]:
+        """Make columns of whole numbers double; see `LakeTable`.
+
+        A file that is written anew takes the name of the first one when it is moved into place, as a whole: whoever
+        lists files sees every row once all the time, in some files still under the old type.
+        """
+        source = _BothPlaces(self.storage, self._staged.storage)
+        widening = Widening(self._staged.log, source, run=run, bytes_max=bytes_max, may_be_gone=True)
+        refused = widening.widen(places)
+        self._publish()
+        return refused
 
     def vacuum(self, *, grace: timedelta = GRACE) -> int:
         """Delete files that were never committed, once they are older than the grace."""
@@ -97,12 +119,23 @@ class ParquetTable:
         return landed_since(self._staged.log, self._files(), moment, columns)
 
     def _files(self, ending: str = "") -> EitherPlace:
-        return EitherPlace(self.storage.beside(ending).files(), self._staged.storage.beside(ending).files())
+        return _BothPlaces(self.storage.beside(ending), self._staged.storage.beside(ending)).files()
 
     def _publish(self) -> None:
         """Move what is committed to where it is read."""
         _publish(self._staged.log, self.storage)
         _publish(self._staged.quarantine, self.storage.beside(QUARANTINE_ENDING))
+
+
+@dataclass(frozen=True)
+class _BothPlaces:
+    """Where the files of a table are read from: where they are seen, or where they wait to be moved there."""
+
+    shown: Storage
+    staged: Storage
+
+    def files(self) -> EitherPlace:
+        return EitherPlace(self.shown.files(), self.staged.files())
 
 
 def _publish(log: DeltaLog, storage: Storage) -> None:
@@ -111,4 +144,4 @@ def _publish(log: DeltaLog, storage: Storage) -> None:
     committed = set(log.paths()) if waiting else set()
     for path in waiting:
         if path in committed:
-            storage.publish(path)
+            storage.publish(path, first_name(path))

@@ -53,7 +53,7 @@ def ordered(files: Any, groups: Iterable[RowGroup], schema: pa.Schema) -> Iterat
     across each other, as other programs may leave them, are held and sorted together.
     """
     for together in _apart(groups):
-        table = pa.concat_tables([_read(files, group, schema) for group in together])
+        table = pa.concat_tables([read_group(files, group, schema) for group in together])
         if len(together) > 1 or together[0].low[0] != together[0].high[0]:
             table = table.sort_by([("partition", "ascending"), ("offset", "ascending")])
         yield from table.to_batches(max_chunksize=BATCH_ROWS)
@@ -73,7 +73,7 @@ def _apart(groups: Iterable[RowGroup]) -> Iterator[list[RowGroup]]:
         yield together
 
 
-def _read(files: Any, group: RowGroup, schema: pa.Schema) -> pa.Table:
+def read_group(files: Any, group: RowGroup, schema: pa.Schema) -> pa.Table:
     """The rows of one group; columns that came later are null in it."""
     with files.open_input_file(group.path) as source:
         file = pq.ParquetFile(source)

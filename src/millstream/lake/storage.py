@@ -58,24 +58,29 @@ class Storage:
             raise InvalidSetting(f"{self.url!r} is where files of other tables wait: choose another name")
         return Storage(f"{parent}/{STAGED}/{name}", self.options)
 
-    def publish(self, path: str) -> None:
+    def publish(self, path: str, shown: str) -> None:
         """Bring a staged file to where it is seen, as a whole; one that was brought by another is left alone."""
         source = self.staged()
         if self.folder is not None and source.folder is not None:
-            self.make_parent(path)
+            self.make_parent(shown)
             with contextlib.suppress(FileNotFoundError):
-                (source.folder / path).replace(self.folder / path)
-                self.sync(path)
+                (source.folder / path).replace(self.folder / shown)
+                self.sync(shown)
             return
         parent, _slash, name = self.url.rpartition("/")
         around = Storage(parent, self.options).files()
         with contextlib.suppress(FileNotFoundError):
             # The store copies the file and deletes the first; a second mover overwrites it by the same bytes.
-            around.move(f"{STAGED}/{name}/{path}", f"{name}/{path}")
+            around.move(f"{STAGED}/{name}/{path}", f"{name}/{shown}")
 
-    def data_files(self) -> Iterator[str]:
-        """The files of all hours."""
+    def data_files(self, folder: str = "") -> Iterator[str]:
+        """The files of all hours, or of the folder of one."""
         files = self.files()
+        if folder:
+            for found in files.get_file_info(pyarrow.fs.FileSelector(folder, allow_not_found=True)):
+                if found.type == pyarrow.fs.FileType.File:
+                    yield found.path
+            return
         for day in files.get_file_info(pyarrow.fs.FileSelector("", allow_not_found=True)):
             if day.type == pyarrow.fs.FileType.Directory and not day.base_name.startswith("_"):
                 for found in files.get_file_info(pyarrow.fs.FileSelector(day.path, recursive=True)):

@@ -14,6 +14,8 @@ from typing import Final, Protocol
 import pyarrow as pa
 
 from millstream.lake.compaction import SMALL_BYTES, Compacted
+from millstream.lake.places import Place
+from millstream.lake.rewriting import Run
 from millstream.lake.task_writer import TaskWriter
 from millstream.lake.written import Written
 
@@ -39,14 +41,17 @@ class LakeTable(Protocol):
     def reached(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """The same for whoever only reads: nothing is written, and what a crash left half done is read as it is."""
 
-    def writer(self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
+    def writer(
+        self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None, attempt: str = ""
+    ) -> TaskWriter:
         """A writer of files for this table; can be pickled, for use in tasks.
 
         The `schema` is that of the table with what `commit` is to add (see `columns.extended`). Files are laid out by
-        the moment `landed`, in UTC: give all tasks of a step the same. One writer is for rows of one topic.
+        the moment `landed`, in UTC: give all tasks of a step the same. One writer is for rows of one topic. The names
+        of its files have the `attempt`, so that what an attempt left can be found.
         """
 
-    def quarantine_writer(self, topic_id: str, *, landed: datetime | None = None) -> TaskWriter:
+    def quarantine_writer(self, topic_id: str, *, landed: datetime | None = None, attempt: str = "") -> TaskWriter:
         """A writer of files for the table of quarantined messages (columns: `columns.QUARANTINE`)."""
 
     def commit(
@@ -70,12 +75,24 @@ class LakeTable(Protocol):
         `ColumnMismatch` when it has a column under another type.
         """
 
+    def discard(self, files: Iterable[Written], quarantined: Iterable[Written] = ()) -> None:
+        """Delete files that writers told of and that no commit was ever tried for, as far as that can be done."""
+
     def compact(
         self, *, before: datetime, small_bytes: int = SMALL_BYTES, progress: Callable[[], None] = lambda: None
     ) -> Compacted:
         """Make small files of hours that were over before a moment into large ones; readers see no difference.
 
         It may take long; `progress` is called whenever a piece is done.
+        """
+
+    def widen(self, places: Sequence[Place], *, run: Run, bytes_max: int) -> dict[Place, str]:
+        """Make columns of whole numbers, or fields in them, double; for those that stay as they are, why.
+
+        All files are written anew by what `run` has do it, and one commit puts them in the place of the others. Nothing
+        else changes: rows, folders and offsets are the same. A table of more than so many bytes stays as it is, and so
+        does a column that has numbers which no double is the same as. Files that others land meanwhile by the old
+        columns are refused (`StalePlan`).
         """
 
     def vacuum(self, *, grace: timedelta = GRACE) -> int:

@@ -42,19 +42,36 @@ class TaskWriter:
         topic_id: str,
         *,
         landed: datetime | None = None,
+        attempt: str = "",
         file_bytes: int = FILE_BYTES,
     ) -> None:
         self._storage = storage
         self._schema = file_schema(schema)
         self._topic_id = topic_id
+        self._attempt = attempt
         moment = (landed or datetime.now(UTC)).astimezone(UTC)
         self._values = {APPEND_DAY: moment.date().isoformat(), APPEND_HOUR: str(moment.hour)}
         self._file_bytes = file_bytes
         self._rows: list[pa.RecordBatch] = []
         self._rows_bytes = 0
         self._partition: int | None = None
-        self._file: _OpenFile | None = None
+        self._file: OpenFile | None = None
         self._written: list[Written] = []
+
+    @property
+    def storage(self) -> Storage:
+        """Where its files are."""
+        return self._storage
+
+    @property
+    def folder(self) -> str:
+        """The folder of the hour that its files are in."""
+        return "/".join(f"{name}={value}" for name, value in self._values.items())
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its files begin with; with an attempt, those of no other."""
+        return f"{self._topic_id}_{self._attempt}"
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Take rows in the order of their offsets; columns that they lack are null, and any besides are refused.
@@ -107,9 +124,8 @@ class TaskWriter:
         table = pa.Table.from_batches(self._rows, schema=self._schema)
         self._rows, self._rows_bytes = [], 0
         if self._file is None:
-            folder = "/".join(f"{name}={value}" for name, value in self._values.items())
-            path = f"{folder}/{self._topic_id}_{uuid.uuid4().hex}.parquet"
-            self._file = _OpenFile(self._storage, path, self._schema)
+            path = f"{self.folder}/{self.prefix}{uuid.uuid4().hex[len(self._attempt) :]}.parquet"
+            self._file = OpenFile(self._storage, path, self._schema)
         self._file.write_group(table)
         if self._file.bytes >= self._file_bytes:
             self._end_file()
@@ -120,7 +136,7 @@ class TaskWriter:
             self._file = None
 
 
-class _OpenFile:
+class OpenFile:
     """A file that is being written."""
 
     def __init__(self, storage: Storage, path: str, schema: pa.Schema) -> None:
@@ -151,9 +167,11 @@ class _OpenFile:
         return int(self._stream.tell())
 
     def write_group(self, rows: pa.Table) -> None:
+        """Write rows as one group."""
         self._writer.write_table(rows, row_group_size=max(1, len(rows)))
 
     def close(self, values: dict[str, str]) -> Written:
+        """Finish it: it is durable then. The values are those of its folders."""
         self._writer.close()
         size = self.bytes
         self._stream.close()
@@ -162,6 +180,7 @@ class _OpenFile:
         return Written(self._path, footer.num_rows, size, stats_json(footer), dict(values))
 
     def abort(self) -> None:
+        """Delete it."""
         # Nobody needs the end of the file, which could not be written on a full disk.
         self._writer.is_open = False
         self._delete()

@@ -233,6 +233,15 @@ class LandSettings(PipelineSettings):
         "empty finds them in the payloads and adds new ones as they come.",
         needs_restart=False,
     )
+    widen_max_bytes: int = setting(
+        "widen.max.bytes",
+        100 * 1024**3,
+        "The largest table that is written anew when a column of whole numbers has to take fractions, or its schema "
+        "says so. In larger ones such columns stay, and what does not fit goes to the quarantine; 0 widens none.",
+        minimum=0,
+        maximum=2**60,
+        needs_restart=False,
+    )
     dedupe_ms: int = setting(
         "dedupe.ms",
         0,

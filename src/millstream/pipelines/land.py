@@ -16,13 +16,17 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Final
+from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake.exceptions import DeltaError
 
+from millstream.lake.active_files import ActiveFile
 from millstream.lake.columns import TOPIC_ID
 from millstream.lake.opening import open_table
+from millstream.lake.places import Place
+from millstream.lake.rewriting import FileWork, Rewrite
 from millstream.lake.table import LakeTable
 from millstream.model.errors import InvalidSetting, MillstreamError, StalePlan, UnknownTopic
 from millstream.model.lake_place import QUARANTINE_ENDING
@@ -30,10 +34,12 @@ from millstream.model.pipeline import LATEST, LandSettings, Pipeline
 from millstream.pipelines.group_offsets import commit_plainly
 from millstream.pipelines.job import JobContext, Step
 from millstream.pipelines.landed import tell_landed
-from millstream.pipelines.landing import duplicates, manifest
+from millstream.pipelines.landing import duplicates, file_tasks, manifest
 from millstream.pipelines.landing.duplicates import IdTasks, RecentIds, keep_bounded, repeated
-from millstream.pipelines.landing.given_fields import given_fields
+from millstream.pipelines.landing.file_tasks import FileTasks, shares_of
+from millstream.pipelines.landing.given_fields import given_fields, laid_over
 from millstream.pipelines.landing.layout import payload_fields
+from millstream.pipelines.landing.leftovers import leftovers_of
 from millstream.pipelines.landing.manifest import Report
 from millstream.pipelines.landing.plan import Stretch, spans, tasks
 from millstream.pipelines.landing.sources import Source, Sources
@@ -64,6 +70,8 @@ class LandJob:
         self._message_bytes: dict[str, float] = {}
         self._recent: dict[str, RecentIds] = {}
         self._tidied: dict[str, datetime] = {}
+        self._fixed: dict[str, dict[Place, str]] = {}
+        self._leftovers = leftovers_of(pipeline.pipeline_id)
         self._beginning: dict[str, str] | None = None
         """The ids of the topics that were there when the job began; only those can begin with their latest."""
         self._pool = ThreadPoolExecutor(_TABLES_AT_ONCE, thread_name_prefix="landing")
@@ -71,9 +79,11 @@ class LandJob:
     def step(self) -> Step:
         """Land one batch of all topics."""
         began = time.monotonic()
+        self._leftovers.sweep()
         sources = self._topics()
         batches = list(self._pool.map(self._batch, sources))
         self._share(batches)
+        self._widen(batches)
         if self._settings.dedupe_ms:
             self._find_repeated([batch for batch in batches if batch.stretches()])
         self._run(batches)
@@ -142,6 +152,8 @@ class LandJob:
                 from_latest=is_new and self._settings.start == LATEST,
             ),
             fields=self._fields(schema),
+            schema=schema,
+            fixed=self._fixed_of(source.topic, schema),
             decodes=self._settings.decode != "none",
             evolves=self._settings.decode != "none" and self._given is None,
             is_remade=is_remade,
@@ -154,8 +166,13 @@ class LandJob:
         known = payload_fields(schema)
         if self._given is None:
             return known
-        by_name = {one.name.lower(): one for one in known}
-        return pa.schema([by_name.get(one.name.lower(), one) for one in self._given])
+        return laid_over(known, self._given)
+
+    def _fixed_of(self, topic: str, schema: pa.Schema | None) -> dict[Place, str]:
+        """The fields whose columns stay as they are, as far as is known of this table."""
+        if schema is None:
+            self._fixed.pop(topic, None)
+        return self._fixed.setdefault(topic, {})
 
     def _share(self, batches: Sequence[TopicBatch]) -> None:
         """Take no more than a batch may have; every partition gets its share."""
@@ -170,16 +187,31 @@ class LandJob:
     def _run(self, batches: Sequence[TopicBatch]) -> None:
         """Have tasks write everything, again for topics in which fields were found that have no column yet."""
         waiting = [batch for batch in batches if batch.stretches()]
-        landed = datetime.now(UTC)
         for number in range(ROUNDS_MAX + 1):
             if not waiting:
                 return
             for batch in waiting:
                 batch.evolves = batch.evolves and number < ROUNDS_MAX
-            reports = self._reports(waiting, landed)
+            reports = self._reports(waiting, datetime.now(UTC))
             waiting = [
                 batch for batch in waiting if not batch.take([one for one in reports if one.topic == batch.topic])
             ]
+            self._widen(waiting)
+
+    def _widen(self, batches: Iterable[TopicBatch]) -> None:
+        """Have tables take what their columns are too narrow for."""
+        for batch in batches:
+            batch.widen(self._with_files, self._settings.widen_max_bytes)
+
+    def _with_files(self, work: FileWork, files: Sequence[ActiveFile]) -> dict[str, str]:
+        """Have tasks do something with files of a table."""
+        shares = shares_of(files, parallelism=self._context.spark.sparkContext.defaultParallelism)
+        numbers = self._context.spark.range(0, len(shares), 1, len(shares))
+        written = [(work.storage, "")] if isinstance(work, Rewrite) else []
+        with self._leftovers.watch(work.attempt, written):
+            rows = numbers.mapInArrow(FileTasks(work, shares), file_tasks.COLUMNS).collect()
+        self._context.progress()
+        return {row[0]: row[1] for row in rows}
 
     def _tasks(self, batches: Sequence[TopicBatch]) -> list[list[Stretch]]:
         new = [batch.source for batch in batches if batch.topic not in self._message_bytes]
@@ -191,9 +223,13 @@ class LandJob:
 
     def _reports(self, batches: Sequence[TopicBatch], landed: datetime) -> list[Report]:
         shared = self._tasks(batches)
-        works = {batch.topic: batch.work(landed) for batch in batches}
+        attempt = uuid4().hex[:16]
+        works = {batch.topic: batch.work(landed, attempt) for batch in batches}
         numbers = self._context.spark.range(0, len(shared), 1, len(shared))
-        rows = numbers.mapInArrow(LandTasks(self._context.brokers, shared, works), manifest.COLUMNS).collect()
+        landing = LandTasks(self._context.brokers, shared, works)
+        writers = [writer for work in works.values() for writer in (work.writer, work.quarantine)]
+        with self._leftovers.watch(attempt, [(writer.storage, writer.folder) for writer in writers]):
+            rows = numbers.mapInArrow(landing, manifest.COLUMNS).collect()
         return manifest.from_rows(tuple(row) for row in rows)
 
     def _find_repeated(self, batches: Sequence[TopicBatch]) -> None:

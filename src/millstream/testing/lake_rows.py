@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -11,7 +12,9 @@ import deltalake
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from millstream.lake.active_files import ActiveFile
 from millstream.lake.columns import QUARANTINE, RAW, file_schema
+from millstream.lake.rewriting import FileWork
 from millstream.lake.storage import Storage
 from millstream.lake.table import LakeTable, TopicPartition
 from millstream.lake.written import Written
@@ -59,6 +62,11 @@ def land(table: LakeTable, partition: int, start: int, end: int) -> bool:
     """Land a range of one partition."""
     files = write(table, [rows(partition, range(start, end))])
     return table.commit(files, {(TOPIC, partition): (start, end)}, schema=RAW)
+
+
+def in_this_process(work: FileWork, files: Sequence[ActiveFile]) -> dict[str, str]:
+    """Work with files as tasks do it."""
+    return {file.path: pickle.loads(pickle.dumps(work))(file) for file in files}
 
 
 def next_offset(table: LakeTable, partition: int = 0) -> int:

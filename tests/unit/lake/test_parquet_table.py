@@ -51,10 +51,10 @@ def test_a_crash_before_files_are_moved_is_made_good(storage: Storage, monkeypat
     moved: list[str] = []
     publish = Storage.publish
 
-    def killed_in_between(storage: Storage, path: str) -> None:
+    def killed_in_between(storage: Storage, path: str, shown: str) -> None:
         if moved:
             raise Killed
-        publish(storage, path)
+        publish(storage, path, shown)
         moved.append(path)
 
     table = ParquetTable(storage)

@@ -27,6 +27,7 @@ from millstream.pipelines.landing.plan import spans
 from millstream.pipelines.landing.sources import Source
 from millstream.pipelines.landing.task import _Landing
 from millstream.pipelines.landing.topic_batch import TopicBatch
+from millstream.testing.lake_rows import in_this_process
 
 TOPIC_ID = "3f2b8c1e-0000-4000-8000-000000000001"
 NOW = datetime(2026, 11, 15, 21, 30, tzinfo=UTC)
@@ -137,22 +138,25 @@ def land(table: LakeTable, payloads: list[bytes | None], start: int) -> None:
     end = start + len(payloads)
     source = Source(topic="t", topic_id=TOPIC_ID, first={0: 0}, end={0: end})
     landed = {number: offset for (_, number), offset in table.next_offsets([(TOPIC_ID, 0)]).items()}
+    schema = table.schema()
     batch = TopicBatch(
         source=source,
         table=table,
         spans=spans(source, landed, from_latest=False),
-        fields=payload_fields(table.schema()),
+        fields=payload_fields(schema),
+        schema=schema,
         decodes=True,
         evolves=True,
     )
     for number in range(ROUNDS_MAX + 1):
         batch.evolves = batch.evolves and number < ROUNDS_MAX
-        task = _Landing("t", batch.work(NOW))
+        task = _Landing("t", batch.work(NOW, ""))
         # Tasks get what was fetched in pieces.
         for at in range(0, len(payloads), 3):
             task.take(records(payloads[at : at + 3], start + at))
         if batch.take([task.report()]):
             break
+        batch.widen(in_this_process, 2**60)
     assert batch.commit()
 
 

@@ -7,6 +7,7 @@ whether a message is put into quarantine never depends on its neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,8 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
-from millstream.pipelines.landing.document import Misfit, parsed, value_for
-from millstream.pipelines.landing.inference import grown, joined_schemas, type_of
+from millstream.lake.places import Place, retyped, told
+from millstream.pipelines.landing.document import Misfit, parsed, value_for, wider
+from millstream.pipelines.landing.inference import grown, grown_by, joined_schemas, type_of
 from millstream.pipelines.landing.spelling import Spellings, merged, others_in, picked, with_others
 from millstream.spark.nesting import is_too_deep
 
@@ -40,11 +42,19 @@ class Decoded:
 
 
 class Decoder:
-    """Decodes payloads by the fields that are known; when it `evolves`, it also finds those that are not."""
+    """Decodes payloads by the fields that are known; when it `evolves`, it also finds those that are not.
 
-    def __init__(self, fields: pa.Schema, *, evolves: bool) -> None:
+    When it `widens`, whole numbers are found to be double where a payload would fit then, except at places that are
+    `fixed`: for these it is known why they stay as they are.
+    """
+
+    def __init__(
+        self, fields: pa.Schema, *, evolves: bool, widens: bool = False, fixed: Mapping[Place, str] | None = None
+    ) -> None:
         self._fields = fields
         self._evolves = evolves
+        self._widens = widens and evolves
+        self._fixed = fixed or {}
         self._kind = pa.struct(list(fields))
         # The parser takes days as numbers only.
         self._parsed_as = pa.schema([field.with_type(_parsed_type(field.type)) for field in fields])
@@ -66,7 +76,7 @@ class Decoder:
         return Decoded(
             pa.concat_arrays([part.columns for part in parts]),
             pa.concat_arrays([part.reasons for part in parts]),
-            _grown_by(self._fields, [part.found for part in parts]),
+            grown_by(self._fields, [part.found for part in parts]),
         )
 
     # -- all at once ----------------------------------------------------------------------------------------------
@@ -123,13 +133,17 @@ class Decoder:
         rows: list[dict[str, object]] = []
         reasons: list[str | None] = []
         found: list[pa.Schema] = []
+        wide: set[Place] = set()
         for value in values.to_pylist():
-            row, reason = self._one(value, found)
+            row, reason = self._one(value, found, wide)
             rows.append(row)
             reasons.append(reason)
-        return Decoded(pa.array(rows, self._kind), pa.array(reasons, pa.string()), _grown_by(self._fields, found))
+        fields = retyped(grown(self._fields, joined_schemas(found)), wide, pa.float64()) if found else self._fields
+        return Decoded(pa.array(rows, self._kind), pa.array(reasons, pa.string()), fields)
 
-    def _one(self, value: bytes | None, found: list[pa.Schema]) -> tuple[dict[str, object], str | None]:
+    def _one(
+        self, value: bytes | None, found: list[pa.Schema], wide: set[Place]
+    ) -> tuple[dict[str, object], str | None]:
         """One row and what is wrong with it; fields that fit are in it all the same."""
         row: dict[str, object] = {}
         try:
@@ -143,13 +157,27 @@ class Decoder:
                 row[field.name] = value_for(values[field.name], field.type, field.name)
             except Misfit as misfit:
                 reason = reason or str(misfit)
-        if self._evolves and reason is None:
+        places: set[Place] = set()
+        if reason is not None:
+            reason, places = self._widened(document, reason)
+            wide |= places
+        if self._evolves and (reason is None or places):
             found.append(pa.schema(list(type_of(document))))
         return row, reason
 
-
-def _grown_by(fields: pa.Schema, found: list[pa.Schema]) -> pa.Schema:
-    return grown(fields, joined_schemas(found)) if found else fields
+    def _widened(self, document: dict[str, object], reason: str) -> tuple[str, set[Place]]:
+        """Why a payload does not fit, and the places that have to become double for it to fit, if that is all."""
+        places = set(wider(document, self._kind))
+        fixed = sorted(places & self._fixed.keys())
+        if fixed:
+            return f"{reason}; {told(fixed[0])} stays long: {self._fixed[fixed[0]]}", set()
+        if not self._widens or not places:
+            return reason, set()
+        try:
+            value_for(document, pa.struct(list(retyped(self._fields, places, pa.float64()))), "")
+        except Misfit:
+            return reason, set()
+        return reason, places
 
 
 def _texts(values: pa.Array) -> pa.Array | None:

@@ -7,7 +7,7 @@ JSON, and into a column of doubles every number that is not too large for one.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import date
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final, NoReturn
@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn
 import pyarrow as pa
 import pyarrow.json as pj
 
+from millstream.lake.places import ELEMENT, Place
 from millstream.pipelines.landing.spelling import picked
 from millstream.spark.nesting import NESTING_MAX, is_text_too_deep
 
@@ -83,6 +84,22 @@ def value_for(value: Any, kind: pa.DataType, path: str) -> Any:
             _refuse(value, "array", path)
         return [value_for(inner, kind.value_type, f"{path}[{index}]") for index, inner in enumerate(value)]
     return _scalar(value, kind, path)
+
+
+def wider(value: Any, kind: pa.DataType, above: Place = ()) -> Iterator[Place]:
+    """The places that are long and have a number here which only a double takes.
+
+    A whole number of more than 64 bits that is written with all its digits is none: a double would not keep them.
+    """
+    if pa.types.is_struct(kind) and isinstance(value, Mapping):
+        values = picked(value, (field.name for field in kind))
+        for field in kind:
+            yield from wider(values[field.name], field.type, (*above, field.name))
+    elif pa.types.is_list(kind) and isinstance(value, list):
+        for inner in value:
+            yield from wider(inner, kind.value_type, (*above, ELEMENT))
+    elif pa.types.is_int64(kind) and isinstance(value, float) and not (value.is_integer() and abs(value) < 2**63):
+        yield above
 
 
 def _struct(value: Any, kind: pa.StructType, path: str) -> dict[str, Any]:

@@ -28,11 +28,40 @@ _SIMPLE: Final[Mapping[str, pa.DataType]] = {
 def given_fields(text: str) -> pa.Schema:
     """The fields that a text names; raise `InvalidSetting` for what is no schema, or none that tables can have.
 
-    Whole numbers become long and others double, as where fields are found: a column cannot be widened later.
+    Whole numbers become long and others double, as where fields are found.
     """
     columns = parse_columns(text)
     check_landed(columns)
     return pa.schema([_field(column) for column in columns])
+
+
+def laid_over(known: pa.Schema, given: pa.Schema) -> pa.Schema:
+    """The fields that are given, under the names and types that a table has them with.
+
+    Where the table has whole numbers and double is given they are double, and fields of structs are added; it is for
+    the table to become so.
+    """
+    return pa.schema(_over(list(known), list(given), besides=False))
+
+
+def _over(known: list[pa.Field], given: list[pa.Field], *, besides: bool) -> list[pa.Field]:
+    """Given fields over known ones, with those `besides` that only the table has."""
+    wanted = {field.name.lower(): field for field in given}
+    there = {field.name.lower(): field for field in known}
+    fields = [*known, *(field for field in given if field.name.lower() not in there)] if besides else given
+    return [_one_over(there.get(field.name.lower()), wanted.get(field.name.lower()) or field) for field in fields]
+
+
+def _one_over(known: pa.Field | None, given: pa.Field) -> pa.Field:
+    return given if known is None else known.with_type(_type_over(known.type, given.type))
+
+
+def _type_over(known: pa.DataType, given: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(known) and pa.types.is_struct(given):
+        return pa.struct(_over(list(known), list(given), besides=True))
+    if pa.types.is_list(known) and pa.types.is_list(given):
+        return pa.list_(known.value_field.with_type(_type_over(known.value_type, given.value_type)))
+    return given if pa.types.is_int64(known) and pa.types.is_float64(given) else known
 
 
 def _field(column: PayloadColumn) -> pa.Field:

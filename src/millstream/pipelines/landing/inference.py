@@ -1,17 +1,19 @@
-"""Which columns payloads make: what was found in them becomes types, and types grow but never change.
+"""Which columns payloads make: what was found in them becomes types, and types grow.
 
 Integers are long and other numbers double; what looks like a time is text, since the next one may not. Fields that were
 found with types that do not go together before there is a column for them are text, as their JSON. Once there is a
-column its type stays: it only gets more fields, where it has fields.
+column its type stays, but that it gets more fields, where it has fields, and that whole numbers become double when one
+has a fraction, where that is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import pyarrow as pa
 
+from millstream.lake.places import narrower, retyped
 from millstream.model.payload_columns import is_legal
 
 LEAVES_MAX: Final = 1000
@@ -74,6 +76,12 @@ def grown(known: pa.Schema, found: pa.Schema) -> pa.Schema:
     once = _spelled_once(pa.struct(list(found)))
     fields, _ = _grown_fields(list(known), list(once), room, DEPTH_MAX)
     return pa.schema(fields)
+
+
+def grown_by(known: pa.Schema, found: Sequence[pa.Schema]) -> pa.Schema:
+    """What is known and has grown in several places, as one; whole numbers that are double in one of them are so."""
+    places = {place for one in found for place in narrower(known, one)}
+    return retyped(grown(known, joined_schemas(found)), places, pa.float64())
 
 
 def _grown_fields(known: list[pa.Field], found: list[pa.Field], room: int, depth: int) -> tuple[list[pa.Field], int]:

@@ -11,10 +11,11 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.lake.places import Place
 from millstream.lake.task_writer import TaskWriter
 from millstream.lake.written import Written
 from millstream.pipelines.landing.decoding import Decoder
-from millstream.pipelines.landing.inference import grown, joined_schemas
+from millstream.pipelines.landing.inference import grown_by
 from millstream.pipelines.landing.layout import RECORD_NAMES, column_of
 from millstream.pipelines.landing.manifest import Report, to_arrow
 from millstream.pipelines.landing.plan import Stretch
@@ -38,6 +39,9 @@ class Work:
     """The fields of payloads that have columns."""
     decodes: bool = False
     evolves: bool = False
+    """Whether fields that have no column are looked for, and numbers that their columns are too narrow for."""
+    fixed: Mapping[Place, str] = field(default_factory=dict)
+    """The places whose columns stay as narrow as they are, and why."""
     left_out: Mapping[int, pa.Array] = field(default_factory=dict)
     """By partition, the offsets of messages that are not landed, since they repeat others."""
 
@@ -91,7 +95,8 @@ class _Landing:
     def __init__(self, topic: str, work: Work) -> None:
         self._topic = topic
         self._work = work
-        self._decoder = Decoder(work.fields, evolves=work.evolves) if work.decodes else None
+        decoder = Decoder(work.fields, evolves=work.evolves, widens=True, fixed=work.fixed)
+        self._decoder = decoder if work.decodes else None
         self._found = work.fields
         self._rows = 0
         self._files: list[Written] = []
@@ -105,7 +110,7 @@ class _Landing:
         decoded = self._decoder.decode(batch.column("value"))
         if decoded.found != self._work.fields:
             # What comes first decides no more than what comes last: partitions come in no order that means anything.
-            self._found = grown(self._work.fields, joined_schemas([self._found, decoded.found]))
+            self._found = grown_by(self._work.fields, [self._found, decoded.found])
         if self._found != self._work.fields:
             return
         columns = [*batch.columns, *decoded.columns.flatten()]

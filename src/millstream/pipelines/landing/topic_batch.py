@@ -8,9 +8,11 @@ from datetime import datetime
 
 import pyarrow as pa
 
+from millstream.lake.places import Place, narrower, retyped
+from millstream.lake.rewriting import Run
 from millstream.lake.table import LakeTable
-from millstream.pipelines.landing.inference import grown, joined_schemas
-from millstream.pipelines.landing.layout import table_schema
+from millstream.pipelines.landing.inference import grown_by
+from millstream.pipelines.landing.layout import field_of, table_schema
 from millstream.pipelines.landing.manifest import Report
 from millstream.pipelines.landing.plan import Span, Stretch, stretches
 from millstream.pipelines.landing.sources import Source
@@ -26,6 +28,10 @@ class TopicBatch:
     spans: dict[int, Span]
     fields: pa.Schema
     """The fields of payloads that have columns, or are to get them by the commit."""
+    schema: pa.Schema | None = None
+    """The columns that the table has; None if there is none yet."""
+    fixed: dict[Place, str] = field(default_factory=dict)
+    """Fields of whole numbers whose columns stay so, and why."""
     decodes: bool = False
     evolves: bool = False
     left_out: Mapping[int, pa.Array] = field(default_factory=dict)
@@ -34,6 +40,8 @@ class TopicBatch:
     """Whether the table has messages of another topic that had the name before, and none of this one yet."""
     ids: pa.Array | None = None
     """The ids of messages that do not; None when nobody asked."""
+    widened: int = 0
+    """How many columns take fractions from now on."""
     reports: list[Report] = field(default_factory=list)
 
     @property
@@ -60,23 +68,46 @@ class TopicBatch:
         """What is read."""
         return stretches(self.topic, self.spans)
 
-    def work(self, landed: datetime) -> Work:
-        """What tasks have to know."""
+    def work(self, landed: datetime, attempt: str) -> Work:
+        """What tasks of an attempt have to know."""
         topic_id = self.source.topic_id
         return Work(
-            writer=self.table.writer(table_schema(self.fields), topic_id, landed=landed),
-            quarantine=self.table.quarantine_writer(topic_id, landed=landed),
+            writer=self.table.writer(table_schema(self.fields), topic_id, landed=landed, attempt=attempt),
+            quarantine=self.table.quarantine_writer(topic_id, landed=landed, attempt=attempt),
             fields=self.fields,
             decodes=self.decodes,
             evolves=self.evolves,
+            fixed=self.fixed,
             left_out=self.left_out,
         )
+
+    def widen(self, run: Run, bytes_max: int) -> None:
+        """Have the table take numbers that its columns are too narrow for, or find why it cannot."""
+        places = [] if self.schema is None else list(narrower(self.schema, table_schema(self.fields)))
+        if not places:
+            return
+        refused = {
+            (field_of(place[0]), *place[1:]): why for place, why in self._widened(places, run, bytes_max).items()
+        }
+        self.fixed.update(refused)
+        self.fields = retyped(self.fields, refused, pa.int64())
+        self.schema = self.table.schema()
+        self.widened += len(places) - len(refused)
+
+    def _widened(self, places: list[Place], run: Run, bytes_max: int) -> dict[Place, str]:
+        known = {place: self.fixed.get((field_of(place[0]), *place[1:])) for place in places}
+        refused = {place: why for place, why in known.items() if why is not None}
+        asked = [place for place in places if place not in refused]
+        return {**refused, **(self.table.widen(asked, run=run, bytes_max=bytes_max) if asked else {})}
 
     def take(self, reports: Sequence[Report]) -> bool:
         """Take what tasks told; False when they found new fields, so that all of it has to be done again with them."""
         found = [report.fields for report in reports if report.fields is not None]
         if found:
-            self.fields = grown(self.fields, joined_schemas(found))
+            self.fields = grown_by(self.fields, found)
+            for report in reports:
+                # Of this topic nothing is committed yet, and what others of its tasks wrote lacks what was found.
+                self.table.discard(report.files, report.quarantined)
             return False
         self.reports.extend(reports)
         return True
@@ -105,5 +136,6 @@ class TopicBatch:
             "quarantined": sum(file.rows for file in quarantined),
             "duplicates": sum(map(len, self.left_out.values())),
             "remade": int(self.is_remade),
+            "widened": self.widened,
             "lost": sum(span.lost for span in self.spans.values()),
         }

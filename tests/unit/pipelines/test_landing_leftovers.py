@@ -1,0 +1,89 @@
+"""What a failed attempt wrote is deleted, also what comes late; nothing else is, and nothing that a table has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from millstream.lake.columns import RAW
+from millstream.lake.delta_table import DeltaTable
+from millstream.lake.storage import Storage
+from millstream.lake.task_writer import TaskWriter
+from millstream.pipelines.landing.leftovers import KEPT_S, Leftovers
+from millstream.testing.lake_rows import LANDED, TOPIC, delta_rows, once, rows
+
+FAILED = "0123456789abcdef"
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def write(storage: Storage, attempt: str, offsets: range = range(5)) -> TaskWriter:
+    writer = TaskWriter(storage, RAW, TOPIC, landed=LANDED, attempt=attempt)
+    writer.write(rows(0, offsets))
+    writer.close()
+    return writer
+
+
+def fail(leftovers: Leftovers, writer: TaskWriter) -> None:
+    with (
+        pytest.raises(OSError, match="full"),
+        leftovers.watch(FAILED, [(writer.storage, writer.folder), (writer.storage.beside("__quarantine"), "")]),
+    ):
+        raise OSError("full")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name.partition("_")[2][:16] for path in folder.rglob("*.parquet"))
+
+
+def test_files_of_a_failed_attempt_are_deleted_also_those_that_come_late(tmp_path: Path) -> None:
+    storage, clock = Storage.at(str(tmp_path / "orders")), Clock()
+    leftovers = Leftovers(clock)
+    other = "fedcba9876543210"
+    write(storage, other)
+    writer = write(storage, FAILED)
+    write(storage.beside("__quarantine"), FAILED)
+    fail(leftovers, writer)
+    assert names(tmp_path) == [other]
+    write(storage, FAILED)
+    assert leftovers.sweep() == 1
+    clock.now = KEPT_S + 1
+    write(storage, FAILED)
+    assert leftovers.sweep() == 1
+    write(storage, FAILED)
+    assert leftovers.sweep() == 0
+    assert names(tmp_path) == [FAILED, other]
+
+
+def test_what_goes_well_is_kept(tmp_path: Path) -> None:
+    storage = Storage.at(str(tmp_path / "orders"))
+    leftovers = Leftovers()
+    with leftovers.watch(FAILED, [(storage, "")]):
+        write(storage, FAILED)
+    assert leftovers.sweep() == 0
+    assert names(tmp_path) == [FAILED]
+
+
+def test_what_a_table_has_is_never_deleted(tmp_path: Path) -> None:
+    storage = Storage.at(str(tmp_path / "orders"))
+    table = DeltaTable(storage)
+    writer = table.writer(RAW, TOPIC, landed=LANDED, attempt=FAILED)
+    writer.write(rows(0, range(5)))
+    assert table.commit(writer.close(), {(TOPIC, 0): (0, 5)}, schema=RAW)
+    fail(Leftovers(), write(storage, FAILED))
+    assert delta_rows(storage) == once(0, range(5))
+    assert names(tmp_path) == [FAILED]
+
+
+def test_a_place_that_is_away_hides_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "orders").write_text("no folder")
+    leftovers = Leftovers()
+    storage = Storage.at(str(tmp_path / "orders"))
+    fail(leftovers, TaskWriter(storage, RAW, TOPIC, landed=LANDED))
+    assert leftovers.sweep() == 0
