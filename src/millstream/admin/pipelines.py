@@ -38,7 +38,7 @@ from millstream.wire.pipeline_messages import (
 )
 from millstream.wire.refusal import refusal
 
-LISTED_S: Final = 10.0
+LISTED_S: Final = 5.0
 """A node that has not told of its pipelines by then hangs, and is left out."""
 _DUPLICATE_RESOURCE: Final = 92
 _WELL: Final = ("running", "stopped")

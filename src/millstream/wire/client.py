@@ -507,10 +507,12 @@ class Client:
 
     async def _anywhere(self, within: str = "") -> Pool:
         """A pool whose shared connection stands: one that is open, else the first that can be opened."""
-        addresses = dict.fromkeys([*((node.host, node.port) for node in self._nodes.values()), *self._bootstrap])
-        for host, port in addresses:
+        nodes = [(node.host, node.port) for node in self._nodes.values()]
+        # Who is named is the nearest, of a gateway its own node; another one may hang without anybody knowing it yet.
+        for host, port in (*self._bootstrap, *nodes):
             if self._pool(host, port).is_open:
                 return self._pool(host, port)
+        addresses = dict.fromkeys([*nodes, *self._bootstrap])
         reasons: list[str] = []
         silent: RequestTimedOut | None = None
         for host, port in addresses:

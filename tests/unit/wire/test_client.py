@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import socket
 from datetime import timedelta
@@ -391,6 +392,27 @@ async def test_the_coordinator_is_found_and_waited_for(broker: ScriptedBroker) -
     async with connect(broker) as client:
         assert await client.coordinator("g") == NODE
     assert not codes
+
+
+async def test_whoever_is_named_is_asked_before_others_that_are_open(broker: ScriptedBroker) -> None:
+    other = ScriptedBroker()
+    await other.start()
+    messages: Any = importlib.import_module("kio.schema.metadata.v13.response")
+
+    async def tell_both(header: codec.RequestHeader, frame: memoryview) -> Any:
+        told = await broker.tell_metadata(header, frame)
+        first = messages.MetadataResponseBroker(node_id=0, host="127.0.0.1", port=other.port)
+        return dataclasses.replace(told, brokers=(first, *told.brokers))
+
+    broker.handlers[METADATA] = other.handlers[METADATA] = tell_both
+    try:
+        async with connect(broker) as client:
+            await client.metadata(())
+            await client.pool_of(NodeId(0))
+            await client.metadata(())
+        assert (other.connections, other.asked(METADATA), broker.asked(METADATA)) == (1, 0, 2)
+    finally:
+        await other.stop()
 
 
 # -- produce --------------------------------------------------------------------------------------------------

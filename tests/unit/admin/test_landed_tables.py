@@ -1,0 +1,61 @@
+"""Where the tables of pipelines are, and what is said when that cannot be told."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+
+from millstream.admin import landed_tables
+from millstream.admin.landed_tables import tables_of
+from millstream.admin.places import Places
+from millstream.model.errors import BrokerUnreachable
+
+
+def told(kind: str = "land", node: int | None = 2, **overrides: str) -> dict[str, Any]:
+    """A pipeline as nodes tell of it."""
+    report = None if node is None else {"node": node}
+    return {
+        "pipeline_id": str(uuid.uuid4()),
+        "name": "mine",
+        "kind": kind,
+        "overrides": overrides,
+        "rules": [],
+        "report": report,
+    }
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """The nodes that were asked for their places; node 3 does not answer."""
+    nodes: list[int | None] = []
+
+    async def places_of(client: Any, *, node: int | None = None) -> Places:
+        nodes.append(node)
+        if node == 3:
+            raise BrokerUnreachable("node 3 cannot be reached")
+        return Places("/data/lake/", "/data/pipelines", "/data")
+
+    monkeypatch.setattr(landed_tables, "places_of", places_of)
+    return nodes
+
+
+async def test_tables_are_where_the_node_that_lands_has_them(asked: list[int | None]) -> None:
+    client: Any = None
+    found = await tables_of(client, told(topics="a,b", format="parquet"))
+    assert [one.place for one in found.tables] == ["/data/lake/a", "/data/lake/b"]
+    assert (found.tables[0].read, found.notes) == ("pandas.read_parquet('/data/lake/a')", [])
+    (table,) = (await tables_of(client, told(topics="a", lake="s3://lake/x"))).tables
+    assert (table.place, asked) == ("s3://lake/x/a", [2])
+    assert await tables_of(client, told("route")) == ([], [])
+
+
+async def test_what_is_in_the_way_is_said(asked: list[int | None]) -> None:
+    client: Any = None
+    assert await tables_of(client, told(topics="a", node=3)) == (
+        [],
+        ["Where its tables are cannot be told now: node 3 cannot be reached"],
+    )
+    (note,) = (await tables_of(client, told(topics="a", every="soon"))).notes
+    assert note.startswith("Where its tables are cannot be told now: unknown setting 'every'")
