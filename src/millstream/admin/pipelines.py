@@ -153,7 +153,7 @@ class PipelineClient:
         """Pipelines, each with its `state` and the report of the node that runs it; with rules if they are named.
 
         Every node is asked, and the newest that any of them knows is told. One that does not answer is left out, as
-        long as there is another.
+        long as there is another; `notes` say so of pipelines that it may be running.
         """
         body = PipelineNames(names=None if names is None else list(names))
         nodes = sorted((await self._client.metadata(())).nodes)
@@ -165,14 +165,18 @@ class PipelineClient:
                 found[told["name"]] = _newer(found.get(told["name"]), told)
         if not found and failed:
             raise failed[0]
-        return [{**found[name], "state": state_of(found[name])} for name in sorted(found)]
+        silent = [f"{error}" for error in failed]
+        return [
+            {**one, "state": state_of(one), "notes": silent if one["report"] is None else []}
+            for _name, one in sorted(found.items())
+        ]
 
     async def _listed(self, node: NodeId, body: PipelineNames) -> dict[str, Any] | MillstreamError:
         try:
             async with asyncio.timeout(LISTED_S):
                 return await self._ask(node, LIST_KEY, body)
         except TimeoutError:
-            return RequestTimedOut(f"node {node} did not tell of its pipelines within {LISTED_S:g} s")
+            return RequestTimedOut(f"node {node} did not tell within {LISTED_S:g} s how its pipelines do")
         except NotFound:
             # The catalog itself said so: others that still know it have not heard yet that it is gone.
             raise
@@ -220,7 +224,7 @@ def state_of(told: Mapping[str, Any]) -> str:
 
 def summary_of(told: Mapping[str, Any]) -> dict[str, Any]:
     """A pipeline in one line."""
-    report = told["report"] or {}
+    report = told["report"] or {"last_error": " ".join(told["notes"])}
     return {
         "pipeline": told["name"],
         "kind": told["kind"],

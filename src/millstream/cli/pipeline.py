@@ -163,7 +163,7 @@ async def _described(client: Client, name: str) -> dict[str, Any]:
 
     (told,) = await PipelineClient(client).describe([name])
     found = await tables_of(client, told)
-    return {**told, "tables": [one._asdict() for one in found.tables], "notes": found.notes}
+    return {**told, "tables": [one._asdict() for one in found.tables], "notes": [*told["notes"], *found.notes]}
 
 
 def _tables(tables: Sequence[dict[str, str]]) -> dict[str, str]:

@@ -145,7 +145,7 @@ class PipelineDescription(msgspec.Struct, frozen=True):
     """Where the tables of one that lands are."""
     report: PipelineReport | None
     notes: list[str]
-    """What its owner should know, such as why it is not told where its tables are."""
+    """What its owner should know, such as nodes that do not answer."""
 
 
 class RuleList(msgspec.Struct, frozen=True):
@@ -193,7 +193,8 @@ async def _described(parts: Parts, name: str, notes: list[str]) -> PipelineDescr
     (told,) = await PipelineClient(parts.client).describe([name])
     found = await tables_of(parts.client, told)
     tables = [one._asdict() for one in found.tables]
-    return msgspec.convert({**told, "tables": tables, "notes": notes + found.notes}, PipelineDescription)
+    notes = [*notes, *told["notes"], *found.notes]
+    return msgspec.convert({**told, "tables": tables, "notes": notes}, PipelineDescription)
 
 
 async def change(parts: Parts, asked: Asked[Nothing, PipelineChanges]) -> PipelineDescription:
