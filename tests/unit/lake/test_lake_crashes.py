@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -27,6 +28,7 @@ from millstream.testing.lake_rows import (
     TOPIC,
     delta_rows,
     files_rows,
+    in_this_process,
     next_offset,
     rows,
     write,
@@ -34,6 +36,7 @@ from millstream.testing.lake_rows import (
 )
 
 PARTITIONS = 2
+NARROW = RAW.append(pa.field("total", pa.int64()))
 
 
 class Killed(BaseException):
@@ -67,7 +70,8 @@ def killed_at(fuse: Fuse | None) -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patched:
-        for owner, name in ((DeltaLog, "commit"), (DeltaLog, "_create"), (Storage, "publish")):
+        places = ((DeltaLog, "commit"), (DeltaLog, "replace_all"), (DeltaLog, "_create"), (Storage, "publish"))
+        for owner, name in places:
             patched.setattr(owner, name, fuse.around(getattr(owner, name)))
         with suppress(Killed):
             yield
@@ -78,6 +82,7 @@ class Run:
     """A step that was planned and written, and not committed yet."""
 
     table: LakeTable
+    schema: pa.Schema
     files: list[Written]
     quarantined: list[Written]
     offsets: dict[tuple[str, int], tuple[int, int]]
@@ -112,12 +117,13 @@ class Landing(RuleBasedStateMachine):
     )
     def plan_and_write(self, sizes: dict[int, int], every: int) -> None:
         table = self.open()
-        run = Run(table, [], [], {}, set())
+        run = Run(table, table.schema() or NARROW, [], [], {}, set())
         for partition, size in sizes.items():
             start = next_offset(table, partition)
             span = range(start, start + size)
             bad = [offset for offset in span if offset % every == 1]
-            run.files += write(table, [rows(partition, [offset for offset in span if offset not in bad])])
+            good = [offset for offset in span if offset not in bad]
+            run.files += write(table, [rows(partition, good, run.schema, total=good)], run.schema)
             run.quarantined += write_quarantine(table, partition, bad)
             run.offsets[TOPIC, partition] = (start, start + size)
             run.bad |= {(partition, offset) for offset in bad}
@@ -128,10 +134,11 @@ class Landing(RuleBasedStateMachine):
     def commit(self, number: int, fuse: Fuse | None, is_kept: bool) -> None:
         run = self.runs[number % len(self.runs)]
         fits = all(self.next[partition] == start for (_, partition), (start, _end) in run.offsets.items())
+        fits = fits and run.schema == (self.open().schema() or NARROW)
         done: bool | None = None
         with killed_at(fuse):
             try:
-                done = run.table.commit(run.files, run.offsets, schema=RAW, quarantined=run.quarantined)
+                done = run.table.commit(run.files, run.offsets, schema=run.schema, quarantined=run.quarantined)
             except StalePlan:
                 assert not fits
         now = {partition: next_offset(self.open(), partition) for partition in self.next}
@@ -151,6 +158,11 @@ class Landing(RuleBasedStateMachine):
     def compact(self, fuse: Fuse | None) -> None:
         with killed_at(fuse):
             self.open().compact(before=LANDED + timedelta(hours=1))
+
+    @rule(fuse=FUSES)
+    def widen(self, fuse: Fuse | None) -> None:
+        with killed_at(fuse):
+            assert self.open().widen([("total",)], run=in_this_process, bytes_max=2**60) == {}
 
     @precondition(lambda self: not self.runs)
     @rule()

@@ -15,8 +15,8 @@ import pytest
 
 from millstream.lake.opening import open_table
 from millstream.lake.storage import Storage
-from millstream.testing.lake_lander import is_bad
-from millstream.testing.lake_rows import delta_rows, files_rows, next_offset, once
+from millstream.testing.lake_lander import NUMBERS, is_bad
+from millstream.testing.lake_rows import TOPIC, delta_rows, files_rows, next_offset, once
 from millstream.testing.object_store import ObjectStore
 
 LANDERS = 3
@@ -52,6 +52,9 @@ def _check(storage: Storage, format: str, end: int) -> None:
     count = delta_rows if format == "delta" else files_rows
     assert count(storage) == once(0, [offset for offset in range(end) if not is_bad(offset)])
     assert count(storage.beside("__quarantine")) == once(0, filter(is_bad, range(end)))
+    for batch in open_table(storage.url, format=format).scan(TOPIC, 0, 0, end):
+        for row in batch.to_pylist():
+            assert all(row[name] - row["offset"] in (0, 0.5) for name in NUMBERS)
 
 
 @pytest.mark.trial

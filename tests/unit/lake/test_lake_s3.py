@@ -7,6 +7,7 @@ import threading
 import uuid
 
 import deltalake
+import pyarrow as pa
 import pytest
 
 from millstream.lake.columns import RAW
@@ -15,10 +16,12 @@ from millstream.lake.opening import open_table
 from millstream.lake.parquet_table import ParquetTable
 from millstream.lake.storage import Storage
 from millstream.model.errors import InvalidSetting
+from millstream.pipelines.landing.leftovers import Leftovers
 from millstream.testing.lake_rows import (
     TOPIC,
     delta_rows,
     files_rows,
+    in_this_process,
     land,
     next_offset,
     once,
@@ -66,6 +69,29 @@ def test_parquet_files_are_copied_into_place(place: Storage) -> None:
     place.publish(files[0].path, files[0].path)
     assert next_offset(ParquetTable(place)) == 11
     assert files_rows(place) == once(0, range(10))
+
+
+@pytest.mark.parametrize("format", ["delta", "parquet"])
+def test_columns_are_widened_and_what_failed_is_deleted(place: Storage, format: str) -> None:
+    narrow, wide = (RAW.append(pa.field("total", kind)) for kind in (pa.int64(), pa.float64()))
+    table = open_table(place.url, format=format)
+    files = write(table, [rows(0, range(3), narrow, total=[1, 2, 3])], narrow)
+    assert table.commit(files, {(TOPIC, 0): (0, 3)}, schema=narrow)
+    assert table.widen([("total",)], run=in_this_process, bytes_max=2**60) == {}
+    files = write(table, [rows(0, [3], wide, total=[0.5])], wide)
+    assert table.commit(files, {(TOPIC, 0): (3, 4)}, schema=wide)
+    found = [row["total"] for batch in table.scan(TOPIC, 0, 0, 4) for row in batch.to_pylist()]
+    assert found == [1.0, 2.0, 3.0, 0.5]
+    count = delta_rows if format == "delta" else files_rows
+    assert count(place) == once(0, range(4))
+    attempt = "0123456789abcdef"
+    writer = table.writer(wide, TOPIC, attempt=attempt)
+    writer.write(rows(0, [4], wide, total=[1.5]))
+    (left,) = writer.close()
+    with pytest.raises(ValueError, match="failed"), Leftovers().watch(attempt, [(writer.storage, writer.folder)]):
+        raise ValueError("failed")
+    assert left.path not in set(writer.storage.data_files())
+    assert count(place) == once(0, range(4))
 
 
 def test_options_say_where_the_store_is(place: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
