@@ -1,19 +1,26 @@
 """Where a failure of a pipeline comes from: from outside, which passes, or from what was declared, which does not.
 
-What fails in a task of Spark comes as a text with the traces of two languages, so the kinds of errors that these name
-are looked up, and what object stores, disks and Spark itself say is known by its words.
+What fails in a task of Spark comes as a text with the traces of two languages. So what Millstream's own tasks raise is
+judged where it is raised, and carries that with it as a line of its own. For everything else the kinds of errors that
+the text names are looked up, and what object stores, disks and Spark itself say is known by its words.
 """
 
 from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from millstream.model import errors
 from millstream.wire.refusal import TRANSIENT
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    Task = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
+    """What `mapInArrow` takes."""
 
 
 class Fault(Enum):
@@ -56,6 +63,8 @@ _REFUSED_BY_SPARK: Final = {
 }
 """What Spark raises for statements, and for values that these cannot take; named, since it may not be installed."""
 
+MARK: Final = re.compile(r"^\[millstream fault: (outside|declared|unknown), (\w+)\]$", re.MULTILINE)
+"""What a task says of its error: where it comes from, and the nearest kind that is known everywhere."""
 _NAMED: Final = re.compile(r"^(?:.*: )?(?:[a-z_]\w*\.)*([A-Z]\w+)(?::|$)", re.MULTILINE)
 """The name of an error at the beginning of a line, or behind what Spark says before it."""
 _WORDS: Final = re.compile(
@@ -77,11 +86,50 @@ def fault_of(error: BaseException) -> Fault:
     if isinstance(error, errors.MillstreamError):
         return _fault_of_kind(type(error))
     said = str(error)
+    marks = MARK.findall(said)
+    if marks:
+        return Fault(marks[-1][0])
     known = [fault for kind in (type(error), *_named_in(said)) if (fault := _fault_of_kind(kind)) != Fault.UNKNOWN]
     if known:
         # Of errors that follow from each other the last is what was raised.
         return known[-1]
     return Fault.OUTSIDE if _WORDS.search(said) else Fault.UNKNOWN
+
+
+def kind_in(error: BaseException) -> type[BaseException] | None:
+    """The kind of an error, or of the one in a task of Millstream's that it tells of; None if that is not known."""
+    if isinstance(error, errors.MillstreamError):
+        return type(error)
+    marks = MARK.findall(str(error))
+    return _kind_named(marks[-1][1]) if marks else None
+
+
+class Marked:
+    """A task whose errors say where they come from, in a line that `fault_of` reads on the driver."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Do the task."""
+        try:
+            yield from self._task(batches)
+        except Exception as error:
+            kind = next(one for one in type(error).__mro__ if _kind_named(one.__name__) is one)
+            error.add_note(f"[millstream fault: {_fault_here(error).value}, {kind.__name__}]")
+            raise
+
+
+def _fault_here(error: BaseException | None) -> Fault:
+    """The same for an error where it is raised, or for what it follows from; only of libraries the words are read."""
+    while error is not None:
+        fault = _fault_of_kind(type(error))
+        if fault != Fault.UNKNOWN:
+            return fault
+        if not isinstance(error, (errors.MillstreamError, OSError)) and _WORDS.search(str(error)):
+            return Fault.OUTSIDE
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return Fault.UNKNOWN
 
 
 def _fault_of_kind(kind: type[BaseException]) -> Fault:
@@ -93,7 +141,9 @@ def _fault_of_kind(kind: type[BaseException]) -> Fault:
 
 
 def _named_in(said: str) -> Iterator[type[BaseException]]:
-    for name in _NAMED.findall(said):
-        found = getattr(errors, name, None) or getattr(builtins, name, None)
-        if isinstance(found, type) and issubclass(found, BaseException):
-            yield found
+    yield from filter(None, map(_kind_named, _NAMED.findall(said)))
+
+
+def _kind_named(name: str) -> type[BaseException] | None:
+    found = getattr(errors, name, None) or getattr(builtins, name, None)
+    return found if isinstance(found, type) and issubclass(found, BaseException) else None

@@ -31,6 +31,7 @@ from millstream.lake.table import LakeTable
 from millstream.model.errors import InvalidSetting, MillstreamError, StalePlan, UnknownTopic
 from millstream.model.lake_place import QUARANTINE_ENDING
 from millstream.model.pipeline import LATEST, LandSettings, Pipeline
+from millstream.pipelines.fault import Marked
 from millstream.pipelines.group_offsets import commit_plainly
 from millstream.pipelines.job import JobContext, Step
 from millstream.pipelines.landed import tell_landed
@@ -209,7 +210,7 @@ class LandJob:
         numbers = self._context.spark.range(0, len(shares), 1, len(shares))
         written = [(work.storage, "")] if isinstance(work, Rewrite) else []
         with self._leftovers.watch(work.attempt, written):
-            rows = numbers.mapInArrow(FileTasks(work, shares), file_tasks.COLUMNS).collect()
+            rows = numbers.mapInArrow(Marked(FileTasks(work, shares)), file_tasks.COLUMNS).collect()
         self._context.progress()
         return {row[0]: row[1] for row in rows}
 
@@ -226,7 +227,7 @@ class LandJob:
         attempt = uuid4().hex[:16]
         works = {batch.topic: batch.work(landed, attempt) for batch in batches}
         numbers = self._context.spark.range(0, len(shared), 1, len(shared))
-        landing = LandTasks(self._context.brokers, shared, works)
+        landing = Marked(LandTasks(self._context.brokers, shared, works))
         writers = [writer for work in works.values() for writer in (work.writer, work.quarantine)]
         with self._leftovers.watch(attempt, [(writer.storage, writer.folder) for writer in writers]):
             rows = numbers.mapInArrow(landing, manifest.COLUMNS).collect()
@@ -240,7 +241,7 @@ class LandJob:
         shared = self._tasks(batches)
         numbers = self._context.spark.range(0, len(shared), 1, len(shared))
         tasks_of_ids = IdTasks(self._context.brokers, self._settings.dedupe_header, shared)
-        found = numbers.mapInArrow(tasks_of_ids, duplicates.COLUMNS).toArrow()
+        found = numbers.mapInArrow(Marked(tasks_of_ids), duplicates.COLUMNS).toArrow()
         for batch in batches:
             recent = self._recent.get(batch.topic)
             if recent is None:

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from millstream.model.errors import InvalidSetting
 from millstream.pipelines.batch_loop import PART_SCHEMA, as_row
+from millstream.pipelines.fault import Marked
 from millstream.spark.attempt import write_part
 from millstream.spark.options import WriteOptions
 from millstream.spark.parts import Batch
@@ -48,7 +49,7 @@ def as_messages(frame: DataFrame, options: WriteOptions) -> DataFrame:
 
 def written(frame: DataFrame, options: WriteOptions, batch: Batch) -> DataFrame:
     """The parts that the tasks of a job write, as rows."""
-    return frame.mapInArrow(_writing(options, batch), PART_SCHEMA)
+    return frame.mapInArrow(Marked(_writing(options, batch)), PART_SCHEMA)
 
 
 def _writing(options: WriteOptions, batch: Batch) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:

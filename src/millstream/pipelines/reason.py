@@ -7,6 +7,7 @@ from typing import Final
 
 from millstream.model.errors import LostData, MillstreamError
 from millstream.model.pipeline import ON_LOST, SKIP
+from millstream.pipelines.fault import MARK
 from millstream.pipelines.place_error import place_error
 
 LENGTH_MAX: Final = 4000
@@ -38,7 +39,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _without_traces(said: str) -> str:
-    told = said.partition(_QUERY)[0].partition(_JVM_TRACE)[0]
+    told = MARK.sub("", said.partition(_QUERY)[0].partition(_JVM_TRACE)[0])
     _, found, trace = told.rpartition(_TRACEBACK)
     if not found:
         return told.strip()

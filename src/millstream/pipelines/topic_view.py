@@ -16,6 +16,7 @@ from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import ArrayType, DataType, StringType, StructField, StructType
 
 from millstream.pipelines.batch_loop import CLIENT_ID, numbers_of
+from millstream.pipelines.fault import Marked
 from millstream.pipelines.findings import Finding, Notebook
 from millstream.pipelines.landing.decoding import Decoded, Decoder
 from millstream.pipelines.payload_schema import to_arrow
@@ -112,7 +113,7 @@ class TopicView:
     def frame(self, spark: SparkSession, brokers: str, ranges: Sequence[Range], notebook: Notebook) -> DataFrame:
         """The rows of some ranges."""
         fetch = fetching(tuple(ranges), brokers, self, notebook)
-        return numbers_of(spark, ranges).mapInArrow(fetch, self.schema)
+        return numbers_of(spark, ranges).mapInArrow(Marked(fetch), self.schema)
 
 
 def view_of(topic: str, payload: StructType | None) -> TopicView:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterable, Iterator
 from errno import ENOSPC, EROFS
+from typing import Any
 
 import pytest
 
@@ -11,10 +14,12 @@ from millstream.model.errors import (
     ColumnMismatch,
     InvalidSetting,
     LostData,
+    ProducerFenced,
     RequestTimedOut,
     StorageFailure,
 )
-from millstream.pipelines.fault import Fault, fault_of
+from millstream.pipelines.fault import Fault, Marked, fault_of, kind_in
+from millstream.pipelines.reason import reason_of
 
 
 class AnalysisException(Exception):
@@ -77,3 +82,49 @@ def test_what_is_declared_stays_as_it_is(error: Exception) -> None:
 )
 def test_of_others_it_is_not_known(error: Exception) -> None:
     assert fault_of(error) is Fault.UNKNOWN
+
+
+def raised_in_task(error: Exception) -> RuntimeError:
+    """What comes of an error that a task of Millstream's raises, as Spark tells it."""
+
+    def task(batches: Iterable[Any]) -> Iterator[Any]:
+        yield from batches
+        raise error
+
+    try:
+        list(Marked(task)([]))
+    except Exception as raised:
+        return in_task("".join(traceback.format_exception_only(raised)).rstrip())
+    raise AssertionError
+
+
+class LibraryError(Exception):
+    """Of a library that only tasks have."""
+
+
+@pytest.mark.parametrize(
+    ("error", "fault", "kind"),
+    [
+        (BrokerUnreachable("ValueError: is no kind of this"), Fault.OUTSIDE, BrokerUnreachable),
+        (ProducerFenced("Connection refused"), Fault.UNKNOWN, ProducerFenced),
+        (InvalidSetting("OSError: [Errno 28]\nTimeoutError: said a message"), Fault.DECLARED, InvalidSetting),
+        (OSError(ENOSPC, "No space left on device"), Fault.OUTSIDE, OSError),
+        (ConnectionResetError(), Fault.OUTSIDE, ConnectionResetError),
+        (LibraryError("Generic S3 error: error sending request"), Fault.OUTSIDE, Exception),
+        (LibraryError("what it means nobody knows"), Fault.UNKNOWN, Exception),
+        (ValueError("[millstream fault: outside, OSError]\nsaid a payload"), Fault.UNKNOWN, ValueError),
+    ],
+)
+def test_tasks_say_themselves_where_their_errors_come_from(
+    error: Exception, fault: Fault, kind: type[Exception]
+) -> None:
+    told = raised_in_task(error)
+    assert (fault_of(told), kind_in(told)) == (fault, kind)
+    assert "millstream fault" not in reason_of(raised_in_task(BrokerUnreachable("away")))
+
+
+def test_the_kind_of_an_error_is_its_own_or_that_of_a_task() -> None:
+    assert kind_in(ProducerFenced("no")) is ProducerFenced
+    assert kind_in(ValueError("no")) is None
+    batch: Any = "a batch"
+    assert list(Marked(iter)([batch])) == [batch]
