@@ -13,6 +13,7 @@ from millstream.model.errors import InvalidSetting
 from millstream.model.pipeline import Pipeline, RouteSettings
 from millstream.model.subscription import FILTER
 from millstream.pipelines.batch_loop import PART_SCHEMA, BatchLoop, Plan
+from millstream.pipelines.fault import Marked
 from millstream.pipelines.job import JobContext, Step
 from millstream.pipelines.routing.rule_set import RuleSet, Way
 from millstream.pipelines.routing.task import routing
@@ -59,7 +60,8 @@ class RouteJob:
 
     def _parts(self, plan: Plan) -> DataFrame:
         numbers = plan.numbers(self._context.spark)
-        return numbers.mapInArrow(routing(plan.ranges, self._ways, self._loop.options, plan.batch), PART_SCHEMA)
+        tasks = Marked(routing(plan.ranges, self._ways, self._loop.options, plan.batch))
+        return numbers.mapInArrow(tasks, PART_SCHEMA)
 
     def _look(self) -> None:
         """Bring the rules up to date; those that name a subscription have its filter, which may change."""
