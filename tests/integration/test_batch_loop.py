@@ -86,7 +86,8 @@ def test_what_retention_has_deleted_unread_is_left_out_and_counted_on_request(tr
 def test_what_a_dead_run_left_undecided_is_taken_back(trial: Trial) -> None:
     trial.publish(5)
     dead = trial.loop()
-    dead.link.call(dead._prepare_offsets(trial.plan(dead)))
+    plan = trial.plan(dead)
+    dead.link.call(dead.prepare_offsets(plan.batch, plan.end))
     loop = trial.loop()
     assert trial.ranges(loop) == [(0, 0, 5)]
     assert loop.commit(trial.plan(loop), None) == 0

@@ -22,11 +22,12 @@ import pyarrow as pa
 
 from millstream.model.errors import InvalidTransactionState, MillstreamError, OffsetOutOfRange, TransactionRejected
 from millstream.model.pipeline import LATEST, SKIP, MovingSettings, Pipeline
+from millstream.pipelines.fault import kind_in
 from millstream.pipelines.group_offsets import Offsets, stable_offsets
 from millstream.pipelines.job import JobContext, Step
 from millstream.spark.link import Link
 from millstream.spark.options import BROKERS, WriteOptions, read_options
-from millstream.spark.parts import Batch, Part, abort_batch, writing_link
+from millstream.spark.parts import Batch, Part, abort_batch, abort_undecided, writing_link
 from millstream.spark.ranges import Range, admitted, ranges_between
 from millstream.spark.source_offsets import OFFSETS_TASK, SourceOffsets, prepare_offsets
 from millstream.spark.survey import Partitions, Survey
@@ -86,6 +87,11 @@ def query_of(pipeline_id: UUID) -> str:
     return f"pipeline/{pipeline_id}"
 
 
+def stream_of(pipeline_id: UUID) -> str:
+    """What the attempts of a pipeline's streams have in their names: each of these is a query of its own."""
+    return pipeline_id.hex
+
+
 class BatchLoop:
     """Plans batches over topics, and commits them."""
 
@@ -95,6 +101,8 @@ class BatchLoop:
         self._settings = settings
         self._query = query_of(pipeline.pipeline_id)
         self._known: _Known | None = None
+        self._is_alone = False
+        """Whether what runs before this one have left undecided was looked for."""
         self.options = WriteOptions(brokers=context.brokers, client_id=CLIENT_ID)
 
     @property
@@ -138,7 +146,7 @@ class BatchLoop:
             otherwise = (latest if at_end else earliest)[topic]
             start[topic] = {number: committed.get(number, otherwise[number]) for number in numbers}
         _check_reached(start, latest)
-        return _skipping(start, earliest) if skips else (start, 0)
+        return skipping(start, earliest) if skips else (start, 0)
 
     def is_new(self, plan: Plan) -> bool:
         """Whether a plan names partitions that the group has no offset for yet: they are committed even without rows.
@@ -158,22 +166,19 @@ class BatchLoop:
         # What is known counts for nothing until this has gone well.
         self._known = None
         link = self.link
-        offsets = link.start(self._prepare_offsets(plan))
+        offsets = link.start(self.prepare_offsets(plan.batch, plan.end))
         try:
             parts = [] if frame is None else [read_part(row.part) for row in frame.collect()]
             if not is_good():
-                self._give_up(plan, offsets)
+                self.give_up(plan.batch, offsets)
                 return None
             members = [part.member for part in parts if part.member is not None]
             members.append(offsets.result())
             done = link.call(Transactions(link.client).complete_batch(plan.batch.query, plan.batch.number, members))
-        except TransactionRejected:
-            self._give_up(plan, offsets)
-            if self._is_taken(plan):
+        except BaseException as error:
+            self.give_up(plan.batch, offsets)
+            if is_refused(error) and self.is_taken(plan.batch):
                 return None
-            raise
-        except BaseException:
-            self._give_up(plan, offsets)
             raise
         if done and known is not None:
             merged = {topic: {**known.offsets.get(topic, {}), **numbers} for topic, numbers in plan.end.items()}
@@ -187,15 +192,38 @@ class BatchLoop:
         self.survey(list(plan.end)).wait_for_more(plan.end, WAIT_S)
         return Step()
 
+    def committed(self) -> Offsets:
+        """What the group has committed, when all that runs before this one have left undecided is taken back."""
+        return self._ask().offsets
+
+    async def prepare_offsets(self, batch: Batch, end: Offsets) -> TransactionalProducer:
+        """The member of a batch that commits where it ends, if this one still runs the pipeline."""
+        member = self._context.member()
+        who = OfGroup(member.member_id, member.generation, member.instance_id)
+        source = SourceOffsets(self._pipeline.group, end, who)
+        transactions = Transactions(self.link.client)
+        return await prepare_offsets(transactions, batch.new_attempt(OFFSETS_TASK), source)
+
+    def is_taken(self, batch: Batch) -> bool:
+        """Whether there is a batch of this number: somebody else has gone on from here."""
+        link = self.link
+        return link.call(Transactions(link.client).last_batch(batch.query)) >= batch.number
+
+    def give_up(self, batch: Batch, offsets: Future[TransactionalProducer]) -> None:
+        """Take back what was prepared of a batch, as far as that can be done now; else the next run does it."""
+        with suppress(MillstreamError):
+            offsets.result()
+        with suppress(MillstreamError):
+            abort_batch(self.options, batch)
+
     # -- how ------------------------------------------------------------------------------------------------------
 
     def _ask(self) -> _Known:
+        if not self._is_alone:
+            # What a stream of this pipeline has left undecided would hold up the offsets for ever.
+            abort_undecided(self.options, stream_of(self._pipeline.pipeline_id))
+            self._is_alone = True
         return self.link.call(self._look(self.link))
-
-    def _is_taken(self, plan: Plan) -> bool:
-        """Whether a batch was refused because there is one of its number: somebody else has gone on from here."""
-        link = self.link
-        return link.call(Transactions(link.client).last_batch(plan.batch.query)) >= plan.batch.number
 
     def _was_done(self, plan: Plan) -> bool:
         """Whether a batch that was committed before is this one: the answer to its commit may have been lost."""
@@ -219,20 +247,6 @@ class BatchLoop:
                 continue
             return _Known(number, await stable_offsets(link.client, self._pipeline.group))
 
-    async def _prepare_offsets(self, plan: Plan) -> TransactionalProducer:
-        member = self._context.member()
-        who = OfGroup(member.member_id, member.generation, member.instance_id)
-        source = SourceOffsets(self._pipeline.group, plan.end, who)
-        transactions = Transactions(self.link.client)
-        return await prepare_offsets(transactions, plan.batch.new_attempt(OFFSETS_TASK), source)
-
-    def _give_up(self, plan: Plan, offsets: Future[TransactionalProducer]) -> None:
-        with suppress(MillstreamError):
-            offsets.result()
-        with suppress(MillstreamError):
-            # What cannot be taken back now is taken back by the next plan.
-            abort_batch(self.options, plan.batch)
-
 
 def numbers_of(spark: SparkSession, ranges: Sequence[Range]) -> DataFrame:
     """The numbers of ranges as rows; few records are one task, since a task costs more than they do."""
@@ -254,7 +268,13 @@ def read_part(row: bytes | bytearray) -> Part:
     return part
 
 
-def _skipping(start: Offsets, earliest: Offsets) -> tuple[Offsets, int]:
+def is_refused(error: BaseException) -> bool:
+    """Whether a batch failed since its coordinator refused it, here or in a task."""
+    kind = kind_in(error)
+    return kind is not None and issubclass(kind, TransactionRejected)
+
+
+def skipping(start: Offsets, earliest: Offsets) -> tuple[Offsets, int]:
     """Where to begin without what is deleted, and how many offsets that leaves out."""
     moved = {
         topic: {number: max(offset, earliest[topic][number]) for number, offset in offsets.items()}

@@ -2,49 +2,43 @@
 
 Rows are written exactly once, by the same commit as those of batches: it is known by the checkpoint's own id and the
 number of the batch, which Spark repeats with the same messages and the same state if it has no record of its end. The
-offsets of the group only show how far the stream is. A statement that is changed begins with an empty state, where the
-one before it ended.
+offsets of the group are part of that commit. So a statement that is changed, whose state is empty, begins exactly where
+the one before it ended; and so does one whose checkpoint is lost, or is not where the pipeline is any more.
 """
 
 from __future__ import annotations
 
 import json
-import threading
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
-from uuid import uuid4
 
-from millstream.model.errors import MillstreamError
 from millstream.model.pipeline import LATEST, SKIP, Pipeline, TransformSettings
-from millstream.pipelines.batch_loop import CLIENT_ID, BatchLoop, read_part
-from millstream.pipelines.group_offsets import commit_plainly, stable_offsets
+from millstream.pipelines.batch_loop import CLIENT_ID, BatchLoop, skipping, stream_of
+from millstream.pipelines.fault import Marked
+from millstream.pipelines.group_offsets import commit_plainly
 from millstream.pipelines.job import JobContext, Step
-from millstream.pipelines.output_rows import as_messages, written
+from millstream.pipelines.output_rows import as_messages
 from millstream.pipelines.prepared import Prepared
 from millstream.pipelines.statement import told_plainly
+from millstream.pipelines.stream_checkpoint import Ends, StreamCheckpoint, read_offsets
+from millstream.pipelines.stream_writing import StreamWriting
 from millstream.pipelines.topic_view import TopicView, decoding
 from millstream.spark.options import BROKERS
-from millstream.spark.parts import Batch, abort_batch
 from millstream.spark.ranges import ranges_between
-from millstream.wire.transactions import Transactions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
+_logger = logging.getLogger(__name__)
+
 WAIT_S: Final = 1
 TABLES_S: Final = 30.0
 """How long a stream goes on at least before it is begun anew for the sake of a table that has changed."""
-
-Ends = dict[str, dict[int, int]]
-
-
-class _NotWrittenError(Exception):
-    """What Spark is told when a batch failed."""
 
 
 class StreamLoop:
@@ -58,14 +52,15 @@ class StreamLoop:
         self._settings = settings
         self._prepared = prepared
         self._loop = BatchLoop(pipeline, context, settings)
+        self._checkpoint = StreamCheckpoint(prepared.stream_folder / "checkpoint")
         self._query: StreamingQuery | None = None
+        self._writing: StreamWriting | None = None
         self._began = 0.0
         self._ends: Ends = {}
         self._seen = -1
-        self._failure: BaseException | None = None
-        self._lock = threading.Lock()
-        self._counted: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()
+        """What streams have counted that were begun anew since."""
 
     def step(self) -> Step:
         """Wait for the stream to do something, and tell it."""
@@ -80,6 +75,11 @@ class StreamLoop:
 
     def close(self) -> None:
         """Stop the stream; what it was doing is done again."""
+        if self._writing is not None:
+            # First, since Spark does not wait for what it has called: whoever goes on asks how far this one came.
+            self._writing.close()
+            self._counted += self._writing.counts()
+            self._writing = None
         if self._query is not None:
             self._query.stop()
             self._query = None
@@ -93,33 +93,43 @@ class StreamLoop:
             query.awaitTermination(WAIT_S)
         except StreamingQueryException as error:
             # What went wrong here is told as it is; Spark has only heard that something did.
-            raise self._failure or error from None
+            raise (self._writing and self._writing.failure) or error from None
 
     def _start(self) -> StreamingQuery:
-        self._ends, self._failure = self._beginnings(), None
+        self._ends = self._beginnings()
         for topic, view in self._prepared.views.items():
             self._prepared.marked(topic, self._stream(topic, view)).createOrReplaceTempView(f"`{topic}`")
         frame = as_messages(self._prepared.frame(), self._prepared.options)
-        checkpoint: Future[str] = Future()
+        query_id: Future[str] = Future()
+        stream = stream_of(self._pipeline.pipeline_id)
+        self._writing = StreamWriting(self._loop, self._prepared.options, self._checkpoint, query_id, stream)
+        if self._settings.on_lost == SKIP:
+            first = {topic: dict(numbers) for topic, numbers in self._ends.items()}
+            self._writing.lost = lambda number, ends: self._lost(first, number, ends)
         writer = (
-            frame.writeStream.foreachBatch(self._writing(checkpoint))
-            .option("checkpointLocation", str(self._prepared.stream_folder / "checkpoint"))
+            frame.writeStream.foreachBatch(self._writing)
+            .option("checkpointLocation", str(self._checkpoint.folder))
             .outputMode(self._prepared.output_mode)
             .queryName(f"{self._pipeline.name}-{self._pipeline.pipeline_id}")
         )
         _make_active(self._prepared.spark)
         query = told_plainly(self._settings.sql, writer.start)
-        checkpoint.set_result(str(query.id))
+        query_id.set_result(str(query.id))
         self._began = time.monotonic()
         self._seen = -1
         return query
 
     def _beginnings(self) -> Ends:
-        """Where a stream without a checkpoint begins."""
+        """Where the pipeline is, and a stream without a checkpoint begins."""
         survey = self._loop.survey(self._prepared.statement.topics)
         there = survey.partitions()
         link, group = self._loop.link, self._pipeline.group
-        committed = link.call(stable_offsets(link.client, group))
+        committed = self._loop.committed()
+        if self._checkpoint.set_aside_unless_at(committed):
+            _logger.warning(
+                "a stream begins anew with an empty state: its checkpoint is not where the pipeline is",
+                extra={"pipeline": self._pipeline.name, "folder": str(self._checkpoint.folder)},
+            )
         first = survey.latest(there) if self._settings.start == LATEST else survey.earliest(there)
         ends = {
             topic: {number: committed.get(topic, {}).get(number, first[topic][number]) for number in numbers}
@@ -142,36 +152,11 @@ class StreamLoop:
             .option("failOnDataLoss", str(self._settings.on_lost != SKIP).lower())
             .load()
         )
-        return stream.mapInArrow(decoding(view, self._prepared.notebook), view.schema)
-
-    def _writing(self, checkpoint: Future[str]) -> Any:
-        """What Spark calls for each batch. A batch that it has called for before may be there already."""
-        options, run = self._prepared.options, uuid4().hex[:12]
-
-        def write(frame: DataFrame, number: int) -> None:
-            batch = Batch(checkpoint.result(), number, run)
-            try:
-                parts = [read_part(row.part) for row in written(frame, options, batch).collect()]
-                members = [part.member for part in parts if part.member is not None]
-                if members:
-                    link = self._loop.link
-                    link.call(Transactions(link.client).complete_batch(batch.query, batch.number, members))
-            except BaseException as error:
-                with suppress(MillstreamError):
-                    # What cannot be taken back now is ended by whoever writes the batch.
-                    abort_batch(options, batch)
-                self._failure = error
-                # Spark looks through the whole text of an error of its own, and dies of a long one.
-                raise _NotWrittenError(f"batch {number} was not written") from None
-            with self._lock:
-                self._counted["written"] += sum(part.rows for part in parts if part.member is not None)
-
-        return write
+        return stream.mapInArrow(Marked(decoding(view, self._prepared.notebook)), view.schema)
 
     def _counts(self) -> dict[str, int]:
         """What was counted since the last step."""
-        with self._lock:
-            now = Counter(self._counted)
+        now = self._counted + (self._writing.counts() if self._writing is not None else Counter())
         now["undecoded"] = sum(one.undecoded for one in self._prepared.notebook.read().values())
         new = {what: number - self._told[what] for what, number in now.items()}
         self._told = now
@@ -189,12 +174,23 @@ class StreamLoop:
             self._seen = one.batchId
             rows += one.numInputRows
             for source in one.sources:
-                for topic, numbers in _offsets(source.endOffset).items():
+                for topic, numbers in (read_offsets(source.endOffset) if source.endOffset else {}).items():
                     self._ends.setdefault(topic, {}).update(numbers)
-        if rows:
-            client = self._loop.link.client
-            self._loop.link.call(commit_plainly(client, self._pipeline.group, self._ends, self._context.member()))
         return rows
+
+    def _lost(self, first: Ends, number: int, ends: Ends) -> int:
+        """How many offsets of a batch retention has deleted unread, which Spark was told to go on without."""
+        before = self._checkpoint.ends(number - 1) if number else first
+        start = {
+            topic: {one: offset for one, offset in before.get(topic, {}).items() if one in numbers}
+            for topic, numbers in ends.items()
+        }
+        earliest = self._loop.survey(list(start)).earliest({topic: list(numbers) for topic, numbers in start.items()})
+        there = {
+            topic: {one: min(offset, ends[topic][one]) for one, offset in numbers.items()}
+            for topic, numbers in earliest.items()
+        }
+        return skipping(start, there)[1]
 
     def _latest(self) -> Mapping[str, Mapping[int, int]]:
         survey = self._loop.survey(self._prepared.statement.topics)
@@ -209,11 +205,3 @@ def _make_active(spark: SparkSession) -> None:
     """Spark looks for formats written in Python in the session of the thread, and only its first thread has one."""
     jvm: Any = spark._jvm
     spark._get_j_spark_session_class(jvm).setActiveSession(spark._jsparkSession)
-
-
-def _offsets(text: Any) -> Ends:
-    try:
-        document = json.loads(text) if isinstance(text, str) else text
-        return {topic: {int(number): int(offset) for number, offset in ns.items()} for topic, ns in document.items()}
-    except (ValueError, TypeError, AttributeError):
-        return {}

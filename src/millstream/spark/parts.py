@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from uuid import uuid4
 
 from pyspark.sql.datasource import WriterCommitMessage
 
-from millstream.admin.transactions import list_transactions
-from millstream.model.errors import InvalidSetting
+from millstream.admin.transactions import ONGOING, PREPARED, list_transactions
+from millstream.model.errors import InvalidSetting, InvalidTransactionState
 from millstream.spark.garbage import spare_what_is_loaded
 from millstream.spark.link import Link, link_to
 from millstream.spark.options import WriteOptions
@@ -91,6 +92,20 @@ def abort_stream(
         batch = _last_tried(writing_link(options), stream, number)
     if batch is not None:
         abort_batch(options, batch)
+
+
+def abort_undecided(options: WriteOptions, stream: str) -> None:
+    """Abort what earlier runs of a stream have begun and not decided, whatever their queries were."""
+    link = writing_link(options)
+    if not knows_batches(link):
+        return
+    pattern = rf"spark/([^/]+)/(\d+)/\d+/([^/-]+)-{re.escape(stream)}\.[0-9a-f]+"
+    left = link.call(list_transactions(link.client, states=(ONGOING, PREPARED), matching=pattern))
+    found = (re.fullmatch(pattern, one.transactional_id) for one in left)
+    for batch in {Batch(each[1], int(each[2]), each[3]) for each in found if each is not None}:
+        with suppress(InvalidTransactionState):
+            # Else it was committed just now.
+            abort_batch(options, batch)
 
 
 def writing_link(options: WriteOptions) -> Link:

@@ -1,0 +1,78 @@
+"""What is read in the checkpoint of a stream, and when it counts no more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from millstream.model.errors import CorruptState
+from millstream.pipelines.stream_checkpoint import Ends, StreamCheckpoint, read_offsets
+
+
+def begin(folder: Path, number: int, *sources: Ends | None) -> None:
+    """What Spark writes before a batch."""
+    lines = ["v1", json.dumps({"batchWatermarkMs": 0})]
+    lines += ["-" if source is None else json.dumps(source) for source in sources]
+    folder.joinpath("offsets").mkdir(parents=True, exist_ok=True)
+    folder.joinpath("offsets", str(number)).write_text("\n".join(lines))
+    folder.joinpath("offsets", f".{number}.crc").touch()
+
+
+def test_a_batch_ends_somewhere_in_every_topic(tmp_path: Path) -> None:
+    begin(tmp_path, 7, {"a": {0: 5, 1: 8}}, None, {"b": {0: 1}})
+    # A topic that is read twice.
+    begin(tmp_path, 8, {"a": {0: 9, 1: 8}}, {"a": {0: 7, 1: 9}})
+    checkpoint = StreamCheckpoint(tmp_path)
+    assert checkpoint.ends(7) == {"a": {0: 5, 1: 8}, "b": {0: 1}}
+    assert checkpoint.ends(8) == {"a": {0: 7, 1: 8}}
+    assert checkpoint.ends(9) == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "v1\n", "v9\n{}\n{}", 'v1\n{}\n{"a": 5}', "v1\n{}\nnothing", 'v1\n{}\n{"a": {"x": 1}}']
+)
+def test_what_cannot_be_read_is_told(tmp_path: Path, text: str) -> None:
+    begin(tmp_path, 0)
+    tmp_path.joinpath("offsets", "0").write_text(text)
+    with pytest.raises(CorruptState):
+        StreamCheckpoint(tmp_path).ends(0)
+
+
+def test_offsets_are_texts_or_documents() -> None:
+    assert read_offsets('{"a": {"0": 5}}') == read_offsets({"a": {"0": 5}}) == {"a": {0: 5}}
+
+
+@pytest.mark.parametrize(
+    ("committed", "is_kept"),
+    [
+        ({"a": {0: 20}, "other": {0: 1}}, True),
+        # The last batch was not committed, and is done again.
+        ({"a": {0: 10}}, True),
+        # Another statement has gone on, or somebody has moved the group.
+        ({"a": {0: 30}}, False),
+        ({"a": {0: 15}}, False),
+        ({"other": {0: 20}}, False),
+        ({}, False),
+    ],
+)
+def test_a_stream_goes_on_only_where_the_pipeline_is(
+    tmp_path: Path, committed: dict[str, dict[int, int]], is_kept: bool
+) -> None:
+    folder = tmp_path / "checkpoint"
+    for number, offset in enumerate((5, 10, 20)):
+        begin(folder, number, {"a": {0: offset}})
+    # What was set aside earlier makes room.
+    begin(tmp_path / "checkpoint.before", 0, {"a": {0: 1}})
+    checkpoint = StreamCheckpoint(folder)
+    assert checkpoint.set_aside_unless_at(committed) is not is_kept
+    assert folder.exists() is is_kept
+    assert StreamCheckpoint(tmp_path / "checkpoint.before").ends(2) == ({} if is_kept else {"a": {0: 20}})
+    assert not checkpoint.set_aside_unless_at(committed)
+
+
+def test_a_stream_that_did_not_begin_has_nothing_to_set_aside(tmp_path: Path) -> None:
+    assert not StreamCheckpoint(tmp_path / "missing").set_aside_unless_at({"a": {0: 1}})
+    tmp_path.joinpath("offsets").mkdir()
+    assert not StreamCheckpoint(tmp_path).set_aside_unless_at({"a": {0: 1}})
