@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -14,9 +15,9 @@ from uuid import NAMESPACE_OID, uuid5
 import typer
 
 from millstream.cli.connection import ask
-from millstream.cli.exit_code import CommandFailed
+from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, Settings, TimeoutSeconds
-from millstream.cli.output import counted, one_line, print_answer
+from millstream.cli.output import counted, one_line, print_answer, print_note
 from millstream.cli.pipeline_dry_run import show_dry_run
 from millstream.cli.pipeline_options import (
     Decode,
@@ -42,6 +43,8 @@ from millstream.model.errors import GroupNotEmpty, InvalidPipeline, MillstreamEr
 from millstream.model.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule, check_pipeline, check_rules
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
     from millstream.admin.places import Places
     from millstream.pipelines.by_hand import RunByHand
     from millstream.pipelines.claim import Claim
@@ -231,6 +234,7 @@ class _ByHand:
 
     def run(self, master: str, memory: str, *, once: bool, as_json: bool) -> None:
         """Claim it, start Spark, and do steps; tell what was done, also when it was interrupted."""
+        from millstream.pipelines.by_hand import HandWatch
         from millstream.pipelines.claim import SESSION_S, Claim
         from millstream.spark.link import Link
 
@@ -240,8 +244,10 @@ class _ByHand:
             try:
                 self._take(claim)
                 with self._stages, tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
-                    running = self._start(claim, master, memory, log=os.path.join(scratch, "spark.log"))
-                    self._drive(running, once=once, as_json=as_json)
+                    spark = self._start(master, memory, log=os.path.join(scratch, "spark.log"))
+                    running = self._running(claim, spark)
+                    with HandWatch(running, spark, lambda reason: self._leave(claim, scratch, reason)):
+                        self._drive(running, once=once, as_json=as_json)
             finally:
                 with suppress(MillstreamError):
                     claim.leave()
@@ -252,14 +258,22 @@ class _ByHand:
         except GroupNotEmpty as occupied:
             raise GroupNotEmpty(f"pipeline {self._pipeline.name!r} is not run: {occupied}") from None
 
-    def _start(self, claim: Claim, master: str, memory: str, *, log: str) -> RunByHand:
-        from millstream.pipelines.by_hand import RunByHand
-        from millstream.pipelines.job import JobContext
+    def _start(self, master: str, memory: str, *, log: str) -> SparkSession:
         from millstream.pipelines.spark_session import open_session
 
         self._stages.tell("starting Spark …")
         spark = open_session(master, memory=memory, settings={}, log=log)
         self._stages.tell("running")
+        return spark
+
+    def _running(self, claim: Claim, spark: SparkSession) -> RunByHand:
+        from millstream.pipelines.by_hand import RunByHand
+        from millstream.pipelines.job import JobContext
+
+        name = self._pipeline.name
+        # Both belong to this thread; by the pool it is seen whether tasks get on.
+        spark.sparkContext.setJobGroup(name, f"pipeline {name}", interruptOnCancel=True)
+        spark.sparkContext.setLocalProperty("spark.scheduler.pool", name)
         context = JobContext(
             spark=spark,
             brokers=self._brokers,
@@ -268,13 +282,22 @@ class _ByHand:
             folder=self._folder,
             stopping=self._stopping,
         )
-        return RunByHand(self._pipeline, context, claim, when_stepped=self._stepped)
+        return RunByHand(
+            self._pipeline,
+            context,
+            claim,
+            when_stepped=self._stepped,
+            cancel=lambda: spark.sparkContext.cancelJobGroup(name),
+        )
 
     def _drive(self, running: RunByHand, *, once: bool, as_json: bool) -> None:
         from millstream.pipelines.reason import reason_of
+        from millstream.pipelines.runner import Stalled
 
         try:
             running.run(once=once)
+        except Stalled as stalled:
+            raise CommandFailed(self._stalled(str(stalled)), ExitCode.TIMED_OUT) from None
         except MillstreamError:
             raise
         except Exception as error:
@@ -282,6 +305,20 @@ class _ByHand:
         finally:
             self._stages.end()
             self._summarize(running.tally, as_json=as_json)
+
+    def _leave(self, claim: Claim, scratch: str, reason: str) -> None:
+        """End the process, although its first thread hangs, and leave nothing behind; called by the one who watches."""
+        from millstream.pipelines.scratch import remove_scratch
+
+        print_note(f"millstream: {self._stalled(reason)}")
+        claim.leave()
+        remove_scratch()
+        shutil.rmtree(scratch, ignore_errors=True)
+        os._exit(ExitCode.TIMED_OUT)
+
+    def _stalled(self, reason: str) -> str:
+        about = f"pipeline {self._pipeline.name!r} was given up: {reason}"
+        return f"{about}; what is not committed is done by the next run, and stall.ms says how long one waits"
 
     def _summarize(self, tally: Tally, *, as_json: bool) -> None:
         pipeline = self._pipeline

@@ -29,6 +29,7 @@ from millstream.model.pipeline import Pipeline
 from millstream.pipelines.driver_messages import Options, Said, Told, Wanted
 from millstream.pipelines.installed import what_is_missing
 from millstream.pipelines.lag_watch import LagWatch
+from millstream.pipelines.leftover_groups import LeftoverGroups
 from millstream.pipelines.roll import DEATHS_MAX, Roll
 
 _logger = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class PipelineChild(SupervisedChild):
         self._why_not = ""
         self._warned_of = ""
         self._lags = LagWatch(options.kafka, self._measured, board.take_lags)
+        self._groups = LeftoverGroups(options.kafka, lambda name: declared.get(name) is not None)
         self._attempts: Counter[str] = Counter()
         self._parked: dict[str, tuple[Pipeline, str]] = {}
         """Those that are run no more, and of which the catalog does not know it yet."""
@@ -123,9 +125,10 @@ class PipelineChild(SupervisedChild):
             async with asyncio.TaskGroup() as group:
                 parking = group.create_task(self._keep_parking(), name="park pipelines")
                 looking = group.create_task(self._lags.run(), name="lag of pipelines")
+                tidying = group.create_task(self._groups.run(), name="groups of deleted pipelines")
                 await super().run()
-                parking.cancel()
-                looking.cancel()
+                for task in (parking, looking, tidying):
+                    task.cancel()
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
@@ -246,6 +249,7 @@ class PipelineChild(SupervisedChild):
         """Something about the pipelines may have changed, or who runs them."""
         declared = self._declared.all()
         self._roll.forget(one.name for one in declared)
+        self._groups.take(one.name for one in declared)
         due = [one for one in declared if one.is_due and not self._is_parked_here(one)]
         # What is missing may have been installed since; it is looked for only when there is something to run.
         self._why_not = self._missing() if due else ""

@@ -2,18 +2,21 @@
 
 It has one Spark session, which all pipelines of the node share fairly, and a thread for each of them. Through its
 standard input it is told, one line of JSON each time, what is to run; through its standard output it tells how that
-goes. It ends when its standard input does: steps that are under way are given up, which is safe.
+goes. It ends when its standard input does: steps that are under way are given up, which is safe. While Spark still
+starts, which may take long, it ends at once with everything that it has started.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -21,7 +24,7 @@ import msgspec
 from millstream.model.log_line import set_up_logging
 from millstream.model.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.claim import DRIVER_INSTANCE, Claim
-from millstream.pipelines.driver_messages import Options, Said, Told, Wanted
+from millstream.pipelines.driver_messages import DRIVER_CLIENT, Options, Said, Told, Wanted
 from millstream.pipelines.job import JobContext, JobKind
 from millstream.pipelines.jobs import JOBS
 from millstream.pipelines.reason import reason_of
@@ -61,6 +64,44 @@ class Voice:
             # A broker that is gone has closed the other pipe as well, and that is what ends this process.
             self._stream.write(msgspec.json.encode(said) + b"\n")
             self._stream.flush()
+
+
+class Ears:
+    """Hears the lines of the broker, from the beginning on, and that it has hung up."""
+
+    def __init__(self, stream: IO[bytes], leave: Callable[[], None]) -> None:
+        """`leave` ends the process with all that it has started; for a broker that is gone before there is work."""
+        self._stream = stream
+        self._leave = leave
+        self._lines: SimpleQueue[bytes] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_up = False
+        threading.Thread(target=self._listen, name="hear the broker", daemon=True).start()
+
+    def lines(self) -> Iterator[bytes]:
+        """What is said, from now on in order, until the broker hangs up."""
+        with self._lock:
+            self._is_up = True
+        return iter(self._lines.get, b"")
+
+    def _listen(self) -> None:
+        for line in self._stream:
+            self._lines.put(line)
+        self._lines.put(b"")
+        with self._lock:
+            if not self._is_up:
+                self._leave()
+
+
+def leave_at_once() -> None:
+    """End this process, and the Java that it may just be starting."""
+    from millstream.pipelines.scratch import remove_scratch
+
+    remove_scratch()
+    if os.getpgrp() == os.getpid():
+        # The broker starts it as the first of a group, so that Java, which nobody has a handle of yet, is in it too.
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
 
 
 class _Running:
@@ -188,8 +229,12 @@ class Driver:
 
     def _cancel(self, name: str) -> None:
         if self._spark is not None:
-            with suppress(Exception):
-                self._spark.sparkContext.cancelJobGroup(name)
+            # A Java that hangs would hold up whoever asks, who has others to look after.
+            threading.Thread(target=self._cancel_group, args=(name,), name=f"cancel {name}", daemon=True).start()
+
+    def _cancel_group(self, name: str) -> None:
+        with suppress(Exception):
+            self._spark.sparkContext.cancelJobGroup(name)
 
     # -- what hangs -----------------------------------------------------------------------------------------
 
@@ -227,10 +272,11 @@ def _say_alive(voice: Voice) -> None:
         time.sleep(RATES_S)
 
 
-def run(options: Options, heard: IO[bytes], voice: Voice) -> None:
+def run(options: Options, heard: IO[bytes], voice: Voice, *, leave: Callable[[], None] = leave_at_once) -> None:
     """Drive until the broker hangs up."""
     from millstream.pipelines.spark_session import close_session, open_session
 
+    ears = Ears(heard, leave)
     threading.Thread(target=_say_alive, args=(voice,), name="alive", daemon=True).start()
     try:
         spark = open_session(
@@ -240,7 +286,7 @@ def run(options: Options, heard: IO[bytes], voice: Voice) -> None:
             log=options.log,
             ends_with_java=True,
         )
-        link = Link(options.kafka, f"pipelines-node-{options.node}", ANSWER_S)
+        link = Link(options.kafka, f"{DRIVER_CLIENT}{options.node}", ANSWER_S)
     except Exception as error:
         voice.say(Said(failed=reason_of(error)))
         raise
@@ -249,7 +295,7 @@ def run(options: Options, heard: IO[bytes], voice: Voice) -> None:
         return Claim(link, group, instance_id=DRIVER_INSTANCE, when_lost=when_lost)
 
     driver = Driver(options, spark, voice.say, claim)
-    for line in heard:
+    for line in ears.lines():
         driver.declare(msgspec.json.decode(line, type=Told).wanted)
     driver.end()
     close_session(spark)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from millstream.kafka.pipeline_board import PipelineReport
 from millstream.model.pipeline import Pipeline
+
+DRIVER_CLIENT: Final = "pipelines-node-"
+"""How the client ids of drivers begin; the id of the node follows."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):

@@ -79,6 +79,11 @@ def close_session(spark: SparkSession) -> None:
     remove_scratch()
 
 
+def kill_java(spark: SparkSession) -> None:
+    """End Spark at once, whatever it does: who waits for it fails."""
+    _java_of(spark).kill()
+
+
 def _in_scratch(master: str, folder: str) -> dict[str, str]:
     """Have everything that Spark writes on the side be in a folder, since it leaves it behind when it is killed."""
     settings = {

@@ -106,7 +106,8 @@ class Watch:
             self._ask(passed_s)
             self._look_for_remains(passed_s)
         for one, seen in self._seen.items():
-            self._judge(one, seen, passed_s)
+            # As long as Java says nothing, nobody knows who is at fault.
+            self._judge(one, seen, 0.0 if self._silent_s else passed_s)
 
     def _ask(self, passed_s: float) -> None:
         """Have Java tell what it does; if it does not, what it told last is all that is known."""

@@ -11,8 +11,11 @@ from millstream.admin.places import places_in
 from millstream.cli.pipeline_run import _undeclared
 from millstream.model.errors import GroupNotEmpty, InvalidPipeline, InvalidSetting
 from millstream.model.pipeline import PipelineKind, Rule
-from millstream.pipelines.by_hand import RunByHand
+from millstream.pipelines import by_hand as by_hand_module
+from millstream.pipelines.by_hand import HandWatch, RunByHand
 from millstream.pipelines.job import JobContext, Step
+from millstream.pipelines.runner import Stalled
+from millstream.pipelines.spark_activity import Activity
 from millstream.testing.pipeline_script import FreeClaim, Script, landing
 
 
@@ -68,6 +71,61 @@ def test_what_fails_is_told_with_what_was_done_before() -> None:
     with pytest.raises(ValueError, match="no"):
         running.run(once=True)
     assert (running.tally.rows, script.closed) == (1, 1)
+
+
+class Java:
+    """In the place of Spark: its Java can be asked and killed."""
+
+    def __init__(self) -> None:
+        self.is_killed = threading.Event()
+
+    def kill(self) -> None:
+        self.is_killed.set()
+
+
+def run_watched(script: Script, java: Java, monkeypatch: pytest.MonkeyPatch, *, reacts: bool) -> list[str]:
+    """Run what may be still for a moment only; the answer is why its process had to end, if it had."""
+    monkeypatch.setattr(by_hand_module, "activity_of", lambda _spark: Activity())
+    monkeypatch.setattr(by_hand_module, "kill_java", Java.kill)
+    monkeypatch.setattr(by_hand_module, "END_S", 0.05)
+    claim, stopping = FreeClaim(), threading.Event()
+    claim.take()
+    spark: Any = java
+    context = JobContext(spark=spark, brokers="", lake="", folder="", stopping=stopping)
+    running = RunByHand(
+        landing(**{"stall.ms": "300"}),
+        context,
+        claim,
+        cancel=stopping.set if reacts else lambda: None,
+        jobs={PipelineKind.LAND: script},
+    )
+    left: list[str] = []
+
+    def leave(reason: str) -> None:
+        left.append(reason)
+        stopping.set()
+
+    with HandWatch(running, spark, leave, look_s=0.05, cancel_s=0.2), pytest.raises(Stalled) as stalled:
+        running.run(once=False)
+    assert script.closed == 1
+    return [str(stalled.value), *left]
+
+
+def test_a_step_that_gets_nowhere_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    script, java = Script(Step(rows=2, lag=1)), Java()
+    script.fails_when_stopped = True
+    (reason,) = run_watched(script, java, monkeypatch, reacts=True)
+    assert reason.endswith("s and was cancelled")
+    assert not java.is_killed.is_set()
+
+
+def test_what_cannot_be_cancelled_loses_its_java_and_then_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    script, java = Script(Step(rows=1)), Java()
+    script.fails_when_stopped = True
+    reason, left = run_watched(script, java, monkeypatch, reacts=False)
+    assert reason == left
+    assert reason.endswith("and could not be cancelled")
+    assert java.is_killed.is_set()
 
 
 def test_one_that_is_not_declared_has_a_name_under_which_it_goes_on() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from typing import IO
 
 import msgspec
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from millstream.kafka.pipeline_board import PipelineReport
 from millstream.model.errors import InvalidRequest
 from millstream.model.pipeline import Pipeline, PipelineKind, Rule
-from millstream.pipelines.driver import Driver, Voice
+from millstream.pipelines.driver import Driver, Ears, Voice, run
 from millstream.pipelines.driver_messages import Options, Said, Told, Wanted
 from millstream.pipelines.job import Job, JobContext, Step
 from millstream.pipelines.turns import Turns
@@ -185,3 +187,43 @@ def _rows(scene: Scene, name: str) -> int | None:
 def _state(scene: Scene, name: str) -> str | None:
     report = scene.reported(name)
     return None if report is None else report.state
+
+
+def test_a_broker_that_is_gone_while_spark_starts_ends_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_gone, is_starting = threading.Event(), threading.Event()
+
+    def start(*_: object, **__: object) -> None:
+        is_starting.set()
+        assert is_gone.wait(HANG_S)
+        raise InvalidRequest("the test is over")
+
+    monkeypatch.setattr("millstream.pipelines.spark_session.open_session", start)
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as heard, os.fdopen(writer, "wb") as broker:
+        driving = threading.Thread(target=_drive, args=(heard, is_gone.set))
+        driving.start()
+        assert is_starting.wait(HANG_S)
+        broker.write(msgspec.json.encode(Told([])) + b"\n")
+        broker.flush()
+        assert not is_gone.is_set()
+        broker.close()
+        driving.join(HANG_S)
+    assert is_gone.is_set()
+
+
+def _drive(heard: IO[bytes], leave: Callable[[], None]) -> None:
+    with pytest.raises(InvalidRequest):
+        run(OPTIONS, heard, Voice(io.BytesIO()), leave=leave)
+
+
+def test_what_the_broker_says_early_is_heard_when_there_is_work() -> None:
+    reader, writer = os.pipe()
+    left: list[bool] = []
+    with os.fdopen(reader, "rb") as heard, os.fdopen(writer, "wb") as broker:
+        broker.write(b"one\ntwo\n")
+        broker.flush()
+        lines = Ears(heard, lambda: left.append(True)).lines()
+        assert [next(lines), next(lines)] == [b"one\n", b"two\n"]
+        broker.close()
+        assert list(lines) == []
+    assert left == []

@@ -171,6 +171,22 @@ def test_a_java_that_does_not_answer_has_the_driver_replaced() -> None:
         assert scene.replaced[0] == ("", "Java has not answered for 0 s")
 
 
+def test_nobody_is_blamed_while_java_does_not_answer() -> None:
+    one = Pipeline(stall_s=10.0)
+    with watched(one) as scene:
+        scene.watch._java_s = 500.0
+        scene.silent.clear()
+        for _ in range(10):
+            scene.now_s += LOOK_S
+            scene.watch._look_s = 0.01
+            scene.watch.look()
+            scene.watch._look_s = LOOK_S
+        assert (one.given_up, scene.replaced) == ([], [])
+        scene.silent.set()
+        scene.pass_by(20)
+        assert one.given_up == ["it made no progress for 10 s and was cancelled"]
+
+
 def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
     one = Pipeline()
     with watched(one) as scene:
