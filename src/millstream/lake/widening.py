@@ -92,7 +92,12 @@ class Widening:
 
     def _rewrite(self, files: Sequence[ActiveFile], schema: pa.Schema) -> None:
         rewrite = Rewrite(source=self._source, storage=self._log.storage, schema=schema, may_be_gone=self._may_be_gone)
-        done = self._run(rewrite, files) if files else {}
+        try:
+            done = self._run(rewrite, files) if files else {}
+        except BaseException:
+            # What was written for an earlier attempt was refused, and this one is not tried.
+            self._discard(kept=self._log.paths())
+            raise
         self._written.update({path: from_json(result) for path, result in done.items()})
 
     def _discard(self, kept: Sequence[str]) -> None:

@@ -257,6 +257,23 @@ def test_others_that_commit_all_the_time_end_it(storage: Storage) -> None:
     assert files_in(storage) == {Path(file).name for file in deltalake.DeltaTable(storage.url).file_uris()}
 
 
+def test_what_was_written_for_nothing_is_deleted_when_it_fails_later(storage: Storage) -> None:
+    table, other = DeltaTable(storage), DeltaTable(storage)
+    assert land(table, 0, [1])
+    overtaken = meanwhile(lambda: land(other, 1, [2]))
+
+    def run(work: FileWork, files: Sequence[ActiveFile]) -> Mapping[str, str]:
+        if isinstance(work, Rewrite) and len(files_in(storage)) > 1:
+            raise OSError("full")
+        return overtaken(work, files)  # type: ignore[no-any-return]
+
+    with pytest.raises(OSError, match="full"):
+        widen(table, run=run)
+    assert files_in(storage) == {Path(file).name for file in deltalake.DeltaTable(storage.url).file_uris()}
+    assert widen(table) == {}
+    assert totals(storage, "delta") == {0: 1.0, 1: 2.0}
+
+
 @pytest.mark.parametrize("is_after", [False, True])
 def test_a_kill_around_the_commit_leaves_one_or_the_other(
     storage: Storage, format: str, is_after: bool, monkeypatch: pytest.MonkeyPatch
