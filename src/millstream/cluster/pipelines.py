@@ -13,6 +13,7 @@ from uuid import UUID
 from millstream.cluster.declarations import Declarations
 from millstream.model.clock import Clock
 from millstream.model.errors import InvalidPipeline, PipelineExists, UnknownPipeline
+from millstream.model.landed_once import check_landed_once
 from millstream.model.pipeline import (
     GROUP_PREFIX,
     TEXT_LENGTH_MAX,
@@ -95,6 +96,7 @@ class Pipelines:
                 created_ms=self._clock.now_ms(),
                 rules=listed,
             )
+            check_landed_once(made, self._by_name.values())
             if validate_only:
                 return made
             await self._declarations.add_pipeline(made)
@@ -113,7 +115,9 @@ class Pipelines:
             merged: dict[str, str | None] = {**now.overrides, **changes}
             overrides = {key: text for key, text in merged.items() if text is not None}
             check_pipeline(name, now.kind, overrides)
-            return dataclasses.replace(now, overrides=overrides, parked="")
+            after = dataclasses.replace(now, overrides=overrides, parked="")
+            check_landed_once(after, self._by_name.values())
+            return after
 
         if validate_only:
             return changed(await self.find(name))

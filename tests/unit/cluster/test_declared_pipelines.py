@@ -129,3 +129,29 @@ async def test_what_does_not_fit_changes_nothing(catalog: Catalog) -> None:
     assert (await pipelines.alter("land-orders", {"every.ms": "500"}, validate_only=True)) != made
     await pipelines.load()
     assert pipelines.all() == [made]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"topics": "orders, paid"}, {"topics": "paid"}),
+        ({"pattern": "ord.*"}, {"topics": "orders"}),
+        ({"topics": "orders"}, {"pattern": "ord.*"}),
+        ({"pattern": "ord.*"}, {"pattern": "ord.*"}),
+        ({"topics": "orders", "lake": "/lake"}, {"topics": "orders", "lake": "/lake/"}),
+    ],
+)
+async def test_two_pipelines_do_not_land_into_one_table(
+    catalog: Catalog, first: dict[str, str], second: dict[str, str]
+) -> None:
+    pipelines = make(catalog)
+    await pipelines.create("one", LAND, first)
+    for validate_only in (True, False):
+        with pytest.raises(InvalidPipeline, match="is landed by pipeline 'one' already"):
+            await pipelines.create("two", LAND, second, validate_only=validate_only)
+    await pipelines.create("two", LAND, {**second, "lake": "/elsewhere"})
+    with pytest.raises(InvalidPipeline, match="is landed by pipeline 'one' already"):
+        await pipelines.alter("two", {"lake": first.get("lake")})
+    # What it has itself is in nobody's way.
+    await pipelines.alter("one", {"every.ms": "1000"})
+    await pipelines.create("three", LAND, {"topics": "others"})
