@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millstream.lake.places import narrower
 from millstream.pipelines.landing.decoding import Decoder
+from millstream.pipelines.landing.given_fields import given_fields, laid_over
 from millstream.pipelines.landing.inference import grown, type_of
 from millstream.pipelines.landing.layout import column_of, field_of, payload_fields, table_schema
 
@@ -269,6 +271,81 @@ def test_new_fields_are_found_under_other_spellings_of_what_they_are_in() -> Non
     known = pa.schema([pa.field("o", pa.struct([pa.field("x", pa.int64())]))])
     assert found_in({"O": {"X": 1, "y": 2}}, known=known) == {"o": "struct<x: int64, y: int64>"}
     assert found_in({"a": 1}, {"A": "x"}) == {"a": "string"}
+
+
+WHOLE = pa.schema(
+    [
+        pa.field("n", pa.int64()),
+        pa.field("o", pa.struct([pa.field("x", pa.int64()), pa.field("l", pa.list_(pa.field("element", pa.int64())))])),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("document", "places"),
+    [
+        ({"n": 0.5}, [("n",)]),
+        ({"N": 0.5}, [("n",)]),
+        (b'{"n": 1e300}', [("n",)]),
+        (b'{"n": NaN}', [("n",)]),
+        ({"o": {"x": 0.5, "l": [1, 0.25]}}, [("o", "l", "[]"), ("o", "x")]),
+        ({"n": 0.5, "o": {"x": 3.0}}, [("n",)]),
+        # These fit as they are, or would not fit as doubles either.
+        ({"n": 3.0}, []),
+        ({"n": 2**64}, []),
+        ({"n": "0.5"}, []),
+        (b'{"n": 1e999}', []),
+        ({"n": 0.5, "o": "x"}, []),
+        ({"n": 0.5, "o": {"x": "y"}}, []),
+    ],
+)
+@pytest.mark.parametrize("beside", [0, 100])
+def test_whole_numbers_are_widened_where_a_payload_fits_then(document: Any, places: list[Any], beside: int) -> None:
+    documents = payloads(*[{"n": 1}] * beside, document)
+    decoder = Decoder(WHOLE, evolves=True, widens=True)
+    assert sorted(narrower(WHOLE, decoder.decode(documents).found)) == places
+    # Nobody else asks for it.
+    assert Decoder(WHOLE, evolves=True).decode(documents).found == WHOLE
+    assert Decoder(WHOLE, evolves=False, widens=True).decode(documents).found == WHOLE
+
+
+def test_what_is_found_beside_a_fraction_is_kept() -> None:
+    found = Decoder(WHOLE, evolves=True, widens=True).decode(payloads({"n": 0.5, "new": 1, "o": {"y": True}})).found
+    assert found == pa.schema(
+        [
+            pa.field("n", pa.float64()),
+            pa.field("o", pa.struct([*WHOLE.field("o").type, pa.field("y", pa.bool_())])),
+            pa.field("new", pa.int64()),
+        ]
+    )
+
+
+@pytest.mark.parametrize("evolves", [False, True])
+def test_why_a_column_stays_is_told(evolves: bool) -> None:
+    fixed = {("n",): "it is too large", ("o", "l", "[]"): "so it is"}
+    decoder = Decoder(WHOLE, evolves=evolves, widens=True, fixed=fixed)
+    decoded = decoder.decode(payloads({"n": 0.5}, {"o": {"l": [0.5]}}, {"n": "x"}, {"n": 1}))
+    assert decoded.found == WHOLE
+    assert decoded.reasons.to_pylist() == [
+        "n: 0.5 is no long; n stays long: it is too large",
+        "o.l[0]: 0.5 is no long; o.l[] stays long: so it is",
+        'n: "x" is no long',
+        None,
+    ]
+
+
+def test_a_given_schema_is_laid_over_that_of_a_table() -> None:
+    known = pa.schema([pa.field("N", pa.int64()), *WHOLE.remove(0), pa.field("text", pa.string())])
+    given_anew = given_fields("n double, o struct<y string, x double>, text long, more date")
+    assert laid_over(known, given_anew) == pa.schema(
+        [
+            pa.field("N", pa.float64()),
+            pa.field("o", pa.struct([("x", pa.float64()), WHOLE.field("o").type.field("l"), ("y", pa.string())])),
+            pa.field("text", pa.string()),
+            pa.field("more", pa.date32()),
+        ]
+    )
+    assert laid_over(known, given_fields("text string")) == pa.schema([pa.field("text", pa.string())])
 
 
 def test_columns_are_bounded() -> None:
