@@ -1,0 +1,64 @@
+"""Work with files of a table by tasks: each file once, nobody with too much, and nothing stays of a task that fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import date
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.lake.active_files import ActiveFile
+from millstream.pipelines.landing.file_tasks import FileTasks, shares_of
+from millstream.pipelines.landing.plan import FILE_BYTES
+
+
+def file(name: str, size: int = 1) -> ActiveFile:
+    return ActiveFile(path=name, bytes=size, partitions=None, offsets=None, day=date(2026, 11, 15), hour=21)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 2 * FILE_BYTES), max_size=50), st.integers(1, 16))
+def test_every_file_is_in_one_task(sizes: list[int], parallelism: int) -> None:
+    files = [file(f"{number}", size) for number, size in enumerate(sizes)]
+    shares = shares_of(files, parallelism=parallelism)
+    flat = [one for share in shares for one in share]
+    assert sorted(one.path for one in flat) == sorted(one.path for one in files)
+    assert all(shares)
+    for share in shares:
+        assert sum(one.bytes for one in share) <= 2 * FILE_BYTES or len(share) == 1
+
+
+def test_many_small_files_share_tasks() -> None:
+    assert [len(share) for share in shares_of([file(f"{number}") for number in range(100)], parallelism=4)] == [25] * 4
+
+
+class Counted:
+    """Work that fails with one file, and knows what was taken back."""
+
+    attempt = ""
+
+    def __init__(self) -> None:
+        self.discarded: list[str] = []
+
+    def __call__(self, file: ActiveFile) -> str:
+        if file.path == "bad":
+            raise OSError("full")
+        return json.dumps(file.path)
+
+    def discard(self, results: Iterable[str]) -> None:
+        self.discarded.extend(results)
+
+
+def test_a_task_that_fails_takes_back_what_it_did() -> None:
+    numbers = [pa.RecordBatch.from_pydict({"id": [0]})]
+    work = Counted()
+    (told,) = FileTasks(work, [[file("a"), file("b")]])(numbers)
+    assert told.to_pydict() == {"path": ["a", "b"], "result": ['"a"', '"b"']}
+    assert work.discarded == []
+    with pytest.raises(OSError, match="full"):
+        list(FileTasks(work, [[file("a"), file("bad"), file("b")]])(numbers))
+    assert work.discarded == ['"a"']
