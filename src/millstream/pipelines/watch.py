@@ -20,8 +20,11 @@ from millstream.pipelines.spark_activity import Activity
 _logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 5.0
-CANCEL_S: Final = 60.0
-"""How long what was cancelled, or told to end, may take to end."""
+CANCEL_S: Final = 240.0
+"""How long what was cancelled, or told to end, may take to end: an object store that is silent is asked for three
+minutes, and whoever waits for it takes no place of others."""
+REMAINS_S: Final = 60.0
+"""How long tasks that were cancelled may take to end, when others need their places."""
 JAVA_S: Final = 120.0
 """How long Java may take to say what it does. It says so at once unless it hangs as a whole."""
 
@@ -69,6 +72,7 @@ class Watch:
         *,
         look_s: float = LOOK_S,
         cancel_s: float = CANCEL_S,
+        remains_s: float = REMAINS_S,
         java_s: float = JAVA_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -78,6 +82,7 @@ class Watch:
         self._replace = replace
         self._look_s = look_s
         self._cancel_s = cancel_s
+        self._remains_s = remains_s
         self._java_s = java_s
         self._clock = clock
         self._looked = clock()
@@ -152,5 +157,5 @@ class Watch:
         remains = self._known.left_over if any(not running for running in self._known.tasks.values()) else {}
         self._left_over_s = {name: self._left_over_s.get(name, 0.0) + passed_s for name in remains}
         for name, lasting_s in self._left_over_s.items():
-            if lasting_s >= self._cancel_s:
+            if lasting_s >= self._remains_s:
                 self._replace(name, f"it was cancelled, and after {lasting_s:.0f} s its tasks still ran on")

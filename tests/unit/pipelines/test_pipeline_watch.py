@@ -44,6 +44,7 @@ class Scene:
             lambda name, reason: self.replaced.append((name, reason)),
             look_s=LOOK_S,
             cancel_s=20.0,
+            remains_s=20.0,
             java_s=30.0,
             clock=lambda: self.now_s,
         )
