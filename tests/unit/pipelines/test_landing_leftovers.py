@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -81,9 +82,25 @@ def test_what_a_table_has_is_never_deleted(tmp_path: Path) -> None:
     assert names(tmp_path) == [FAILED]
 
 
-def test_a_place_that_is_away_hides_no_failure(tmp_path: Path) -> None:
-    (tmp_path / "orders").write_text("no folder")
-    leftovers = Leftovers()
-    storage = Storage.at(str(tmp_path / "orders"))
-    fail(leftovers, TaskWriter(storage, RAW, TOPIC, landed=LANDED))
+def test_a_place_that_is_away_hides_no_failure_and_keeps_no_other_from_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data_files = Storage.data_files
+
+    def away(storage: Storage, folder: str = "") -> Iterator[str]:
+        if storage.url.endswith("away"):
+            raise OSError("away")
+        return data_files(storage, folder)
+
+    monkeypatch.setattr(Storage, "data_files", away)
+    clock = Clock()
+    leftovers = Leftovers(clock)
+    orders = Storage.at(str(tmp_path / "orders"))
+    fail(leftovers, TaskWriter(Storage.at(str(tmp_path / "away")), RAW, TOPIC, landed=LANDED))
+    fail(leftovers, write(orders, FAILED))
+    leftovers.sweep()
+    assert names(tmp_path) == []
+    clock.now = KEPT_S + 1
+    leftovers.sweep()
+    write(orders, FAILED)
     assert leftovers.sweep() == 0

@@ -68,13 +68,19 @@ class Leftovers:
             try:
                 deleted += _swept(folder)
             except (OSError, DeltaError, pa.ArrowException) as error:
-                # It is tried again, and the vacuum comes in the end.
                 _logger.info("files of failed attempts at %s could not be deleted: %s", folder.storage.url, error)
-            now = self._clock()
-            folder.attempts = {attempt: until for attempt, until in folder.attempts.items() if until > now}
-            if not folder.attempts:
-                del self._folders[key]
+                # A store that is away lets everybody wait who asks. The next time others come first.
+                self._folders[key] = self._folders.pop(key)
+                break
+        self._forget()
         return deleted
+
+    def _forget(self) -> None:
+        """Look no more for what attempts of long ago wrote."""
+        now = self._clock()
+        for folder in self._folders.values():
+            folder.attempts = {attempt: until for attempt, until in folder.attempts.items() if until > now}
+        self._folders = {key: folder for key, folder in self._folders.items() if folder.attempts}
 
 
 _known: dict[UUID, Leftovers] = {}
