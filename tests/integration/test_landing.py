@@ -391,6 +391,19 @@ def test_landing_can_begin_with_the_latest(shore: Shore, topic: str) -> None:
     assert shore.landed(topic) == published
 
 
+def test_a_topic_that_comes_between_two_runs_begins_with_its_first_message(shore: Shore, topic: str) -> None:
+    shore.create(topic)
+    shore.publish(topic, numbered(10))
+    first = shore.job(pattern=f"{topic}.*", **{"from": "latest"})
+    run(first)
+    first.close()
+    published = shore.publish(shore.create(f"{topic}-new"), numbered(10))
+    again = LandJob(first._pipeline, first._context)
+    run(again)
+    again.close()
+    assert (shore.landed(topic), shore.landed(f"{topic}-new")) == ([], published)
+
+
 def test_what_retention_took_before_it_was_landed_is_counted(shore: Shore, topic: str) -> None:
     shore.create(topic)
     job = shore.job(topics=topic)

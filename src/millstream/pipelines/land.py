@@ -32,7 +32,7 @@ from millstream.model.errors import InvalidSetting, MillstreamError, StalePlan, 
 from millstream.model.lake_place import QUARANTINE_ENDING
 from millstream.model.pipeline import LATEST, LandSettings, Pipeline
 from millstream.pipelines.fault import Marked
-from millstream.pipelines.group_offsets import commit_plainly
+from millstream.pipelines.group_offsets import commit_plainly, stable_offsets
 from millstream.pipelines.job import JobContext, Step
 from millstream.pipelines.landed import tell_landed
 from millstream.pipelines.landing import duplicates, file_tasks, manifest
@@ -74,7 +74,7 @@ class LandJob:
         self._fixed: dict[str, dict[Place, str]] = {}
         self._leftovers = leftovers_of(pipeline.pipeline_id)
         self._beginning: dict[str, str] | None = None
-        """The ids of the topics that were there when the job began; only those can begin with their latest."""
+        """The ids of the topics that were there when the pipeline began; only those can begin with their latest."""
         self._pool = ThreadPoolExecutor(_TABLES_AT_ONCE, thread_name_prefix="landing")
 
     def step(self) -> Step:
@@ -117,7 +117,7 @@ class LandJob:
                     f"topic {missing[0]!r} does not exist at {self._context.brokers}; create it with: "
                     f"millstream topic create {missing[0]}"
                 )
-            self._beginning = {source.topic: source.topic_id for source in found}
+            self._beginning = {} if self._has_begun() else {source.topic: source.topic_id for source in found}
         if missing:
             _logger.warning("pipeline %s: there is no topic %s now", self._pipeline.name, ", ".join(missing))
         names = {source.topic for source in found}
@@ -125,6 +125,11 @@ class LandJob:
             if name + QUARANTINE_ENDING in names and self._settings.decode != "none":
                 raise InvalidSetting(f"topic {name + QUARANTINE_ENDING!r} has the name of the quarantine of {name!r}")
         return found
+
+    def _has_begun(self) -> bool:
+        """Whether a run before this one has landed something: topics that came since begin with their first message."""
+        link = self._sources.link
+        return self._settings.start == LATEST and bool(link.call(stable_offsets(link.client, self._pipeline.group)))
 
     def _batch(self, source: Source) -> TopicBatch:
         """Where the table of a topic stands, and what there is beyond."""
