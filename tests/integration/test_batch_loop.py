@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import uuid
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +13,13 @@ from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
-from millstream.model.errors import MillstreamError, OffsetOutOfRange
-from millstream.model.pipeline import SKIP, Pipeline, PipelineKind, RouteSettings
-from millstream.pipelines.batch_loop import BatchLoop, Plan
+from millstream.model.errors import MillstreamError, OffsetOutOfRange, ProducerFenced
+from millstream.model.pipeline import SKIP, Pipeline, PipelineKind, RouteSettings, TransformSettings
+from millstream.pipelines.batch_loop import BatchLoop, Plan, stream_of
 from millstream.pipelines.group_offsets import commit_plainly, stable_offsets
 from millstream.pipelines.job import GroupMember, JobContext
+from millstream.pipelines.stream_loop import StreamLoop
+from millstream.spark.parts import Batch
 from millstream.testing.server import Server
 
 WAIT_S = 60.0
@@ -81,6 +86,37 @@ def test_what_retention_has_deleted_unread_is_left_out_and_counted_on_request(tr
     assert (first[0], plan.lost, plan.counts(routed=1)) == (8, 6, {"routed": 1, "lost": 6})
     assert loop.commit(trial.plan(loop), None) == 0
     assert trial.plan(loop).counts(routed=1) == {"routed": 1}
+
+
+def test_a_stream_counts_what_retention_has_deleted_unread(trial: Trial, tmp_path: Path) -> None:
+    trial.publish(10)
+    for deleted in trial.admin.delete_records([TopicPartition(trial.topic, 0, 8)]).values():
+        deleted.result(WAIT_S)
+    pipeline = Pipeline(pipeline_id=trial.id, name=trial.topic[:100], kind=PipelineKind.TRANSFORM)
+    nothing: Any = None
+    context = JobContext(spark=nothing, brokers=trial.server.kafka, lake="", folder="")
+    prepared: Any = SimpleNamespace(stream_folder=tmp_path)
+    stream = StreamLoop(pipeline, context, TransformSettings(on_lost=SKIP), prepared)
+    first = {trial.topic: {0: 2, 1: 0}}
+    # Only what lies before the end of the batch is lost with it; a partition that comes with it has lost nothing.
+    assert stream._lost(first, 0, {trial.topic: {0: 5, 1: 0, 2: 3}}) == 3
+    offsets = tmp_path / "checkpoint" / "offsets"
+    offsets.mkdir(parents=True)
+    offsets.joinpath("0").write_text("v1\n{}\n" + json.dumps({trial.topic: {"0": 5, "1": 0}}))
+    assert stream._lost(first, 1, {trial.topic: {0: 10, 1: 0}}) == 3
+    assert stream._lost({trial.topic: {0: 8, 1: 0}}, 0, {trial.topic: {0: 10, 1: 0}}) == 0
+
+
+def test_what_a_dead_stream_left_undecided_is_taken_back(trial: Trial) -> None:
+    trial.publish(5)
+    dead = trial.loop()
+    plan = trial.plan(dead)
+    batch = Batch("the-checkpoint", 3, "run", stream_of(trial.id))
+    dead.link.call(dead.prepare_offsets(batch, plan.end))
+    assert trial.ranges(trial.loop()) == [(0, 0, 5)]
+    # Nor does what is left of that run begin again.
+    with pytest.raises(ProducerFenced):
+        dead.link.call(dead.prepare_offsets(batch, plan.end))
 
 
 def test_what_a_dead_run_left_undecided_is_taken_back(trial: Trial) -> None:
