@@ -36,7 +36,7 @@ from millstream.pipelines.jobs import JOBS
 from millstream.spark.session import session
 from millstream.wire.transactions import Transactions
 
-SLOW_S = 600.0
+SLOW_S = 7200.0
 
 _complete = Transactions.complete_batch
 
@@ -103,7 +103,7 @@ def main(given: dict[str, Any]) -> None:
     if given["pause"] == "in-task":
         output_rows.write_part = lingering(marks, paused)  # type: ignore[attr-defined]
     if given["pause"] == "kill-worker":
-        task.routed = striking(folder)
+        task.routed = striking(marks)
     told = given["pipeline"]
     pipeline = Pipeline(
         pipeline_id=uuid.UUID(told["id"]),

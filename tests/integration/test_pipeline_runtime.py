@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+from confluent_kafka import Producer
 from deltalake import DeltaTable
 
 from millstream.testing.child_process import child_process
 from millstream.testing.command import CommandLine
+from millstream.testing.committed_messages import committed_messages
 from millstream.testing.etcd_server import EtcdServer
 from millstream.testing.postgres_server import PostgresServer
 from millstream.testing.server import Server
@@ -113,24 +114,9 @@ class Land:
         assert self.landed() == list(range(self.published))
 
 
-def committed(brokers: str, topic: str, partitions: int = 1) -> list[int]:
-    """The payloads in the partitions of a topic, as far as they are committed."""
-    settings = {"bootstrap.servers": brokers, "group.id": topic, "enable.partition.eof": True}
-    consumer = Consumer({**settings, "isolation.level": "read_committed", "enable.auto.commit": False})
-    consumer.assign([TopicPartition(topic, number, 0) for number in range(partitions)])
-    found: list[int] = []
-    open_ends = partitions
-    try:
-        while open_ends:
-            message = until(lambda: consumer.poll(LOOK_S))
-            if message.error():
-                assert message.error().code() == KafkaError._PARTITION_EOF
-                open_ends -= 1
-            else:
-                found.append(int(message.value()))
-        return sorted(found)
-    finally:
-        consumer.close()
+def committed(brokers: str, topic: str) -> list[int]:
+    """The payloads in a topic, as far as they are committed."""
+    return sorted(map(int, committed_messages(brokers, topic)))
 
 
 @pytest.fixture
@@ -325,7 +311,7 @@ def test_pipelines_of_all_kinds_go_on_when_a_worker_of_their_cluster_is_killed(t
                 dict.fromkeys(names, "running")
             )
             land.check()
-            assert committed(server.kafka, f"{topic}-third", 4) == list(range(0, 4000, 3))
+            assert committed(server.kafka, f"{topic}-third") == list(range(0, 4000, 3))
             assert committed(server.kafka, f"{topic}-queue") == list(range(4000))
             assert server.stop() == 0
         until(lambda: not processes(EXECUTOR, str(tmp_path)))

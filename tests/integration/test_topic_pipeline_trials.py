@@ -1,34 +1,68 @@
-"""Transforms and routes whose driver, workers or broker are killed at the worst moments: every message, once."""
+"""Transforms and routes whose driver, workers or broker are killed at the worst moments: every message, once.
+
+Each target is compared with its source offset by offset, and the messages of each key in their order.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
-from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
 
-from millstream.spark.java import use_fitting_java
-from millstream.testing.committed_messages import committed_messages
+from millstream.testing.committed_messages import committed_records
+from millstream.testing.moved_messages import Place, Source, faults_of, make_topic
 from millstream.testing.server import Server
+from millstream.testing.spark_cluster import WAIT_S, environment, kill, running, wait_until
 
-pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.trial, pytest.mark.timeout(7200)]
 
-# Only there to end a hang: a session and its first query take half a minute on a slow machine.
-WAIT_S = 600.0
-ROWS = 4000
-PARTITIONS = 2
+# A batch is worth two tasks, one of which reads two partitions.
+BATCH = 7000
+ROWS = 4 * BATCH
+PARTITIONS = 3
+TARGET_PARTITIONS = 4
+KEYS = 97
+REGIONS = ("eu", "us", "asia")
+CONDITIONS = {"eu": "payload.region = 'eu'", "us": "payload.region = 'us' AND payload.id > 100", "all": ""}
+
+
+def key_of(number: int) -> bytes | None:
+    """Keys come again and again, in all partitions; some messages have none."""
+    return None if number % 41 == 0 else b"key-%d" % (number % KEYS)
+
+
+class Run:
+    """A driver that runs, and the folder in which it leaves marks."""
+
+    def __init__(self, process: Popen[bytes], marks: Path, log: Path) -> None:
+        self._process = process
+        self._marks = marks
+        self._log = log
+
+    def until(self, mark: str) -> None:
+        """Wait for a mark."""
+        wait_until(lambda: self.has(mark), self._process, self._log)
+
+    def has(self, mark: str) -> bool:
+        return self._marks.joinpath(mark).exists()
+
+    def tell(self, mark: str) -> None:
+        """Leave a mark for it."""
+        self._marks.joinpath(mark).touch()
+
+    def end(self) -> None:
+        """Wait for its end, which has to be a good one."""
+        assert self._process.wait(WAIT_S) == 0, self._log.read_text(errors="replace")[-3000:]
+
+    def kill(self) -> None:
+        kill(self._process)
 
 
 class Trial:
@@ -36,94 +70,89 @@ class Trial:
 
     def __init__(self, server: Server, name: str, folder: Path, kind: str) -> None:
         self.server = server
-        self.source = f"{name}-source"
-        self.targets = [f"{name}-{region}" for region in ("eu", "us", "all")]
+        self.name = name
         self.folder = folder
+        self.kind = kind
         self.log = folder / "driver.log"
-        rules: list[dict[str, Any]] = [
-            {"name": region, "topic": self.source, "targets": [target], "condition": condition}
-            for region, target, condition in zip(
-                ("eu", "us", "all"),
-                self.targets,
-                ("payload.region = 'eu'", "payload.region = 'us' AND payload.id > 100", ""),
-                strict=True,
-            )
-        ]
-        sql = f"SELECT key, id, region FROM `{self.source}` WHERE region = 'eu'"
-        is_route = kind == "route"
-        settings = {"batch.max.messages": str(ROWS // 4)}
+        self._runs = 0
+        self.source = Source(server.kafka, f"{name}-source", PARTITIONS)
+        self.source.publish(
+            ({"id": number, "region": REGIONS[number % len(REGIONS)]} for number in range(ROWS)), key_of
+        )
+        for target in CONDITIONS if kind == "route" else ["eu"]:
+            make_topic(server.kafka, self.target(target), TARGET_PARTITIONS)
         self.pipeline: dict[str, Any] = {
             "id": str(uuid.uuid4()),
             "name": name,
             "kind": kind,
-            "settings": settings if is_route else {**settings, "sql": sql, "into": self.targets[0]},
-            "rules": rules if is_route else [],
+            "settings": {"batch.max.messages": str(BATCH), **(self._statement() if kind == "transform" else {})},
+            "rules": self._rules() if kind == "route" else [],
         }
-        self.wanted = {
-            self.targets[0]: [number for number in range(ROWS) if number % 3 == 0],
-            self.targets[1]: [number for number in range(101, ROWS) if number % 3 == 1],
-            self.targets[2]: list(range(ROWS)),
-        }
-        if not is_route:
-            self.wanted = {self.targets[0]: self.wanted[self.targets[0]]}
-        admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
-        admin.create_topics([NewTopic(self.source, PARTITIONS, 1)])[self.source].result(60)
-        producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
-        for number in range(ROWS):
-            value = json.dumps({"id": number, "region": ("eu", "us", "asia")[number % 3]}).encode()
-            producer.produce(self.source, value, key=b"%d" % number, partition=number % PARTITIONS)
-        assert producer.flush(60) == 0
 
-    def start(self, pause: str) -> subprocess.Popen[bytes]:
-        """The program, as a group of processes of its own."""
+    def target(self, name: str) -> str:
+        return f"{self.name}-{name}"
+
+    def _statement(self) -> dict[str, str]:
+        sql = f"SELECT key, partition, offset, id * 2 AS twice FROM `{self.source.topic}` WHERE region = 'eu'"
+        return {"sql": sql, "into": self.target("eu")}
+
+    def _rules(self) -> list[dict[str, Any]]:
+        return [
+            {"name": name, "topic": self.source.topic, "targets": [self.target(name)], "condition": condition}
+            for name, condition in CONDITIONS.items()
+        ]
+
+    @contextmanager
+    def driver(self, pause: str = "", batch: int = 1) -> Iterator[Run]:
+        """The program, which is killed in the end."""
+        self._runs += 1
+        marks = self.folder / f"run-{self._runs}"
+        marks.mkdir()
         given: dict[str, Any] = {
             "brokers": self.server.kafka,
             "folder": str(self.folder),
+            "marks": str(marks),
             "pipeline": self.pipeline,
             "pause": pause,
+            "batch": batch,
         }
-        environment = dict(os.environ)
-        use_fitting_java(environment)
-        program = str(Path(__file__).with_name("pipeline_driver.py"))
-        with self.log.open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, program, json.dumps(given)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                process_group=0,
-            )
+        command = [sys.executable, str(Path(__file__).with_name("pipeline_driver.py")), json.dumps(given)]
+        with running(command, self.log, environment()) as process:
+            yield Run(process, marks, self.log)
 
-    def until(self, what: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-        """Wait for something while the program runs."""
-        deadline = time.monotonic() + WAIT_S
-        while not what():
-            if process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"exit code {process.poll()}: {self.log.read_text(errors='replace')[-3000:]}")
-            time.sleep(0.1)
+    def kill_at(self, pause: str, batch: int) -> None:
+        """Run it up to a pause, and kill it there."""
+        with self.driver(pause, batch) as run:
+            run.until("paused")
 
     def finish(self) -> None:
         """Run it to its end, without faults."""
-        process = self.start("")
-        try:
-            assert process.wait(WAIT_S) == 0, self.log.read_text(errors="replace")[-3000:]
-        finally:
-            kill(process)
+        with self.driver() as run:
+            run.end()
 
     def check(self) -> None:
-        """Every message is in each of its targets once."""
-        assert {target: self._ids(target) for target in self.wanted} == self.wanted
+        """Every target has what belongs there, once, and in the order of each key."""
+        source = self.source
+        assert source.read() == []
+        europe = source.where(lambda document: document["region"] == "eu")
+        if self.kind == "transform":
+            assert self._faults_of_rows(europe) == []
+            return
+        america = source.where(lambda document: document["region"] == "us" and document["id"] > 100)
+        for name, wanted in {"eu": europe, "us": america, "all": set(source.messages)}.items():
+            assert source.faults(committed_records(self.server.kafka, self.target(name)), wanted) == []
 
-    def _ids(self, topic: str) -> list[int]:
-        return sorted(json.loads(value)["id"] for value in committed_messages(self.server.kafka, topic))
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill -9, the whole group."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(WAIT_S)
+    def _faults_of_rows(self, wanted: Collection[Place]) -> list[str]:
+        """What is wrong with the rows of the statement, which say themselves where they come from."""
+        found = []
+        told = []
+        for one in committed_records(self.server.kafka, self.target("eu")):
+            row = json.loads(one.value or b"")
+            place = Place(row["partition"], row["offset"])
+            found.append((place, one))
+            if (row["twice"], one.key) != (2 * self.source.document(place)["id"], self.source.messages[place].key):
+                told.append(f"{place} became {one}")
+        return told + faults_of(found, wanted)
 
 
 @pytest.mark.parametrize("kind", ["route", "transform"])
@@ -132,35 +161,49 @@ def test_a_driver_that_is_killed_around_a_commit(
     server: Server, topic: str, tmp_path: Path, kind: str, pause: str
 ) -> None:
     trial = Trial(server, topic[-40:], tmp_path, kind)
-    process = trial.start(pause)
-    try:
-        trial.until(lambda: (tmp_path / "paused").exists(), process)
-    finally:
-        kill(process)
+    # At the first batch, of which nothing is known before; then in the middle, twice at the same one.
+    for batch in (0, 2, 2) if pause == "before-commit" else (0, 2):
+        trial.kill_at(pause, batch)
     trial.finish()
+    trial.check()
+
+
+@pytest.mark.parametrize("kind", ["route", "transform"])
+def test_a_driver_that_comes_back_when_another_has_taken_its_place(
+    server: Server, topic: str, tmp_path: Path, kind: str
+) -> None:
+    trial = Trial(server, topic[-40:], tmp_path, kind)
+    with trial.driver("before-commit", 1) as old:
+        old.until("paused")
+        with trial.driver("before-commit", 2) as new:
+            # It has taken back what the other one promised, and done the batch itself.
+            new.until("paused")
+            old.tell("go")
+            # The older one finds its batch done, takes back the next one that the other has promised, and goes on.
+            old.end()
+            new.tell("go")
+            new.end()
     trial.check()
 
 
 def test_a_worker_that_is_killed_when_its_rows_are_written(server: Server, topic: str, tmp_path: Path) -> None:
     trial = Trial(server, topic[-40:], tmp_path, "route")
-    process = trial.start("kill-worker")
-    try:
-        assert process.wait(WAIT_S) == 0, trial.log.read_text(errors="replace")[-3000:]
-    finally:
-        kill(process)
-    assert (tmp_path / "struck").exists()
+    with trial.driver("kill-worker") as run:
+        run.end()
+        assert run.has("struck")
     trial.check()
 
 
-def test_a_broker_that_is_killed_between_promise_and_commit(tmp_path: Path, topic: str) -> None:
+@pytest.mark.parametrize("kind", ["route", "transform"])
+def test_a_broker_that_is_killed_between_promise_and_commit(tmp_path: Path, topic: str, kind: str) -> None:
     with Server(tmp_path / "data") as server:
-        trial = Trial(server, topic[-40:], tmp_path, "route")
-        process = trial.start("before-commit")
-        try:
-            trial.until(lambda: (tmp_path / "paused").exists(), process)
-        finally:
-            kill(process)
-        server.kill()
-        server.start()
-        trial.finish()
+        trial = Trial(server, topic[-40:], tmp_path, kind)
+        trial.kill_at("before-commit", 1)
+        server.restart(clean=False)
+        # And once more while a driver runs that has promised, and commits when the broker is back.
+        with trial.driver("before-commit", 2) as run:
+            run.until("paused")
+            server.restart(clean=False)
+            run.tell("go")
+            run.end()
         trial.check()
