@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from pyspark.sql.types import StructType
 
 from millstream.admin.groups import committed_offsets
-from millstream.model.errors import FilterError, InvalidSetting, UnknownGroup
+from millstream.model.errors import FilterError, InvalidSetting, UnknownGroup, UnknownTopic
 from millstream.model.payload_columns import ColumnType, PayloadColumn, parse_columns
 from millstream.model.pipeline import Pipeline, PipelineKind, Rule
 from millstream.model.select_statement import read_select
@@ -26,6 +26,7 @@ from millstream.pipelines.route import RouteJob
 from millstream.pipelines.statement import read_statement
 from millstream.pipelines.transform import TransformJob
 from millstream.spark.session import session
+from millstream.testing.committed_messages import Committed, committed_records
 from millstream.testing.server import Server
 from millstream.wire.client import Client
 from millstream.wire.subscriptions import SubscriptionClient
@@ -45,32 +46,6 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     started.sparkContext.setLogLevel("OFF")
     yield started
     started.stop()
-
-
-def read_all(server: Server, topic: str) -> list[Any]:
-    """Everything that is committed in a topic."""
-    consumer = Consumer(
-        {
-            "bootstrap.servers": server.kafka,
-            "group.id": uuid.uuid4().hex,
-            "isolation.level": "read_committed",
-            "enable.partition.eof": True,
-            "log_level": 0,
-        }
-    )
-    found = consumer.list_topics(topic, timeout=WAIT_S).topics[topic]
-    consumer.assign([TopicPartition(topic, number, 0) for number in found.partitions])
-    messages: list[Any] = []
-    open_ends = len(found.partitions)
-    while open_ends:
-        message = consumer.poll(WAIT_S)
-        assert message is not None
-        if message.error():
-            open_ends -= 1
-        else:
-            messages.append(message)
-    consumer.close()
-    return messages
 
 
 class Shop:
@@ -114,8 +89,8 @@ class Shop:
 
     def read(self) -> list[dict[str, Any]]:
         """What is in the topic that was written, as far as it is committed."""
-        messages = read_all(self.server, self.into)
-        return [{"key": message.key(), **json.loads(message.value() or b"")} for message in messages]
+        messages = committed_records(self.server.kafka, self.into)
+        return [{"key": message.key, **json.loads(message.value or b"")} for message in messages]
 
 
 @pytest.fixture
@@ -179,9 +154,9 @@ def test_all_columns_of_a_topic_are_its_messages_as_they_are(shop: Shop) -> None
     shop.create(shop.into)
     shop.publish(shop.orders, [{"id": number, "total": number * 10} for number in range(4)])
     assert shop.run("SELECT * FROM orders WHERE total > 10") == 4
-    found = {(one.key(), one.value(), one.timestamp()) for one in read_all(shop.server, shop.into)}
-    published = {(one.key(), one.value(), one.timestamp()) for one in read_all(shop.server, shop.orders)}
-    assert found == {one for one in published if json.loads(one[1])["total"] > 10}
+    found = {one[2:] for one in committed_records(shop.server.kafka, shop.into)}
+    published = committed_records(shop.server.kafka, shop.orders)
+    assert found == {one[2:] for one in published if json.loads(one.value or b"")["total"] > 10}
     assert len(found) == 2
 
 
@@ -445,11 +420,11 @@ class Office:
         finally:
             job.close()
 
-    def messages(self, target: str) -> list[Any]:
-        return read_all(self.server, f"{self.name}-{target}")
+    def messages(self, target: str) -> list[Committed]:
+        return committed_records(self.server.kafka, f"{self.name}-{target}")
 
     def ids(self, target: str) -> list[int]:
-        return sorted(json.loads(message.value())["id"] for message in self.messages(target))
+        return sorted(json.loads(message.value or b"")["id"] for message in self.messages(target))
 
 
 @pytest.fixture
@@ -467,12 +442,14 @@ def test_every_target_has_its_messages_once_and_rules_change_between_batches(off
     assert office.ids("gold") == list(range(31, 60, 2))
     assert office.ids("both") == sorted({*range(0, 60, 3), *range(31, 60, 2)})
     assert office.ids("all") == list(range(60))
-    first = next(one for one in office.messages("gold") if one.key() == b"31")
-    assert (first.headers(), first.timestamp()) == ([("tier", b"gold")], (1, 1_700_000_000_031))
+    first = next(one for one in office.messages("gold") if one.key == b"31")
+    assert (first.headers, first.timestamp_ms) == ((("tier", b"gold"),), 1_700_000_000_031)
     office.publish(60, 30)
     asia = office.rule("asia", "payload.region = 'asia'", "asia")
+    # A topic that is missing holds up no other.
+    later = Rule(name="later", topic=f"{office.name}-later", targets=(f"{office.name}-late",))
     # A new job with other rules, as the driver makes one when they change.
-    assert office.run(asia, gold, steps=2) == 30
+    assert office.run(asia, gold, later, steps=2) == 30
     assert office.ids("asia") == list(range(62, 90, 3))
     assert office.ids("gold") == list(range(31, 90, 2))
     assert office.ids("all") == list(range(60))
@@ -487,6 +464,8 @@ async def test_a_rule_can_have_the_filter_of_a_subscription(office: Office) -> N
     assert office.ids("theirs") == [1, 4, 7, 10]
     with pytest.raises(UnknownGroup, match="nobody"):
         office.run(office.rule("theirs", "", "theirs", subscription="nobody"))
+    with pytest.raises(UnknownTopic, match="later"):
+        office.run(Rule(name="later", topic=f"{office.name}-later", targets=(f"{office.name}-late",)))
 
 
 def test_a_broken_condition_is_told_before_anything_is_routed(office: Office) -> None:

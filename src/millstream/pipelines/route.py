@@ -5,11 +5,12 @@ All rules of a topic are asked in one pass over its messages, in the tasks that 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from millstream.model.errors import InvalidSetting
+from millstream.model.errors import InvalidSetting, UnknownTopic
 from millstream.model.pipeline import Pipeline, RouteSettings
 from millstream.model.subscription import FILTER
 from millstream.pipelines.batch_loop import PART_SCHEMA, BatchLoop, Plan
@@ -22,6 +23,8 @@ from millstream.wire.subscriptions import SubscriptionClient
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+_logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 5.0
 """How often the filters of subscriptions are looked up."""
@@ -37,6 +40,7 @@ class RouteJob:
         self._loop = BatchLoop(pipeline, context, self._settings)
         self._ways: dict[str, tuple[Way, ...]] = {}
         self._looked = 0.0
+        self._missing = ""
         self._has_subscriptions = any(rule.subscription for rule in self._rules)
 
     def step(self) -> Step:
@@ -45,7 +49,7 @@ class RouteJob:
             self._context.stopping.wait(1.0)
             return Step()
         self._look()
-        plan = self._loop.plan(list(self._ways))
+        plan = self._plan()
         if not plan.ranges and not self._loop.is_new(plan):
             return self._loop.wait(plan)
         sent = self._loop.commit(plan, self._parts(plan) if plan.ranges else None)
@@ -57,6 +61,24 @@ class RouteJob:
         """There is nothing that a batch leaves behind."""
 
     # -- how ------------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> Plan:
+        """The next batch; a topic that is missing is waited for, and holds up no other."""
+        topics = list(self._ways)
+        try:
+            plan = self._loop.plan(topics)
+            self._missing = ""
+        except UnknownTopic as unknown:
+            link = self._loop.link
+            there = link.call(link.client.metadata(topics)).topics
+            left = [topic for topic in topics if topic in there]
+            if not left:
+                raise
+            if str(unknown) != self._missing:
+                _logger.warning("the rules of a topic wait for it", extra={"reason": str(unknown)})
+                self._missing = str(unknown)
+            plan = self._loop.plan(left)
+        return plan
 
     def _parts(self, plan: Plan) -> DataFrame:
         numbers = plan.numbers(self._context.spark)
