@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from subprocess import Popen
+from subprocess import Popen, TimeoutExpired
 from typing import Any
 
 import deltalake
@@ -34,14 +35,24 @@ pytestmark = [pytest.mark.trial, pytest.mark.timeout(7200)]
 PARTITIONS = 2
 KILLS = int(os.environ.get("LANDING_KILLS", "36"))
 NAMED = ("before-commit", "between-topics", "before-quarantine", "before-compaction", "after-compaction", "in-vacuum")
+LANDED = re.compile(rb"^\[Step\(rows=[1-9]", re.MULTILINE)
+# Of 40 messages for each topic.
+LIFE_PORTIONS = 60
+STEP_PORTIONS = 10
+# A fault that nothing leads to, such as one in a vacuum that nothing is left for, is not waited for any longer.
+FAULT_S = 90.0
 Row = tuple[int, int, bytes]
 
 
 class Publisher(threading.Thread):
-    """Publishes to all topics until it is told to end; a broker that is away for a while is waited for."""
+    """Publishes to all topics until it is told to end; a broker that is away for a while is waited for.
 
-    def __init__(self, brokers: str, decoded: list[str], raw: list[str]) -> None:
+    How much that is depends on what is landed, and not on how long it takes.
+    """
+
+    def __init__(self, brokers: str, decoded: list[str], raw: list[str], portions: Callable[[], int]) -> None:
         super().__init__(name="publisher")
+        self._portions = portions
         self._producer = Producer(
             {"bootstrap.servers": brokers, "log_level": 0, "linger.ms": 20, "enable.idempotence": True}
         )
@@ -54,8 +65,11 @@ class Publisher(threading.Thread):
         self._random = random.Random(7)
 
     def run(self) -> None:
+        published = 0
         while not self._ended.wait(0.05):
-            self.publish()
+            if published < self._portions():
+                self.publish()
+                published += 1
         self._producer.flush(300)
 
     def publish(self) -> None:
@@ -110,6 +124,7 @@ class LongTrial:
         self._landed = datetime.now(UTC) - timedelta(hours=1)
         self._random = random.Random(11)
         self._until = folder / "until"
+        self._lives = 0
         admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
         for future in admin.create_topics(
             [NewTopic(name, PARTITIONS, 1) for name in (*self.decoded, *self.raw)]
@@ -118,6 +133,7 @@ class LongTrial:
 
     @contextmanager
     def driver(self, fault: str = "") -> Iterator[Popen[bytes]]:
+        self._lives += 1
         given = {
             "master": "local[2,8]",
             "brokers": self.server.kafka,
@@ -173,11 +189,18 @@ class LongTrial:
 
     def _steps(self) -> int:
         """How many batches were landed so far, by all programs."""
-        return self.log.read_bytes().count(b"[Step(")
+        return self._said().count(b"[Step(")
+
+    def portions(self) -> int:
+        """How much may be published by now: something for each program, and for each batch that it lands."""
+        return LIFE_PORTIONS * self._lives + STEP_PORTIONS * len(LANDED.findall(self._said()))
+
+    def _said(self) -> bytes:
+        return self.log.read_bytes() if self.log.exists() else b""
 
     def _wait(self, process: Popen[bytes]) -> None:
         """Until a fault has come, or others were faster."""
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + FAULT_S
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
 
@@ -211,10 +234,20 @@ class LongTrial:
         self._until.touch()
         for _ in range(3):
             with self.driver() as process:
-                if process.wait(WAIT_S) == 0:
+                if self._end_of(process) == 0:
                     self._until.unlink()
                     return
         pytest.fail(self.log.read_text(errors="replace")[-3000:])
+
+    def _end_of(self, process: Popen[bytes]) -> int:
+        """How a program ended, which may take as long as it gets on."""
+        while True:
+            steps = self._steps()
+            try:
+                return process.wait(WAIT_S)
+            except TimeoutExpired:
+                if self._steps() == steps:
+                    raise
 
     # -- what came of it ------------------------------------------------------------------------------------------
 
@@ -275,7 +308,7 @@ def command_of(process: psutil.Process) -> list[str]:
 def test_everything_is_killed_again_and_again_while_it_lands(tmp_path: Path) -> None:
     with Server(tmp_path / "data") as server:
         trial = LongTrial(server, tmp_path)
-        publisher = Publisher(server.kafka, trial.decoded, trial.raw)
+        publisher = Publisher(server.kafka, trial.decoded, trial.raw, trial.portions)
         # What is landed first decides of which types columns are.
         publisher.publish()
         publisher.flush()

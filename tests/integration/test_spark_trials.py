@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -21,19 +17,16 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from millstream.admin.transactions import ONGOING, PREPARED, list_transactions
-from millstream.spark.java import use_fitting_java
 from millstream.testing.server import Server
+from millstream.testing.spark_cluster import WAIT_S, environment, kill, running, spark_cluster, wait_until
 from millstream.wire.client import Client
 
-pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.trial, pytest.mark.timeout(7200)]
 
-# Only there to end a hang: a session and its first query take half a minute on a slow machine.
-WAIT_S = 600.0
 PARTITIONS = 2
 ROWS = 6000
 ROWS_PER_BATCH = 3000
 VALUE_BYTES = 6000
-_WORKERS = ("127.0.0.2", "127.0.0.3")
 _SPECULATION = {
     "spark.speculation": "true",
     "spark.speculation.interval": "200ms",
@@ -42,88 +35,21 @@ _SPECULATION = {
 }
 
 
-def wait_until(what: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait for something while a process runs; its log is told if it ends before."""
-    deadline = time.monotonic() + WAIT_S
-    while not what():
-        if process.poll() is not None or time.monotonic() > deadline:
-            pytest.fail(f"exit code {process.poll()}: {log.read_text(errors='replace')[-3000:]}")
-        time.sleep(0.1)
-
-
-@contextmanager
-def running(command: list[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with everything it starts, which is killed in the end."""
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env={**os.environ, **environment},
-            process_group=0,
-        )
-    try:
-        yield process
-    finally:
-        kill(process)
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill -9, the whole group."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(WAIT_S)
-
-
 @pytest.fixture(scope="module")
-def environment() -> dict[str, str]:
-    """Where Spark and its Java are, for processes of the cluster."""
-    import pyspark
-
-    found = dict(os.environ)
-    use_fitting_java(found)
-    home = str(Path(pyspark.__file__).parent)
-    return {"JAVA_HOME": found["JAVA_HOME"], "SPARK_HOME": home, "PYSPARK_PYTHON": sys.executable}
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Iterator[str]:
-    """A master and two workers on hosts of their own, from the pip package; the address of the master."""
-    folder = tmp_path_factory.mktemp("spark-cluster")
-    spark_class = str(Path(environment["SPARK_HOME"], "bin", "spark-class"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    master = f"spark://127.0.0.1:{port}"
-    with ExitStack() as stack:
-        command = [spark_class, "org.apache.spark.deploy.master.Master", "--host", "127.0.0.1", "--port", str(port)]
-        log = folder / "master.log"
-        address = {"SPARK_LOCAL_IP": "127.0.0.1"}
-        process = stack.enter_context(running([*command, "--webui-port", "0"], log, environment | address))
-        wait_until(lambda: "I have been elected leader" in log.read_text(errors="replace"), process, log)
-        for host in _WORKERS:
-            command = [spark_class, "org.apache.spark.deploy.worker.Worker", "--host", host, "--webui-port", "0"]
-            command += ["--cores", "1", "--memory", "1g", "--work-dir", str(folder / host), master]
-            worker_log = folder / f"{host}.log"
-            worker = stack.enter_context(running(command, worker_log, environment | {"SPARK_LOCAL_IP": host}))
-            wait_until(_registered(worker_log), worker, worker_log)
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with spark_cluster(tmp_path_factory.mktemp("spark-cluster")) as master:
         yield master
-
-
-def _registered(log: Path) -> Callable[[], bool]:
-    return lambda: "Successfully registered with master" in log.read_text(errors="replace")
 
 
 class Trial:
     """A topic that is copied by the program beside this file."""
 
-    def __init__(self, server: Server, topic: str, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(self, server: Server, topic: str, folder: Path) -> None:
         self.server = server
         self.source = f"{topic}-source"
         self.target = topic
         self.folder = folder
         self.log = folder / "driver.log"
-        self._environment = environment
         admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
         made = admin.create_topics([NewTopic(name, PARTITIONS, 1) for name in (self.source, self.target)])
         for future in made.values():
@@ -135,7 +61,7 @@ class Trial:
         assert producer.flush(60) == 0
 
     @contextmanager
-    def driver(self, master: str, fault: str, **settings: str) -> Iterator[subprocess.Popen[bytes]]:
+    def driver(self, master: str, fault: str, **settings: str) -> Iterator[Popen[bytes]]:
         """The program, started."""
         given: dict[str, Any] = {
             "master": master,
@@ -153,7 +79,7 @@ class Trial:
             },
         }
         command = [sys.executable, str(Path(__file__).with_name("spark_driver.py")), json.dumps(given)]
-        with running(command, self.log, self._environment) as process:
+        with running(command, self.log, environment()) as process:
             yield process
 
     def copy(self, master: str, fault: str, **settings: str) -> None:
@@ -201,8 +127,8 @@ class Trial:
 
 
 @pytest.fixture
-def trial(server: Server, topic: str, tmp_path: Path, environment: dict[str, str]) -> Trial:
-    return Trial(server, topic, tmp_path, environment)
+def trial(server: Server, topic: str, tmp_path: Path) -> Trial:
+    return Trial(server, topic, tmp_path)
 
 
 def test_of_two_attempts_that_really_ran_one_counts(trial: Trial, cluster: str) -> None:
