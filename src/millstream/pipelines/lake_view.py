@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 LOOK_S: Final = 5.0
 """How often a new version is looked for."""
 
+_NOT_THERE: Final = ("PATH_NOT_FOUND", "UNABLE_TO_INFER_SCHEMA")
+"""What Spark says of a folder that is missing, or empty."""
+
 BROUGHT_BYTES_MAX: Final = 64 * 1024 * 1024
 """A table up to this size is brought to the messages, which stay in their order; a larger one is shuffled with them."""
 
@@ -66,14 +69,15 @@ class LakeView:
         return self._table is not None or DeltaTable.is_deltatable(self._url)
 
     def _delta(self) -> DataFrame | None:
+        from millstream.pipelines.lake_rows import rows_of
+
         table = self._newest()
         if table.version() == self._version and self._frame is not None:
             return None
         self._version = table.version()
-        # Spark holds it, in memory or on disk, so it is handed over once for each version.
-        rows = table.to_pyarrow_table()
-        self._size_bytes = rows.nbytes
-        return self._spark.createDataFrame(rows).persist()
+        # Spark holds it, in memory or on disk, so it is read once for each version.
+        frame, self._size_bytes = rows_of(self._spark, table)
+        return frame.persist()
 
     def _newest(self) -> DeltaTable:
         from deltalake import DeltaTable
@@ -91,6 +95,11 @@ class LakeView:
             # Files that were written later may have more columns.
             frame = self._spark.read.option("mergeSchema", "true").parquet(self._url)
         except AnalysisException as error:
+            if error.getCondition() in _NOT_THERE:
+                # It may be landed only now. Whoever waits for a topic waits for a table, too.
+                raise FileNotFoundError(
+                    f"there is no table {self._name!r} at {self._url} yet, neither a Delta table nor Parquet files"
+                ) from None
             reason = str(error).partition("\n")[0]
             raise InvalidSetting(f"the table {self._name!r} cannot be read at {self._url}: {reason}") from None
         execution: Any = frame._jdf.queryExecution()
