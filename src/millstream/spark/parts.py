@@ -15,7 +15,7 @@ from uuid import uuid4
 from pyspark.sql.datasource import WriterCommitMessage
 
 from millstream.admin.transactions import ONGOING, PREPARED, list_transactions
-from millstream.model.errors import InvalidSetting, InvalidTransactionState
+from millstream.model.errors import BrokerUnreachable, InvalidSetting, InvalidTransactionState, RequestTimedOut
 from millstream.spark.garbage import spare_what_is_loaded
 from millstream.spark.link import Link, link_to
 from millstream.spark.options import WriteOptions
@@ -100,7 +100,11 @@ def abort_undecided(options: WriteOptions, stream: str) -> None:
     if not knows_batches(link):
         return
     pattern = rf"spark/([^/]+)/(\d+)/\d+/([^/-]+)-{re.escape(stream)}\.[0-9a-f]+"
-    left = link.call(list_transactions(link.client, states=(ONGOING, PREPARED), matching=pattern))
+    try:
+        left = link.call(list_transactions(link.client, states=(ONGOING, PREPARED), matching=pattern))
+    except (BrokerUnreachable, RequestTimedOut):
+        # A node is away. Offsets that are held up show when they are asked for, and then this is tried again.
+        return
     found = (re.fullmatch(pattern, one.transactional_id) for one in left)
     for batch in {Batch(each[1], int(each[2]), each[3]) for each in found if each is not None}:
         with suppress(InvalidTransactionState):

@@ -1,0 +1,109 @@
+"""Drivers of pipelines whose Java hangs: they are replaced, or end with their broker, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Producer
+
+from millstream.testing.command import CommandLine
+from millstream.testing.server import Server
+
+pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]
+
+WAIT_S = 900.0
+LOOK_S = 0.05
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Wait until something is so; what it is."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(LOOK_S)
+    raise AssertionError(f"not so within {WAIT_S:g} s")
+
+
+def children(pid: int, part: str) -> list[int]:
+    """The processes that one has started, and whose command line has this part."""
+    with suppress(OSError):
+        started = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        return [child for child in started if part in Path(f"/proc/{child}/cmdline").read_text(errors="replace")]
+    return []
+
+
+def group_of(driver: int) -> list[int]:
+    """The processes of a driver, as long as they are there."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):
+            is_over = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            if os.getpgid(int(folder.name)) == driver and not is_over:
+                found.append(int(folder.name))
+    return found
+
+
+def java_of(driver: int) -> int | None:
+    return next(iter(children(driver, "java")), None)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    settings = {"group-initial-delay-ms": 100, "pipelines-master": "local[2]"}
+    with Server(tmp_path / "data", settings=settings) as started:
+        yield started
+
+
+def test_a_driver_whose_broker_dies_while_spark_starts_ends_with_its_java(server: Server, topic: str) -> None:
+    millstream = CommandLine(server.kafka)
+    assert millstream("topic", "create", topic, "--land").code == 0
+    (driver,) = until(lambda: children(server.pid, "millstream.pipelines.driver"))
+    java = until(lambda: java_of(driver))
+    # From here on Spark never comes up.
+    os.kill(java, signal.SIGSTOP)
+    try:
+        server.kill()
+        until(lambda: not group_of(driver))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(driver, signal.SIGKILL)
+
+
+def test_a_driver_whose_java_hangs_is_replaced_and_nobody_is_blamed(server: Server, topic: str) -> None:
+    millstream = CommandLine(server.kafka)
+    assert millstream("topic", "create", topic).code == 0
+    settings = ("--set", "every.ms=1000", "--set", "stall.ms=60000")
+    assert millstream("pipeline", "create", "land", topic, "--topic", topic, *settings).code == 0
+    told: dict[str, Any] = {}
+
+    def landed(rows: int) -> bool:
+        told.update(millstream("pipeline", "describe", topic, "--json").document)
+        return bool(told["report"]) and told["report"]["rows"] >= rows
+
+    publish(server, topic, 10)
+    until(lambda: landed(10))
+    (driver,) = children(server.pid, "millstream.pipelines.driver")
+    os.kill(until(lambda: java_of(driver)), signal.SIGSTOP)
+    publish(server, topic, 10)
+    # Also one that is told to end waits for nobody.
+    assert millstream("pipeline", "update", topic, "--set", "every.ms=2000").code == 0
+    until(lambda: landed(20))
+    assert (told["report"]["rows"], told["report"]["stalls"], told["parked"]) == (20, 0, "")
+    assert "Java has not answered" in told["report"]["last_error"]
+    assert group_of(driver) == []
+
+
+def publish(server: Server, topic: str, count: int) -> None:
+    producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
+    for number in range(count):
+        producer.produce(topic, str(number))
+    assert producer.flush(60) == 0
