@@ -156,6 +156,14 @@ def test_what_the_log_has_no_more_comes_from_the_table(landed: Landed, tmp_path:
     landed.publish(10)
     assert len(landed.stream(tmp_path / "checkpoint", startingOffsets="earliest-landed")) == 10
 
+    # Retention has taken everything, and the table has it.
+    landed.land()
+    landed.cut(125)
+    everything = sorted(landed.messages.items())
+    assert places(landed.read(startingTimestamp="0").collect()) == everything
+    with pytest.raises(PySparkException, match=r"has no record of \d+ ms or later"):
+        landed.read(startingTimestamp=str(FIRST_MS + 1000 * 250)).collect()
+
 
 def test_what_was_lost_before_it_was_landed_is_told(landed: Landed) -> None:
     from pyspark.errors import PySparkException

@@ -28,7 +28,7 @@ from millstream.spark.position import ByTime, FromLake, Offsets, Position, Times
 from millstream.spark.ranges import Range, Table
 from millstream.spark.rows import shaped
 from millstream.spark.shape import Shape
-from millstream.spark.survey import Partitions, Survey
+from millstream.spark.survey import Partitions, Survey, nothing_since
 from millstream.wire.pipeline_messages import LIST_KEY
 
 _LAKE_NAMES = {"timestampType": "timestamp_type"}
@@ -66,7 +66,18 @@ class LakeReach:
                 time_ms = _time_ms(position, topic, number)
                 found = _first_in(Range(topic, number, 0, beginning, landed[0]), time_ms)
                 offsets[number] = offset if found is None else found
+        if isinstance(position, ByTime | Timestamps) and not position.or_latest:
+            self._check_some(start, lowered)
         return lowered
+
+    def _check_some(self, start: Offsets, lowered: Offsets) -> None:
+        """Raise `InvalidSetting` where neither the log nor a table has something as young as was asked for."""
+        ends = self._survey.latest({topic: list(offsets) for topic, offsets in start.items()})
+        for topic, offsets in lowered.items():
+            for number, offset in offsets.items():
+                time_ms = _time_ms(self._options.starting, topic, number)
+                if offset == start[topic][number] == ends[topic][number] and time_ms is not None:
+                    raise nothing_since(topic, number, time_ms)
 
     def taken(self, starts: Offsets, ends: Offsets) -> Taken:
         """Take from the tables what lies before the log, as far as they have it."""

@@ -130,15 +130,18 @@ class Survey:
         for topic, numbers in late.items():
             if not numbers:
                 continue
-            if not or_latest:
-                time_ms = times_ms[topic][numbers[0]]
-                raise InvalidSetting(
-                    f"{topic}-{numbers[0]} has no record of {time_ms} ms or later; give an earlier time, or set "
-                    "startingOffsetsByTimestampStrategy to latest to begin at the end there"
-                )
             ends = await self._list(topic, dict.fromkeys(numbers, OFFSET_LATEST))
+            if not or_latest:
+                await self._check_empty(topic, ends, times_ms[topic])
             offsets[topic] |= {number: one.offset for number, one in ends.items()}
         return {topic: {n: int(offset) for n, offset in listed.items()} for topic, listed in offsets.items()}
+
+    async def _check_empty(self, topic: str, ends: Mapping[int, ListedOffset], times_ms: Mapping[int, int]) -> None:
+        """Raise `InvalidSetting` for a log that ends before a time; in place of an empty one a table may have it."""
+        firsts = await self._list(topic, dict.fromkeys(ends, OFFSET_EARLIEST)) if self._options.reaches_lake else {}
+        for number, end in ends.items():
+            if number not in firsts or firsts[number].offset < end.offset:
+                raise nothing_since(topic, number, times_ms[number])
 
     async def _list(self, topic: str, times_ms: Mapping[int, int]) -> dict[int, ListedOffset]:
         return await self.link.client.list_offsets(topic, times_ms, isolation=self._options.isolation)
@@ -161,6 +164,14 @@ class Survey:
             other.cancel()
         # Whatever is wrong with a partition shows, with words, when its end is looked up.
         await asyncio.gather(*waits, return_exceptions=True)
+
+
+def nothing_since(topic: str, number: int, time_ms: int) -> InvalidSetting:
+    """What is said of a partition that has nothing as young as a time."""
+    return InvalidSetting(
+        f"{topic}-{number} has no record of {time_ms} ms or later; give an earlier time, or set "
+        "startingOffsetsByTimestampStrategy to latest to begin at the end there"
+    )
 
 
 def _check_names_all(given: Offsets, partitions: Partitions, option: str) -> None:
