@@ -52,7 +52,8 @@ _NOT_OUTSIDE: Final[tuple[type[BaseException], ...]] = (NotADirectoryError, IsAD
 """A place that something else is at."""
 _DECLARED: Final[tuple[type[BaseException], ...]] = (errors.InvalidRequest, errors.LostData, errors.ColumnMismatch)
 
-_JAVA_LOST: Final = {"Py4JNetworkError"}
+_JAVA_LOST: Final = ("Py4JNetworkError", "Py4JError")
+"""What is raised when Java does not answer any more. What it raises itself comes as another kind."""
 _REFUSED_BY_SPARK: Final = {
     "ParseException",
     "AnalysisException",
@@ -81,7 +82,7 @@ def fault_of(error: BaseException) -> Fault:
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & _REFUSED_BY_SPARK:
         return Fault.DECLARED
-    if names & _JAVA_LOST:
+    if is_java_lost(error):
         return Fault.OUTSIDE
     if isinstance(error, errors.MillstreamError):
         return _fault_of_kind(type(error))
@@ -130,6 +131,11 @@ def _fault_here(error: BaseException | None) -> Fault:
             return Fault.OUTSIDE
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return Fault.UNKNOWN
+
+
+def is_java_lost(error: BaseException) -> bool:
+    """Whether a failure may be of Java that has ended in the middle of it."""
+    return type(error).__name__ in _JAVA_LOST or isinstance(error, ConnectionError | EOFError)
 
 
 def _fault_of_kind(kind: type[BaseException]) -> Fault:

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 from millstream.kafka.pipeline_board import PipelineReport, State
 from millstream.model.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 from millstream.model.pipeline import Pipeline
-from millstream.pipelines.fault import Fault, fault_of
+from millstream.pipelines.fault import Fault, fault_of, is_java_lost
 from millstream.pipelines.job import GroupMember, Job, JobContext, JobKind
 from millstream.pipelines.progress import Progress
 from millstream.pipelines.reason import reason_of
@@ -234,12 +234,14 @@ class Runner:
             return 0.0
         if self._state in ("starting", "waiting"):
             self._be("running")
-        is_well = False
         try:
             step = job.step()
-            is_well = not step.is_open
-        finally:
-            self._around.ended(is_well)
+        except BaseException as error:
+            # When Java dies of it, this is heard of before the driver ends with it: it is still under way then.
+            if not is_java_lost(error):
+                self._around.ended(False)
+            raise
+        self._around.ended(not step.is_open)
         self._tally.add(step)
         if step.is_open:
             if self._given_up:

@@ -69,6 +69,16 @@ def running(script: Script, claim: FreeClaim | None = None) -> Iterator[Watched]
         assert not watched.thread.is_alive()
 
 
+def test_a_step_in_which_java_is_lost_stays_under_way() -> None:
+    class Py4JNetworkError(Exception):
+        """As it is called there."""
+
+    script = Script(ValueError("odd"), Py4JNetworkError("Answer from Java side is empty"), Step(rows=3))
+    with running(script) as watched:
+        assert script.at_end.wait(HANG_S)
+    assert watched.steps[:5] == ["begun", False, "begun", "begun", True]
+
+
 def test_a_topic_that_is_missing_is_waited_for() -> None:
     missing = [UnknownTopic("topic 'orders' does not exist")] * (FAILURES_MAX + 1)
     script = Script(*missing, Step(rows=3))
