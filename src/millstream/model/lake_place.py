@@ -18,3 +18,10 @@ def check_place(url: str) -> None:
         raise InvalidSetting(f"tables are kept in folders and at {', '.join(SCHEMES[1:])}://, not at {url!r}")
     if colon and not rest.strip("/"):
         raise InvalidSetting(f"{url!r} names no {'folder' if scheme == 'file' else 'bucket'}")
+
+
+def check_whole_place(url: str) -> None:
+    """The same for a place that nodes are to find: what a path is relative to differs from process to process."""
+    check_place(url)
+    if "://" not in url and not url.startswith("/"):
+        raise InvalidSetting(f"give the whole path of the folder {url!r}, from / on, or a URL such as s3://bucket/path")

@@ -12,12 +12,12 @@ from uuid import UUID
 
 from millstream.model.errors import InvalidPipeline, InvalidSetting, InvalidTopicName
 from millstream.model.expression import compile_expression
-from millstream.model.lake_place import QUARANTINE_ENDING, check_place
+from millstream.model.lake_place import QUARANTINE_ENDING, check_place, check_whole_place
 from millstream.model.nearest import suggestion
 from millstream.model.payload_columns import check_landed, parse_columns
 from millstream.model.select_statement import read_select
 from millstream.model.setting import setting, settings_of
-from millstream.model.topic import check_topic_name
+from millstream.model.topic import INTERNAL_TOPICS, check_topic_name
 
 NAME_LENGTH_MAX: Final = 200
 RULES_MAX: Final = 10_000
@@ -277,7 +277,7 @@ class LandSettings(PipelineSettings):
     def check_texts(self) -> None:
         """Raise `InvalidSetting` for a schema that no table can have, for names that clash, and for odd places."""
         if self.lake:
-            check_place(self.lake)
+            check_whole_place(self.lake)
         if self.schema:
             check_landed(parse_columns(self.schema))
         names = self.topic_names
@@ -345,7 +345,7 @@ class TransformSettings(MovingSettings):
     def _check(self) -> None:
         if not self.sql.strip() or not self.into:
             raise InvalidSetting("a transform needs `sql`, a SELECT statement, and `into`, the topic for its rows")
-        check_topic_name(self.into)
+        _check_target(self.into)
 
     def check_texts(self) -> None:
         """Raise `InvalidSetting` for what is no statement, reads nothing or what it writes, and for odd documents."""
@@ -436,6 +436,13 @@ def _check_name(name: str) -> None:
         raise InvalidPipeline(str(refused)) from None
 
 
+def _check_target(topic: str) -> None:
+    """Raise an `InvalidRequest` for a topic that pipelines cannot write to."""
+    check_topic_name(topic)
+    if topic in INTERNAL_TOPICS:
+        raise InvalidPipeline(f"{topic!r} is the broker's own; a pipeline cannot write to it")
+
+
 def named_texts(setting_name: str, text: str) -> dict[str, str]:
     """A setting that is a JSON object of texts; raise `InvalidSetting` if it is none."""
     if not text.strip():
@@ -471,8 +478,9 @@ def _check_rule(rule: Rule) -> None:
         raise InvalidPipeline(f"{about} needs 1 to {TARGETS_MAX} topics that its messages go to")
     if len(set(rule.targets)) != len(rule.targets):
         raise InvalidPipeline(f"{about} names a target twice")
-    for topic in (rule.topic, *rule.targets):
-        check_topic_name(topic)
+    check_topic_name(rule.topic)
+    for target in rule.targets:
+        _check_target(target)
     if rule.condition and rule.subscription:
         raise InvalidPipeline(f"{about} has either a condition or a subscription whose filter it takes, not both")
     if len(rule.condition) > CONDITION_LENGTH_MAX:

@@ -12,7 +12,7 @@ from millstream.pipelines.place_error import place_error
 
 LENGTH_MAX: Final = 4000
 
-LOSS_REMEDY: Final = f"set {ON_LOST}={SKIP} for the pipeline: millstream pipeline update NAME --set {ON_LOST}={SKIP}"
+_LOSS_REMEDY: Final = f"set {ON_LOST}={SKIP} for the pipeline: millstream pipeline update {{}} --set {ON_LOST}={SKIP}"
 """What the owner of a pipeline does about lost messages: the options of its queries are not in reach."""
 
 _TRACEBACK: Final = "Traceback (most recent call last):"
@@ -23,8 +23,8 @@ _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 """What tables of Delta put into what they say."""
 
 
-def reason_of(error: BaseException) -> str:
-    """The sentences of an error that help, and no more than can be shown."""
+def reason_of(error: BaseException, *, name: str = "NAME") -> str:
+    """The sentences of an error that help the owner of the pipeline of a name, and no more than can be shown."""
     if not isinstance(error, MillstreamError):
         about_place = place_error(f"{type(error).__name__}: {error}")
         if about_place is not None:
@@ -34,7 +34,7 @@ def reason_of(error: BaseException) -> str:
         said = _without_traces(said)
         if not said.startswith(type(error).__name__):
             said = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    said = said.replace(LostData.REMEDY, LOSS_REMEDY)
+    said = said.replace(LostData.REMEDY, _LOSS_REMEDY.format(name))
     return said if len(said) <= LENGTH_MAX else f"{said[:LENGTH_MAX]} …"
 
 

@@ -310,7 +310,7 @@ class Runner:
             self._job_ends.set()
 
     def _note(self, error: Exception) -> None:
-        self._error = reason_of(error)
+        self._error = reason_of(error, name=self.name)
         self._error_ms = int(time.time() * 1000)
 
     def _be(self, state: State) -> None:

@@ -73,6 +73,7 @@ def test_what_cannot_be_declared(kind: str, settings: dict[str, str]) -> None:
         ({"topics": "orders, bills,orders"}, "names 'orders' twice"),
         ({"topics": "orders,orders__quarantine", "decode": "json"}, "the quarantine of 'orders'"),
         ({"lake": "ftp://lake"}, "not at 'ftp://lake'"),
+        ({"lake": "tables/here"}, "give the whole path"),
     ],
 )
 def test_what_cannot_be_landed_is_refused_when_it_is_declared(settings: dict[str, str], said: str) -> None:
@@ -127,6 +128,7 @@ def test_what_is_wrong_is_called_by_its_name() -> None:
         ({"name": "two\nlines"}, "one line"),
         ({"targets": ()}, "needs 1 to"),
         ({"targets": ("a", "a")}, "twice"),
+        ({"targets": ("__consumer_offsets",)}, "the broker's own"),
         ({"targets": ("orders",)}, "in a circle; look at the rules of orders"),
         ({"condition": "true", "subscription": "mine"}, "not both"),
         ({"condition": "x" * (CONDITION_LENGTH_MAX + 1)}, "more than"),

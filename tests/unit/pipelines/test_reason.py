@@ -10,8 +10,9 @@ def test_the_owner_of_a_pipeline_is_told_what_to_set_for_lost_messages() -> None
     lost = str(LostData([("orders", 0, 5, 17)]))
     assert lost.endswith("set failOnDataLoss to false")
     told = reason_of(
-        RuntimeError(f"Job aborted\nTraceback (most recent call last):\n  File x\nLostData: {lost}\n\tat java")
+        RuntimeError(f"Job aborted\nTraceback (most recent call last):\n  File x\nLostData: {lost}\n\tat java"),
+        name="shop",
     )
     assert "orders-0: offsets 5 to 16" in told
-    assert told.endswith("millstream pipeline update NAME --set on.lost=skip")
+    assert told.endswith("millstream pipeline update shop --set on.lost=skip")
     assert "failOnDataLoss" not in told
