@@ -138,6 +138,17 @@ def test_every_type_takes_what_fits() -> None:
     assert row["lines"] == [{"sku": "a"}, None]
 
 
+def test_nanoseconds_of_times_are_left_out() -> None:
+    rows, reasons = decode(
+        {"at": "2026-01-02T03:04:05.123456789Z"}, {"at": "2026-01-02T03:04:05.1234567+01:00"}, {"at": "2026-01-02"}
+    )
+    assert reasons == [None] * 3
+    assert [row["at"].isoformat() for row in rows[:2]] == [
+        "2026-01-02T03:04:05.123456+00:00",
+        "2026-01-02T02:04:05.123456+00:00",
+    ]
+
+
 @pytest.mark.parametrize(
     ("document", "reason"),
     [

@@ -7,6 +7,7 @@ JSON, and into a column of doubles every number that is not too large for one.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from datetime import date
 from decimal import Decimal, InvalidOperation
@@ -20,6 +21,8 @@ from millstream.pipelines.landing.spelling import picked
 from millstream.spark.nesting import NESTING_MAX, is_text_too_deep
 
 _SHOWN_MAX: Final = 60
+_FINER: Final = re.compile(r"(\.[0-9]{6})[0-9]{1,3}(?![0-9])")
+"""The digits of a time beyond its microseconds."""
 _BITS: Final = {pa.int8(): 8, pa.int16(): 16, pa.int32(): 32, pa.int64(): 64}
 _NAMES: Final = {
     "int8": "byte",
@@ -165,7 +168,8 @@ def _day(value: str, path: str) -> date:
 def _by_arrow(value: str, kind: pa.DataType, name: str, path: str) -> Any:
     """Times are read by the parser that reads whole batches, so that both ways agree."""
     schema = pa.schema([pa.field("value", kind)])
-    text = json.dumps({"value": value}).encode()
+    # Java and Go write nanoseconds, of which columns keep the microseconds.
+    text = json.dumps({"value": _FINER.sub(r"\1", value)}).encode()
     try:
         options = pj.ParseOptions(explicit_schema=schema)
         return pj.read_json(pa.BufferReader(text), parse_options=options).column("value")[0].as_py()
