@@ -404,17 +404,35 @@ def test_a_topic_that_comes_between_two_runs_begins_with_its_first_message(shore
     assert (shore.landed(topic), shore.landed(f"{topic}-new")) == ([], published)
 
 
-def test_what_retention_took_before_it_was_landed_is_counted(shore: Shore, topic: str) -> None:
+def test_what_retention_took_before_it_was_landed_is_counted(
+    shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shore.create(topic)
     job = shore.job(topics=topic)
+
+    def cut(offset: int) -> None:
+        shore.admin.delete_records([TopicPartition(topic, 0, offset)])[TopicPartition(topic, 0)].result(WAIT_S)
+
     published = shore.publish(topic, numbered(10))
     run(job)
     published += shore.publish(topic, numbered(20, 10))
-    shore.admin.delete_records([TopicPartition(topic, 0, 25)])[TopicPartition(topic, 0)].result(WAIT_S)
+    cut(25)
     step = run(job)[-1]
-    job.close()
     assert step.counts["lost"] == 15
     assert shore.landed(topic) == published[:10] + published[25:]
+    # It may also be faster than the tasks, after it was planned what they read.
+    published += shore.publish(topic, numbered(10, 30))
+    share = job._share
+
+    def share_and_cut(batches: Any) -> None:
+        share(batches)
+        cut(35)
+
+    monkeypatch.setattr(job, "_share", share_and_cut)
+    first, second = run(job)
+    job.close()
+    assert (first.rows, second.rows, second.counts["lost"]) == (0, 5, 5)
+    assert shore.landed(topic) == published[:10] + published[25:30] + published[35:]
 
 
 def test_only_what_is_committed_is_landed(shore: Shore, topic: str) -> None:

@@ -28,10 +28,10 @@ from millstream.lake.opening import open_table
 from millstream.lake.places import Place
 from millstream.lake.rewriting import FileWork, Rewrite
 from millstream.lake.table import LakeTable
-from millstream.model.errors import InvalidSetting, MillstreamError, StalePlan, UnknownTopic
+from millstream.model.errors import InvalidSetting, LostData, MillstreamError, StalePlan, UnknownTopic
 from millstream.model.lake_place import QUARANTINE_ENDING
 from millstream.model.pipeline import LATEST, LandSettings, Pipeline
-from millstream.pipelines.fault import Marked
+from millstream.pipelines.fault import Marked, kind_in
 from millstream.pipelines.group_offsets import commit_plainly, stable_offsets
 from millstream.pipelines.job import JobContext, Step
 from millstream.pipelines.landed import tell_landed
@@ -46,6 +46,7 @@ from millstream.pipelines.landing.plan import Stretch, spans, tasks
 from millstream.pipelines.landing.sources import Source, Sources
 from millstream.pipelines.landing.task import LandTasks
 from millstream.pipelines.landing.topic_batch import TopicBatch
+from millstream.pipelines.reason import reason_of
 from millstream.spark.ranges import admitted
 
 _logger = logging.getLogger(__name__)
@@ -84,10 +85,14 @@ class LandJob:
         sources = self._topics()
         batches = list(self._pool.map(self._batch, sources))
         self._share(batches)
-        self._widen(batches)
-        if self._settings.dedupe_ms:
-            self._find_repeated([batch for batch in batches if batch.stretches()])
-        self._run(batches)
+        try:
+            self._prepare(batches)
+        except Exception as error:
+            if kind_in(error) is not LostData:
+                raise
+            # Retention was faster than the tasks. The next plan begins where the log does, and counts what is lost.
+            _logger.warning("pipeline %s is planned anew: %s", self._pipeline.name, reason_of(error))
+            return Step(lag=sum(batch.lag for batch in batches) or 1)
         landed = self._commit(batches)
         self._tell_group(landed)
         self._remember(landed)
@@ -100,6 +105,13 @@ class LandJob:
         waits_s = max(0.0, self._settings.every_ms / 1000 - (time.monotonic() - began))
         rows = sum(batch.rows for batch in landed)
         return Step(rows=rows, lag=lag, wait_s=0.0 if lag or len(landed) < len(batches) else waits_s, counts=counts)
+
+    def _prepare(self, batches: Sequence[TopicBatch]) -> None:
+        """Have everything written that is to be committed."""
+        self._widen(batches)
+        if self._settings.dedupe_ms:
+            self._find_repeated([batch for batch in batches if batch.stretches()])
+        self._run(batches)
 
     def close(self) -> None:
         """End the threads."""
