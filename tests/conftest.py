@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -15,6 +16,9 @@ import pytest
 from millstream.testing.etcd_server import EtcdServer
 from millstream.testing.postgres_server import PostgresServer
 from millstream.testing.server import Server
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 StartServer = Callable[..., Server]
 
@@ -51,6 +55,22 @@ def postgres() -> Iterator[PostgresServer]:
     """One running PostgreSQL for all tests; each test uses a database of its own."""
     with PostgresServer() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """One Spark for all tests of this process, since it takes long to start; nobody stops it or sets its settings."""
+    from millstream.spark.session import session
+
+    settings = {
+        "spark.sql.shuffle.partitions": "1",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
+    }
+    started = session("millstream-tests", master="local[2]", settings=settings)
+    started.sparkContext.setLogLevel("OFF")
+    yield started
+    started.stop()
 
 
 @pytest.fixture

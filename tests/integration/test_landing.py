@@ -31,7 +31,6 @@ from millstream.pipelines.land import LandJob
 from millstream.pipelines.landing.manifest import Report
 from millstream.pipelines.landing.plan import Stretch
 from millstream.pipelines.landing.task import LandTasks
-from millstream.spark.session import session
 from millstream.testing.server import Server
 
 if TYPE_CHECKING:
@@ -50,19 +49,6 @@ Row = tuple[int, int, bytes | None, bytes | None]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Server(tmp_path_factory.mktemp("landing-server") / "data") as started:
         yield started
-
-
-@pytest.fixture(scope="module")
-def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    settings = {
-        "spark.sql.shuffle.partitions": "1",
-        "spark.sql.session.timeZone": "UTC",
-        "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
-    }
-    started = session("millstream-landing", master="local[2]", settings=settings)
-    started.sparkContext.setLogLevel("OFF")
-    yield started
-    started.stop()
 
 
 class Shore:

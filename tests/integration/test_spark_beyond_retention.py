@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ from millstream.admin.pipelines import PipelineClient
 from millstream.model.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.job import JobContext
 from millstream.pipelines.land import LandJob
-from millstream.spark.session import session
 from millstream.testing.server import Server
 from millstream.wire.client import Client
 
@@ -31,18 +29,6 @@ FIRST_MS = 1_700_000_000_000
 pytestmark = pytest.mark.timeout(900)
 
 Place = tuple[int, int]
-
-
-@pytest.fixture(scope="module")
-def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    settings = {
-        "spark.sql.session.timeZone": "UTC",
-        "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
-    }
-    started = session("millstream-beyond", master="local[2]", settings=settings)
-    started.sparkContext.setLogLevel("OFF")
-    yield started
-    started.stop()
 
 
 class Landed:

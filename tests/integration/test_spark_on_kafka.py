@@ -11,7 +11,6 @@ from benchmarks.peers import kafka
 from benchmarks.peers.unavailable import PeerUnavailable
 
 from millstream.admin.groups import committed_offsets
-from millstream.spark.session import session
 from millstream.testing.server import Server
 from millstream.wire.client import Client
 
@@ -31,15 +30,6 @@ def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         pytest.skip(str(reason))
     with started:
         yield started
-
-
-@pytest.fixture(scope="module")
-def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    warehouse = {"spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse"))}
-    started = session("on-kafka", master="local[2]", settings=warehouse)
-    started.sparkContext.setLogLevel("OFF")
-    yield started
-    started.stop()
 
 
 def values(spark: SparkSession, peer: Server, topic: str) -> list[int]:

@@ -17,7 +17,6 @@ from millstream.admin.groups import committed_offsets
 from millstream.model.errors import ProducerFenced
 from millstream.spark.bulk import records
 from millstream.spark.options import write_options
-from millstream.spark.session import session
 from millstream.spark.writer import TopicWriter
 from millstream.testing.server import Server
 from millstream.wire.client import Client
@@ -36,19 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     settings = {"retention-check-ms": 3_600_000}
     with Server(tmp_path_factory.mktemp("spark-server") / "data", settings=settings) as started:
         yield started
-
-
-@pytest.fixture(scope="module")
-def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    settings = {
-        "spark.sql.shuffle.partitions": "1",
-        "spark.sql.session.timeZone": "UTC",
-        "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
-    }
-    started = session("millstream-tests", master="local[2]", settings=settings)
-    started.sparkContext.setLogLevel("OFF")
-    yield started
-    started.stop()
 
 
 class Bench:

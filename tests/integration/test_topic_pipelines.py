@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from millstream.pipelines.job import JobContext
 from millstream.pipelines.route import RouteJob
 from millstream.pipelines.statement import read_statement
 from millstream.pipelines.transform import TransformJob
-from millstream.spark.session import session
 from millstream.testing.committed_messages import Committed, committed_records
 from millstream.testing.server import Server
 from millstream.wire.client import Client
@@ -37,15 +36,6 @@ if TYPE_CHECKING:
 WAIT_S = 60.0
 # A call into the JVM that is interrupted leaves the session unusable, and the first ones take long on a slow machine.
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    settings = {"spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse"))}
-    started = session("millstream-tests", master="local[2]", settings=settings)
-    started.sparkContext.setLogLevel("OFF")
-    yield started
-    started.stop()
 
 
 class Shop:
@@ -118,7 +108,7 @@ def test_a_lake_table_is_joined_in_its_newest_version(shop: Shop, monkeypatch: p
     tables = json.dumps({"customers": table})
     job = TransformJob(shop.pipeline(sql, tables=tables), shop.context())
     # It may be landed only later: that is waited for as a topic is.
-    with pytest.raises(FileNotFoundError, match="there is no table 'customers' at .* yet"):
+    with pytest.raises(FileNotFoundError, match=r"there is no table 'customers' at .* yet"):
         job.step()
     DeltaTable.create(table, pa.schema([("tier", pa.string()), ("discount", pa.int64())]))
     assert job.step().rows == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,7 +13,10 @@ from millstream.records.record import Record
 from millstream.subscriptions.filter.batch import RecordBatch
 from millstream.subscriptions.filter.filter import compile_filter
 
-sql = pytest.importorskip("pyspark.sql", reason="PySpark is not installed")
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytest.importorskip("pyspark.sql", reason="PySpark is not installed")
 # Each condition is a query of Spark, and one of these takes a second.
 pytestmark = pytest.mark.trial
 
@@ -124,28 +127,18 @@ payload.at = timestamp
 
 
 @pytest.fixture(scope="module")
-def rows() -> Iterator[Any]:
-    settings = {
-        "spark.ui.enabled": "false",
-        "spark.sql.session.timeZone": "UTC",
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
-    }
-    builder = sql.SparkSession.builder.master("local[1]")
-    for name, value in settings.items():
-        builder = builder.config(name, value)
-    spark = builder.getOrCreate()
-    spark.sparkContext.setLogLevel("OFF")
+def rows(spark: SparkSession) -> Iterator[Any]:
     listed = [
         (at, key, headers, json.dumps(payload))
         for at, (key, headers, payload) in enumerate(zip(KEYS, HEADERS, PAYLOADS, strict=True))
     ]
     schema = "offset BIGINT, key STRING, headers MAP<STRING, STRING>, value STRING"
-    yield spark.createDataFrame(listed, schema).selectExpr(
+    frame = spark.createDataFrame(listed, schema).selectExpr(
         "offset", "key", "headers", "'t' AS topic", "3 AS partition", "TIMESTAMP '2026-01-02 00:00:00Z' AS timestamp",
         f"from_json(value, '{SCHEMA}') AS payload",
     ).cache()  # fmt: skip
-    spark.stop()
+    yield frame
+    frame.unpersist()
 
 
 def here(text: str) -> list[bool]:
