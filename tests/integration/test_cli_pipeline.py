@@ -70,6 +70,8 @@ def test_what_is_wrong_is_said_before_anything_is_made(millstream: CommandLine, 
     assert (refused.code, "reads the topic 'x' that it writes" in refused.err) == (2, True)
     refused = millstream("pipeline", "run", "transform", "--into", "x", "--sql", "SELECT * FROM y", "--lake", "/lake")
     assert (refused.code, "--lake is not for transform" in refused.err) == (2, True)
+    refused = millstream("pipeline", "run", "land", "never-made", "--lake", "lake", "--once")
+    assert (refused.code, "topic 'never-made' does not exist" in refused.err) == (3, True)
     refused = millstream("pipeline", "create", "transform", "wrong", "--into", "x", "--sql", f"@{tmp_path}/none.sql")
     assert (refused.code, "cannot be read" in refused.err) == (2, True)
     assert millstream("pipeline", "create", "route", "wrong", "--rules", tmp_path / "none.json").code == 2

@@ -39,7 +39,7 @@ from millstream.cli.pipeline_options import (
 from millstream.cli.pipeline_rule import read_rules
 from millstream.cli.stages import Stages
 from millstream.cli.termination import ended_in_order
-from millstream.model.errors import GroupNotEmpty, InvalidPipeline, MillstreamError
+from millstream.model.errors import GroupNotEmpty, InvalidPipeline, MillstreamError, UnknownTopic
 from millstream.model.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule, check_pipeline, check_rules
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ def run(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Run a pipeline by hand, here, with progress and a summary. While somebody else runs it, it is not run again."""
+    lake = lake if lake is None or "://" in lake else os.path.abspath(lake)
     flags = Flags(
         topic=[*(topics or ()), *(topic or ())],
         pattern=pattern,
@@ -138,14 +139,12 @@ def run(
     if pipeline is None:
         _refuse_changes(what, flags, name)
     _refuse_without_spark()
-    found, places = ask(brokers, timeout, lambda client: _look_up(client, what if pipeline is None else None))
-    pipeline = pipeline or found
-    if pipeline is None:
-        raise InvalidPipeline(f"there is no pipeline {what!r}")
+    is_declared = pipeline is None
+    pipeline, places = ask(brokers, timeout, lambda client: _look_up(client, what, pipeline, brokers))
     if dry:
         show_dry_run(pipeline, brokers, master=master, memory=memory, as_json=as_json)
         return
-    by_hand = _ByHand(pipeline, places, brokers, is_declared=found is not None, lake=lake, folder=folder)
+    by_hand = _ByHand(pipeline, places, brokers, is_declared=is_declared, lake=lake, folder=folder)
     by_hand.run(master, memory, once=once, as_json=as_json)
 
 
@@ -186,17 +185,25 @@ def _refuse_without_spark() -> None:
         raise CommandFailed(missing)
 
 
-async def _look_up(client: Client, name: str | None) -> tuple[Pipeline | None, Places]:
-    """A declared pipeline, if it is asked for, and where the nodes have their tables and checkpoints."""
+async def _look_up(client: Client, name: str, pipeline: Pipeline | None, brokers: str) -> tuple[Pipeline, Places]:
+    """The pipeline, as it is declared if it is not given, and where the nodes have their tables and checkpoints.
+
+    Raise `UnknownTopic` when there is nothing that it could read: Spark takes long to start.
+    """
     from millstream.admin.pipelines import PipelineClient
     from millstream.admin.places import places_of
     from millstream.admin.topic_pipelines import pipeline_of
 
     places = await places_of(client)
-    if name is None:
-        return None, places
-    (told,) = await PipelineClient(client).describe([name])
-    return pipeline_of(told), places
+    if pipeline is None:
+        (told,) = await PipelineClient(client).describe([name])
+        pipeline = pipeline_of(told)
+    wanted = sorted(pipeline.flows())
+    if wanted and not (await client.metadata(wanted)).topics:
+        raise UnknownTopic(
+            f"topic {wanted[0]!r} does not exist at {brokers}; create it with: millstream topic create {wanted[0]}"
+        )
+    return pipeline, places
 
 
 class _ByHand:
