@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from millstream.model.errors import UnknownTopic
+from millstream.model.ids import PartitionIndex
+from millstream.model.topic import TopicPartition
 from millstream.records.decoder import find_batches
 from millstream.spark.link import Link, link_to
 from millstream.spark.position import OFFSET_EARLIEST, OFFSET_LATEST
 from millstream.wire.client import Client
+from millstream.wire.cluster_metadata import TopicMetadata
 from millstream.wire.fetching import READ_COMMITTED
+from millstream.wire.offset_listing import Listed, ListedOffset
 from millstream.wire.refusal import refusal
 
 _CLIENT_ID: Final = "millstream-land"
@@ -91,26 +95,37 @@ async def _found(client: Client, names: list[str], pattern: re.Pattern[str] | No
         for name, topic in sorted(answer.topics.items())
         if pattern is None or (pattern.fullmatch(name) and not topic.is_internal)
     ]
+    places = [TopicPartition(topic.name, PartitionIndex(number)) for topic in wanted for number in topic.partitions]
+    firsts = await client.list_offsets_of(dict.fromkeys(places, OFFSET_EARLIEST))
+    ends = await client.list_offsets_of(dict.fromkeys(places, OFFSET_LATEST), isolation=READ_COMMITTED)
     limit = asyncio.Semaphore(_ASKED_AT_ONCE)
-    found = await asyncio.gather(
-        *(_source(client, topic.name, str(topic.topic_id), list(topic.partitions), limit) for topic in wanted)
-    )
+    found = await asyncio.gather(*(_source(client, topic, firsts, ends, limit) for topic in wanted))
     return [source for source in found if source is not None]
 
 
 async def _source(
-    client: Client, topic: str, topic_id: str, partitions: list[int], limit: asyncio.Semaphore
+    client: Client, topic: TopicMetadata, firsts: Listed, ends: Listed, limit: asyncio.Semaphore
 ) -> Source | None:
-    async with limit:
-        try:
-            first = await client.list_offsets(topic, dict.fromkeys(partitions, OFFSET_EARLIEST))
-            end = await client.list_offsets(topic, dict.fromkeys(partitions, OFFSET_LATEST), isolation=READ_COMMITTED)
-        except UnknownTopic:
-            # It was deleted just now.
-            return None
-    return Source(
-        topic=topic,
-        topic_id=topic_id,
-        first={number: int(listed.offset) for number, listed in first.items()},
-        end={number: int(listed.offset) for number, listed in end.items()},
-    )
+    first, end = _offsets(topic, firsts), _offsets(topic, ends)
+    if first is None or end is None:
+        # A leader is away or has moved. Alone it is asked for until there is one.
+        async with limit:
+            try:
+                first, end = await _asked_alone(client, topic)
+            except UnknownTopic:
+                # It was deleted just now.
+                return None
+    return Source(topic=topic.name, topic_id=str(topic.topic_id), first=first, end=end)
+
+
+def _offsets(topic: TopicMetadata, listed: Listed) -> dict[int, int] | None:
+    found = {number: listed[TopicPartition(topic.name, PartitionIndex(number))] for number in topic.partitions}
+    offsets = {int(number): int(one.offset) for number, one in found.items() if isinstance(one, ListedOffset)}
+    return offsets if len(offsets) == len(found) else None
+
+
+async def _asked_alone(client: Client, topic: TopicMetadata) -> tuple[dict[int, int], dict[int, int]]:
+    numbers = list(topic.partitions)
+    first = await client.list_offsets(topic.name, dict.fromkeys(numbers, OFFSET_EARLIEST))
+    end = await client.list_offsets(topic.name, dict.fromkeys(numbers, OFFSET_LATEST), isolation=READ_COMMITTED)
+    return {number: int(one.offset) for number, one in first.items()}, {n: int(one.offset) for n, one in end.items()}
