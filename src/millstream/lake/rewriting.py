@@ -5,7 +5,9 @@ Both can be pickled, and tell what came of a file as a text.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +28,8 @@ from millstream.lake.written import Written, from_json, to_json
 
 EXACT_MAX: Final = 2**53
 """Up to here a double holds every whole number."""
+_OWN: Final = re.compile(r"[^.]+(?:\.[0-9a-f]{16})?\.parquet")
+"""How files are called that Millstream wrote, once or anew."""
 
 
 class Files(Protocol):
@@ -125,7 +129,11 @@ def numbers_found(result: str) -> list[int | None]:
 def renamed(path: str, attempt: str) -> str:
     """The path of a file that has the rows of another."""
     folder, slash, name = path.rpartition("/")
-    return f"{folder}{slash}{name.partition('.')[0]}.{attempt}.parquet"
+    stem = name.partition(".")[0]
+    if not _OWN.fullmatch(name):
+        # Other programs tell files apart by what stands behind the first point.
+        stem = f"{stem}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+    return f"{folder}{slash}{stem}.{attempt}.parquet"
 
 
 def first_name(path: str) -> str:

@@ -206,8 +206,11 @@ class BatchLoop:
 
     def is_taken(self, batch: Batch) -> bool:
         """Whether there is a batch of this number: somebody else has gone on from here."""
-        link = self.link
-        return link.call(Transactions(link.client).last_batch(batch.query)) >= batch.number
+        return self.last_batch(batch.query) >= batch.number
+
+    def last_batch(self, query: str) -> int:
+        """The number of the last batch of a query that was committed; -1 if none is known."""
+        return self.link.call(Transactions(self.link.client).last_batch(query))
 
     def give_up(self, batch: Batch, offsets: Future[TransactionalProducer]) -> None:
         """Take back what was prepared of a batch, as far as that can be done now; else the next run does it."""

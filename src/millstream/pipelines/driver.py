@@ -207,6 +207,7 @@ class Driver:
             turn=lambda: self._turns.take(name),
             begun=lambda: self._begun(name),
             ended=lambda is_well: self._ended(name, is_well),
+            lost=lambda: self._turns.give_back(name, is_well=False),
             cancel=lambda: self._cancel(name),
             changed=self._news.set,
             backoff_s=self._backoff_s,

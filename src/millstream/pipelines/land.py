@@ -51,8 +51,15 @@ from millstream.spark.ranges import admitted
 
 _logger = logging.getLogger(__name__)
 
+_DAMAGED: Final = (FileNotFoundError, ValueError)
+"""What tasks find of files that are gone, or are no Parquet."""
+
 ROUNDS_MAX: Final = 4
 """How often a batch is begun anew because of new fields; what is new then stays in `value`."""
+
+REPLANS_MAX: Final = 10
+REPLAN_S: Final = 1.0
+"""How often in a row a batch is planned anew because retention was faster than its tasks, and after which pause."""
 
 _TABLES_AT_ONCE: Final = 8
 
@@ -73,6 +80,7 @@ class LandJob:
         self._recent: dict[str, RecentIds] = {}
         self._tidied: dict[str, datetime] = {}
         self._fixed: dict[str, dict[Place, str]] = {}
+        self._replans = 0
         self._leftovers = leftovers_of(pipeline.pipeline_id)
         self._beginning: dict[str, str] | None = None
         """The ids of the topics that were there when the pipeline began; only those can begin with their latest."""
@@ -88,11 +96,13 @@ class LandJob:
         try:
             self._prepare(batches)
         except Exception as error:
-            if kind_in(error) is not LostData:
+            self._replans += 1
+            if kind_in(error) is not LostData or self._replans > REPLANS_MAX:
                 raise
             # Retention was faster than the tasks. The next plan begins where the log does, and counts what is lost.
             _logger.warning("pipeline %s is planned anew: %s", self._pipeline.name, reason_of(error))
-            return Step(lag=sum(batch.lag for batch in batches) or 1)
+            return Step(lag=sum(batch.lag for batch in batches) or 1, wait_s=REPLAN_S)
+        self._replans = 0
         landed = self._commit(batches)
         self._tell_group(landed)
         self._remember(landed)
@@ -219,7 +229,14 @@ class LandJob:
     def _widen(self, batches: Iterable[TopicBatch]) -> None:
         """Have tables take what their columns are too narrow for."""
         for batch in batches:
-            batch.widen(self._with_files, self._settings.widen_max_bytes)
+            try:
+                batch.widen(self._with_files, self._settings.widen_max_bytes)
+            except Exception as error:
+                if kind_in(error) not in _DAMAGED:
+                    raise
+                # It will be so with every batch. The others are landed, and so is what fits here.
+                _logger.warning("columns of %s are not widened: %s", batch.topic, reason_of(error))
+                batch.keep_narrow("a file of the table is missing, or cannot be read")
 
     def _with_files(self, work: FileWork, files: Sequence[ActiveFile]) -> dict[str, str]:
         """Have tasks do something with files of a table."""

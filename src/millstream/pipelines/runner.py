@@ -77,6 +77,8 @@ class Surroundings:
     """Called then."""
     ended: Callable[[bool], None] = lambda _well: None
     """Called after each step, with whether it went well."""
+    lost: Callable[[], None] = lambda: None
+    """Called instead when Java was lost in it: the driver may end with it, and the step is still under way then."""
     cancel: Callable[[], None] = lambda: None
     """Ends what Spark is doing for this pipeline."""
     changed: Callable[[], None] = lambda: None
@@ -237,8 +239,9 @@ class Runner:
         try:
             step = job.step()
         except BaseException as error:
-            # When Java dies of it, this is heard of before the driver ends with it: it is still under way then.
-            if not is_java_lost(error):
+            if is_java_lost(error):
+                self._around.lost()
+            else:
                 self._around.ended(False)
             raise
         self._around.ended(not step.is_open)

@@ -46,13 +46,24 @@ class StreamCheckpoint:
         last = self._last()
         return any(_agree(self.ends(number), committed) for number in (last, last - 1))
 
-    def set_aside_unless_at(self, committed: Offsets) -> bool:
+    def query_id(self) -> str:
+        """What Spark knows the stream by; empty if there is none yet."""
+        try:
+            return str(json.loads((self.folder / "metadata").read_text(encoding="utf-8"))["id"])
+        except FileNotFoundError:
+            return ""
+        except (ValueError, KeyError, TypeError):
+            raise CorruptState(f"{self.folder / 'metadata'} has a form that is not known here") from None
+
+    def set_aside_unless_at(self, committed: Offsets, *, last_batch: int = -1) -> bool:
         """Have the stream begin anew if it did not end where the pipeline did; whether that is so.
 
         Another statement has gone on since, somebody has moved the pipeline, or the folder is an old copy: whatever it
-        remembers are not the messages before those that come next.
+        remembers are not the messages before those that come next. One that knows less batches than were committed is
+        such a copy, although it may end at the same place: some batches only have time pass. Spark would give their
+        numbers to others, which would be taken for those.
         """
-        if self._last() < 0 or self.is_at(committed):
+        if self._last() < 0 or (self.is_at(committed) and self._last() >= last_batch):
             return False
         before = self.folder.with_name(f"{self.folder.name}.before")
         shutil.rmtree(before, ignore_errors=True)

@@ -125,7 +125,8 @@ class StreamLoop:
         there = survey.partitions()
         link, group = self._loop.link, self._pipeline.group
         committed = self._loop.committed()
-        if self._checkpoint.set_aside_unless_at(committed):
+        query = self._checkpoint.query_id()
+        if self._checkpoint.set_aside_unless_at(committed, last_batch=self._loop.last_batch(query) if query else -1):
             _logger.warning(
                 "a stream begins anew with an empty state: its checkpoint is not where the pipeline is",
                 extra={"pipeline": self._pipeline.name, "folder": str(self._checkpoint.folder)},

@@ -20,7 +20,7 @@ from millstream.lake.delta_log import DeltaLog
 from millstream.lake.delta_table import DeltaTable
 from millstream.lake.opening import open_table
 from millstream.lake.places import ELEMENT, Place
-from millstream.lake.rewriting import FileWork, Look, Rewrite
+from millstream.lake.rewriting import FileWork, Look, Rewrite, first_name, renamed
 from millstream.lake.storage import Storage
 from millstream.lake.table import LakeTable
 from millstream.model.errors import Conflict, StalePlan
@@ -337,3 +337,11 @@ def test_plain_files_that_were_deleted_stay_deleted(storage: Storage) -> None:
     gone.unlink()
     assert widen(table) == {}
     assert totals(storage, "parquet") == {1: 1.0}
+
+
+def test_files_of_other_programs_keep_names_of_their_own() -> None:
+    own = "append_day=2026-11-16/append_hour=3/a_b.parquet"
+    again = renamed(own, "0123456789abcdef")
+    assert (first_name(again), first_name(renamed(again, "f" * 16))) == (own, own)
+    foreign = [f"part-00000-9d7f.c{number:03}.snappy.parquet" for number in range(3)]
+    assert len({renamed(name, "0" * 16) for name in foreign}) == 3

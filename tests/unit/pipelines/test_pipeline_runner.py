@@ -34,6 +34,7 @@ class Watched:
             claim=self._claimed,
             begun=lambda: self.steps.append("begun"),
             ended=self.steps.append,
+            lost=lambda: self.steps.append("lost"),
             changed=self._changed,
             backoff_s=0.001,
             backoff_max_s=0.002,
@@ -76,7 +77,7 @@ def test_a_step_in_which_java_is_lost_stays_under_way() -> None:
     script = Script(ValueError("odd"), Py4JNetworkError("Answer from Java side is empty"), Step(rows=3))
     with running(script) as watched:
         assert script.at_end.wait(HANG_S)
-    assert watched.steps[:5] == ["begun", False, "begun", "begun", True]
+    assert watched.steps[:6] == ["begun", False, "begun", "lost", "begun", True]
 
 
 def test_a_topic_that_is_missing_is_waited_for() -> None:

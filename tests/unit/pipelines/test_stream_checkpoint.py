@@ -72,6 +72,19 @@ def test_a_stream_goes_on_only_where_the_pipeline_is(
     assert not checkpoint.set_aside_unless_at(committed)
 
 
+def test_a_stream_that_knows_less_batches_than_were_committed_begins_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    for number, offset in enumerate((5, 10)):
+        begin(folder, number, {"a": {0: offset}})
+    assert StreamCheckpoint(folder).query_id() == ""
+    folder.joinpath("metadata").write_text('{"id":"a2f1"}')
+    checkpoint = StreamCheckpoint(folder)
+    assert checkpoint.query_id() == "a2f1"
+    # Batch 2 had no messages, so it ended where batch 1 did.
+    assert not checkpoint.set_aside_unless_at({"a": {0: 10}}, last_batch=1)
+    assert checkpoint.set_aside_unless_at({"a": {0: 10}}, last_batch=2)
+
+
 def test_a_stream_that_did_not_begin_has_nothing_to_set_aside(tmp_path: Path) -> None:
     assert not StreamCheckpoint(tmp_path / "missing").set_aside_unless_at({"a": {0: 1}})
     tmp_path.joinpath("offsets").mkdir()

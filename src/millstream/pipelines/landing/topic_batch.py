@@ -94,6 +94,13 @@ class TopicBatch:
         self.schema = self.table.schema()
         self.widened += len(places) - len(refused)
 
+    def keep_narrow(self, why: str) -> None:
+        """Leave columns as they are that the table should have widened."""
+        places = [] if self.schema is None else narrower(self.schema, table_schema(self.fields))
+        refused = {(field_of(place[0]), *place[1:]): why for place in places}
+        self.fixed.update(refused)
+        self.fields = retyped(self.fields, refused, pa.int64())
+
     def _widened(self, places: list[Place], run: Run, bytes_max: int) -> dict[Place, str]:
         known = {place: self.fixed.get((field_of(place[0]), *place[1:])) for place in places}
         refused = {place: why for place, why in known.items() if why is not None}
