@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 import pyarrow.fs
+from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 from deltalake.fs import DeltaStorageHandler
 
@@ -39,6 +40,15 @@ class Storage:
         if scheme == "file":
             return cls(unquote(urlsplit(url).path).rstrip("/") or "/")
         return cls(url.rstrip("/"), _with_plain_http(options or {}))
+
+    @classmethod
+    def reached_from_here(cls, url: str) -> Storage:
+        """The same with what the environment says, so that tasks on other machines reach it as this process does."""
+        return cls.at(url, {name: value for name, value in os.environ.items() if name.startswith("AWS_")})
+
+    def table(self, version: int | None = None) -> DeltaTable:
+        """The Delta table that is here, at a version or as it is now."""
+        return DeltaTable(self.url, version=version, storage_options=dict(self.options))
 
     @property
     def folder(self) -> Path | None:

@@ -224,8 +224,7 @@ class BatchLoop:
     def _ask(self) -> _Known:
         if not self._is_alone:
             # What a stream of this pipeline has left undecided would hold up the offsets for ever.
-            abort_undecided(self.options, stream_of(self._pipeline.pipeline_id))
-            self._is_alone = True
+            self._is_alone = abort_undecided(self.options, stream_of(self._pipeline.pipeline_id))
         return self.link.call(self._look(self.link))
 
     def _was_done(self, plan: Plan) -> bool:

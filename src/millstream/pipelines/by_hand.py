@@ -119,8 +119,11 @@ class RunByHand:
     def give_up(self, reason: str) -> None:
         """Have the step that is under way fail for a reason."""
         self._given_up = reason
+        # A Java that hangs would hold up whoever asks, and the run is then ended with it.
+        threading.Thread(target=self._try_to_cancel, name="cancel", daemon=True).start()
+
+    def _try_to_cancel(self) -> None:
         with suppress(Exception):
-            # Else it is ended with its Java.
             self._cancel()
 
     def be_ended(self, reason: str) -> None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from deltalake import DeltaTable
     from pyspark.sql import DataFrame, SparkSession
 
+    from millstream.lake.storage import Storage
+
 LOOK_S: Final = 5.0
 """How often a new version is looked for."""
 
@@ -32,6 +34,7 @@ class LakeView:
         self._spark = spark
         self._name = name
         self._url = url
+        self._storage: Storage | None = None
         self._table: DeltaTable | None = None
         self._version: int | None = None
         self._looked = 0.0
@@ -66,7 +69,17 @@ class LakeView:
     def _is_delta(self) -> bool:
         from deltalake import DeltaTable
 
-        return self._table is not None or DeltaTable.is_deltatable(self._url)
+        if self._table is not None:
+            return True
+        storage = self._reached()
+        return DeltaTable.is_deltatable(storage.url, dict(storage.options))
+
+    def _reached(self) -> Storage:
+        from millstream.lake.storage import Storage
+
+        if self._storage is None:
+            self._storage = Storage.reached_from_here(self._url)
+        return self._storage
 
     def _delta(self) -> DataFrame | None:
         from millstream.pipelines.lake_rows import rows_of
@@ -76,14 +89,12 @@ class LakeView:
             return None
         self._version = table.version()
         # Spark holds it, in memory or on disk, so it is read once for each version.
-        frame, self._size_bytes = rows_of(self._spark, table)
+        frame, self._size_bytes = rows_of(self._spark, self._reached(), table)
         return frame.persist()
 
     def _newest(self) -> DeltaTable:
-        from deltalake import DeltaTable
-
         if self._table is None:
-            self._table = DeltaTable(self._url)
+            self._table = self._reached().table()
         else:
             self._table.update_incremental()
         return self._table

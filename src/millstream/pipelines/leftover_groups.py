@@ -53,12 +53,19 @@ class LeftoverGroups:
             try:
                 async with Client.connect(self._brokers, client_id=CLIENT_ID, timeout_s=TIMEOUT_S) as client:
                     for name in sorted(self._gone):
-                        if await self._is_settled(client, name):
-                            self._gone.discard(name)
+                        await self._settle(client, name)
             except (MillstreamError, OSError) as error:
                 _logger.debug("groups of deleted pipelines are looked at later", extra={"error": str(error)})
             if self._gone:
                 self._news.set()
+
+    async def _settle(self, client: Client, name: str) -> None:
+        try:
+            if await self._is_settled(client, name):
+                self._gone.discard(name)
+        except MillstreamError as error:
+            # Its coordinator is away; those of others may be there.
+            _logger.debug("a group is looked at later", extra={"pipeline": name, "error": str(error)})
 
     async def _is_settled(self, client: Client, name: str) -> bool:
         """Whether nothing is left of a pipeline that is gone, or what is left is somebody else's by now."""

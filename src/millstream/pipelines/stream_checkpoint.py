@@ -63,11 +63,19 @@ class StreamCheckpoint:
         such a copy, although it may end at the same place: some batches only have time pass. Spark would give their
         numbers to others, which would be taken for those.
         """
-        if self._last() < 0 or (self.is_at(committed) and self._last() >= last_batch):
+        if self._last() < 0 or (self._last() >= last_batch and self._is_whole() and self.is_at(committed)):
             return False
         before = self.folder.with_name(f"{self.folder.name}.before")
         shutil.rmtree(before, ignore_errors=True)
         self.folder.rename(before)
+        return True
+
+    def _is_whole(self) -> bool:
+        """Whether the last file can be read: a machine that lost its power may have left half of it."""
+        try:
+            self.ends(self._last())
+        except CorruptState:
+            return False
         return True
 
     def _last(self) -> int:

@@ -94,22 +94,23 @@ def abort_stream(
         abort_batch(options, batch)
 
 
-def abort_undecided(options: WriteOptions, stream: str) -> None:
-    """Abort what earlier runs of a stream have begun and not decided, whatever their queries were."""
+def abort_undecided(options: WriteOptions, stream: str) -> bool:
+    """Abort what earlier runs of a stream have begun and not decided; whether all nodes could be asked for that."""
     link = writing_link(options)
     if not knows_batches(link):
-        return
+        return True
     pattern = rf"spark/([^/]+)/(\d+)/\d+/([^/-]+)-{re.escape(stream)}\.[0-9a-f]+"
     try:
         left = link.call(list_transactions(link.client, states=(ONGOING, PREPARED), matching=pattern))
     except (BrokerUnreachable, RequestTimedOut):
-        # A node is away. Offsets that are held up show when they are asked for, and then this is tried again.
-        return
+        # A node is away. Offsets that are held up show when they are asked for.
+        return False
     found = (re.fullmatch(pattern, one.transactional_id) for one in left)
     for batch in {Batch(each[1], int(each[2]), each[3]) for each in found if each is not None}:
         with suppress(InvalidTransactionState):
             # Else it was committed just now.
             abort_batch(options, batch)
+    return True
 
 
 def writing_link(options: WriteOptions) -> Link:

@@ -85,6 +85,14 @@ def test_a_stream_that_knows_less_batches_than_were_committed_begins_anew(tmp_pa
     assert checkpoint.set_aside_unless_at({"a": {0: 10}}, last_batch=2)
 
 
+def test_a_stream_of_which_half_a_file_was_left_begins_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    for number, offset in enumerate((5, 10)):
+        begin(folder, number, {"a": {0: offset}})
+    folder.joinpath("offsets", "1").write_text("v1\n")
+    assert StreamCheckpoint(folder).set_aside_unless_at({"a": {0: 5}})
+
+
 def test_a_stream_that_did_not_begin_has_nothing_to_set_aside(tmp_path: Path) -> None:
     assert not StreamCheckpoint(tmp_path / "missing").set_aside_unless_at({"a": {0: 1}})
     tmp_path.joinpath("offsets").mkdir()
