@@ -117,11 +117,16 @@ class LandJob:
         return Step(rows=rows, lag=lag, wait_s=0.0 if lag or len(landed) < len(batches) else waits_s, counts=counts)
 
     def _prepare(self, batches: Sequence[TopicBatch]) -> None:
-        """Have everything written that is to be committed."""
-        self._widen(batches)
-        if self._settings.dedupe_ms:
-            self._find_repeated([batch for batch in batches if batch.stretches()])
-        self._run(batches)
+        """Have everything written that is to be committed; what fails leaves nothing of any topic."""
+        try:
+            self._widen(batches)
+            if self._settings.dedupe_ms:
+                self._find_repeated([batch for batch in batches if batch.stretches()])
+            self._run(batches)
+        except BaseException:
+            # Topics may have been done in an earlier round, and no commit was tried for any of them.
+            self._discard(batches)
+            raise
 
     def close(self) -> None:
         """End the threads."""
@@ -301,12 +306,26 @@ class LandJob:
     def _commit(self, batches: Iterable[TopicBatch]) -> list[TopicBatch]:
         """Commit what moves; those that were committed, by this run, or had nothing to commit."""
         moving = [batch for batch in batches if batch.moves()]
-        # A topic that was deleted and made again while it was read gave messages of another one.
-        ids = self._sources.ids([batch.topic for batch in moving]) if moving else {}
+        try:
+            # A topic that was deleted and made again while it was read gave messages of another one.
+            ids = self._sources.ids([batch.topic for batch in moving]) if moving else {}
+        except BaseException:
+            self._discard(moving)
+            raise
         same = [batch for batch in moving if ids.get(batch.topic) == batch.source.topic_id]
+        self._discard(batch for batch in moving if ids.get(batch.topic) != batch.source.topic_id)
         done = self._pool.map(self._commit_one, same)
         still = [batch for batch in batches if not batch.moves()]
         return [*still, *(batch for batch, is_done in zip(same, done, strict=True) if is_done)]
+
+    def _discard(self, batches: Iterable[TopicBatch]) -> None:
+        """Delete the files of topics for which no commit was tried; whatever fails at it is left to the vacuum."""
+        written = [batch for batch in batches if batch.reports]
+        try:
+            for _done in self._pool.map(TopicBatch.discard, written):
+                self._context.progress()
+        except Exception as error:
+            _logger.info("pipeline %s: files of a failed batch stay: %s", self._pipeline.name, reason_of(error))
 
     def _commit_one(self, batch: TopicBatch) -> bool:
         try:

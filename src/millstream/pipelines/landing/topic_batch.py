@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -112,12 +112,20 @@ class TopicBatch:
         found = [report.fields for report in reports if report.fields is not None]
         if found:
             self.fields = grown_by(self.fields, found)
-            for report in reports:
-                # Of this topic nothing is committed yet, and what others of its tasks wrote lacks what was found.
-                self.table.discard(report.files, report.quarantined)
+            # Of this topic nothing is committed yet, and what others of its tasks wrote lacks what was found.
+            self._discard(reports)
             return False
         self.reports.extend(reports)
         return True
+
+    def discard(self) -> None:
+        """Take back all that tasks wrote; only for a batch whose commit was never tried."""
+        self._discard(self.reports)
+        self.reports.clear()
+
+    def _discard(self, reports: Iterable[Report]) -> None:
+        for report in reports:
+            self.table.discard(report.files, report.quarantined)
 
     def moves(self) -> dict[tuple[str, int], tuple[int, int]]:
         """From where to where the table goes, for partitions in which it goes anywhere."""
