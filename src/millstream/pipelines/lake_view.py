@@ -102,17 +102,21 @@ class LakeView:
     def _parquet(self) -> DataFrame:
         from pyspark.errors import AnalysisException
 
+        if self._reached().folder is None:
+            # Spark itself has nothing that reads object stores.
+            raise self._missing("no Delta table")
         try:
             # Files that were written later may have more columns.
             frame = self._spark.read.option("mergeSchema", "true").parquet(self._url)
         except AnalysisException as error:
             if error.getCondition() in _NOT_THERE:
                 # It may be landed only now. Whoever waits for a topic waits for a table, too.
-                raise FileNotFoundError(
-                    f"there is no table {self._name!r} at {self._url} yet, neither a Delta table nor Parquet files"
-                ) from None
+                raise self._missing("neither a Delta table nor Parquet files") from None
             reason = str(error).partition("\n")[0]
             raise InvalidSetting(f"the table {self._name!r} cannot be read at {self._url}: {reason}") from None
         execution: Any = frame._jdf.queryExecution()
         self._size_bytes = int(execution.optimizedPlan().stats().sizeInBytes().toString())
         return frame
+
+    def _missing(self, what: str) -> FileNotFoundError:
+        return FileNotFoundError(f"there is no table {self._name!r} at {self._url} yet: {what}")
