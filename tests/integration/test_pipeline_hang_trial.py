@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,31 +13,10 @@ import pytest
 from confluent_kafka import Producer
 
 from millstream.testing.command import CommandLine
+from millstream.testing.driver_processes import children, until
 from millstream.testing.server import Server
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]
-
-WAIT_S = 900.0
-LOOK_S = 0.05
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait until something is so; what it is."""
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
-        time.sleep(LOOK_S)
-    raise AssertionError(f"not so within {WAIT_S:g} s")
-
-
-def children(pid: int, part: str) -> list[int]:
-    """The processes that one has started, and whose command line has this part."""
-    with suppress(OSError):
-        started = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        return [child for child in started if part in Path(f"/proc/{child}/cmdline").read_text(errors="replace")]
-    return []
 
 
 def group_of(driver: int) -> list[int]:

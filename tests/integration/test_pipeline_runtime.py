@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from deltalake import DeltaTable
 from millstream.testing.child_process import child_process
 from millstream.testing.command import CommandLine
 from millstream.testing.committed_messages import committed_messages
+from millstream.testing.driver_processes import children, until
 from millstream.testing.etcd_server import EtcdServer
 from millstream.testing.postgres_server import PostgresServer
 from millstream.testing.server import Server
@@ -26,36 +26,11 @@ from millstream.testing.server_group import ServerGroup
 from millstream.testing.spark_cluster import spark_cluster
 
 WAIT_S = 600.0
-LOOK_S = 0.2
 DRIVER = "millstream.pipelines.driver"
 WORKER = "127.0.0.2"
 EXECUTOR = "CoarseGrainedExecutorBackend"
 # The first steps on Spark take long on a slow machine.
 pytestmark = pytest.mark.timeout(1800)
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait until something is so; what it is."""
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
-        time.sleep(LOOK_S)
-    raise AssertionError(f"not so within {WAIT_S:g} s")
-
-
-def children(pid: int, part: str) -> list[int]:
-    """The processes that one has started, and whose command line has this part."""
-    started = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return [child for child in started if part in _command_line(child)]
-
-
-def _command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
 
 
 def processes(*parts: str) -> list[int]:
