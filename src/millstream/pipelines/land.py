@@ -89,7 +89,7 @@ class LandJob:
     def step(self) -> Step:
         """Land one batch of all topics."""
         began = time.monotonic()
-        self._leftovers.sweep()
+        self._leftovers.sweep(self._context.progress)
         sources = self._topics()
         batches = list(self._pool.map(self._batch, sources))
         self._share(batches)
@@ -248,7 +248,7 @@ class LandJob:
         shares = shares_of(files, parallelism=self._context.spark.sparkContext.defaultParallelism)
         numbers = self._context.spark.range(0, len(shares), 1, len(shares))
         written = [(work.storage, "")] if isinstance(work, Rewrite) else []
-        with self._leftovers.watch(work.attempt, written):
+        with self._leftovers.watch(work.attempt, written, self._context.progress):
             rows = numbers.mapInArrow(Marked(FileTasks(work, shares)), file_tasks.COLUMNS).collect()
         self._context.progress()
         return {row[0]: row[1] for row in rows}
@@ -268,7 +268,8 @@ class LandJob:
         numbers = self._context.spark.range(0, len(shared), 1, len(shared))
         landing = Marked(LandTasks(self._context.brokers, shared, works))
         writers = [writer for work in works.values() for writer in (work.writer, work.quarantine)]
-        with self._leftovers.watch(attempt, [(writer.storage, writer.folder) for writer in writers]):
+        places = [(writer.storage, writer.folder) for writer in writers]
+        with self._leftovers.watch(attempt, places, self._context.progress):
             rows = numbers.mapInArrow(landing, manifest.COLUMNS).collect()
         return manifest.from_rows(tuple(row) for row in rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from millstream.lake.columns import RAW
 from millstream.lake.delta_table import DeltaTable
 from millstream.lake.storage import Storage
 from millstream.lake.task_writer import TaskWriter
-from millstream.pipelines.landing.leftovers import KEPT_S, Leftovers
+from millstream.pipelines.landing import leftovers as leftovers_module
+from millstream.pipelines.landing.leftovers import KEPT_S, LOOKS, PAUSE_S, SWEEP_S, Leftovers
 from millstream.testing.lake_rows import LANDED, TOPIC, delta_rows, once, rows
 
 FAILED = "0123456789abcdef"
@@ -52,11 +54,10 @@ def test_files_of_a_failed_attempt_are_deleted_also_those_that_come_late(tmp_pat
     write(storage.beside("__quarantine"), FAILED)
     fail(leftovers, writer)
     assert names(tmp_path) == [other]
-    write(storage, FAILED)
-    assert leftovers.sweep() == 1
-    clock.now = KEPT_S + 1
-    write(storage, FAILED)
-    assert leftovers.sweep() == 1
+    for clock.now in range(int(PAUSE_S), int(KEPT_S) + 1, int(PAUSE_S)):
+        write(storage, FAILED)
+        assert leftovers.sweep() == 1
+    clock.now += PAUSE_S
     write(storage, FAILED)
     assert leftovers.sweep() == 0
     assert names(tmp_path) == [FAILED, other]
@@ -98,9 +99,68 @@ def test_a_place_that_is_away_hides_no_failure_and_keeps_no_other_from_its_turn(
     orders = Storage.at(str(tmp_path / "orders"))
     fail(leftovers, TaskWriter(Storage.at(str(tmp_path / "away")), RAW, TOPIC, landed=LANDED))
     fail(leftovers, write(orders, FAILED))
-    leftovers.sweep()
     assert names(tmp_path) == []
+    clock.now = PAUSE_S
+    write(orders, FAILED)
+    assert leftovers.sweep() + leftovers.sweep() == 1
     clock.now = KEPT_S + 1
     leftovers.sweep()
     write(orders, FAILED)
     assert leftovers.sweep() == 0
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each table was looked into, by its name."""
+    counted: Counter[str] = Counter()
+    data_files = Storage.data_files
+
+    def count(storage: Storage, folder: str = "") -> Iterator[str]:
+        counted[Path(storage.url).name] += 1
+        return data_files(storage, folder)
+
+    monkeypatch.setattr(Storage, "data_files", count)
+    return counted
+
+
+def test_folders_are_looked_into_once_a_minute_until_nothing_comes_for_a_while(
+    tmp_path: Path, looks: Counter[str]
+) -> None:
+    storage, clock, signs = Storage.at(str(tmp_path / "orders")), Clock(), Counter[str]()
+    leftovers = Leftovers(clock)
+    fail(leftovers, write(storage, FAILED))
+    assert looks["orders"] == 1
+    for clock.now in range(int(KEPT_S)):
+        leftovers.sweep(lambda: signs.update(["sign"]))
+    # The first look found something, those into the quarantine nothing.
+    assert looks == {"orders": 1 + LOOKS, "orders__quarantine": LOOKS}
+    assert signs["sign"] == looks.total() - 2
+
+
+def test_a_sweep_that_takes_long_leaves_the_rest_to_the_next_one(
+    tmp_path: Path, looks: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    leftovers = Leftovers(clock)
+    places = [(Storage.at(str(tmp_path / f"{number:02}")), "") for number in range(16)]
+
+    def slowly(storage: Storage, folder: str = "") -> Iterator[str]:
+        looks[Path(storage.url).name] += 1
+        clock.now += SWEEP_S + 1
+        return iter(())
+
+    monkeypatch.setattr(Storage, "data_files", slowly)
+    with pytest.raises(OSError, match="full"), leftovers.watch(FAILED, places):
+        raise OSError("full")
+    assert 0 < len(looks) < len(places)
+    for _sweep in places:
+        leftovers.sweep()
+    assert len(looks) == len(places)
+
+
+def test_a_sweep_that_cannot_be_made_hides_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_given: object, **_named: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(leftovers_module, "ThreadPoolExecutor", refuse)
+    fail(Leftovers(), write(Storage.at(str(tmp_path / "orders")), FAILED))
