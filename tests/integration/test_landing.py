@@ -413,8 +413,10 @@ def test_what_retention_took_before_it_was_landed_is_counted(
     step = run(job)[-1]
     assert step.counts["lost"] == 15
     assert shore.landed(topic) == published[:10] + published[25:]
+    job.close()
     # It may also be faster than the tasks, after it was planned what they read.
     published += shore.publish(topic, numbered(10, 30))
+    job = shore.job(topics=topic)
     share = job._share
 
     def share_and_cut(batches: Any) -> None:
@@ -422,10 +424,30 @@ def test_what_retention_took_before_it_was_landed_is_counted(
         cut(35)
 
     monkeypatch.setattr(job, "_share", share_and_cut)
+    (step,) = run(job)
+    job.close()
+    assert (step.rows, step.counts["lost"]) == (5, 5)
+    assert shore.landed(topic) == published[:10] + published[25:30] + published[35:]
+
+
+def test_a_message_that_retention_took_keeps_none_with_its_id_from_the_table(
+    shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shore.create(topic)
+    shore.publish(topic, [b"first"], headers=[("message-id", b"a")])
+    kept = shore.publish(topic, [b"again"], headers=[("message-id", b"a")])
+    job = shore.job(topics=topic, dedupe_ms="3600000")
+    write = job._run
+
+    def cut_and_write(batches: Any) -> None:
+        shore.admin.delete_records([TopicPartition(topic, 0, 1)])[TopicPartition(topic, 0)].result(WAIT_S)
+        write(batches)
+
+    monkeypatch.setattr(job, "_run", cut_and_write)
     first, second = run(job)
     job.close()
-    assert (first.rows, second.rows, second.counts["lost"]) == (0, 5, 5)
-    assert shore.landed(topic) == published[:10] + published[25:30] + published[35:]
+    assert (first.rows, second.rows, second.counts["duplicates"]) == (0, 1, 0)
+    assert shore.landed(topic) == kept
 
 
 def test_only_what_is_committed_is_landed(shore: Shore, topic: str) -> None:

@@ -43,7 +43,7 @@ from millstream.pipelines.landing.layout import payload_fields
 from millstream.pipelines.landing.leftovers import leftovers_of
 from millstream.pipelines.landing.manifest import Report
 from millstream.pipelines.landing.plan import Stretch, spans, tasks
-from millstream.pipelines.landing.sources import Source, Sources
+from millstream.pipelines.landing.sources import MESSAGE_BYTES, Source, Sources
 from millstream.pipelines.landing.task import LandTasks
 from millstream.pipelines.landing.topic_batch import TopicBatch
 from millstream.pipelines.reason import reason_of
@@ -59,7 +59,7 @@ ROUNDS_MAX: Final = 4
 
 REPLANS_MAX: Final = 10
 REPLAN_S: Final = 1.0
-"""How often in a row a batch is planned anew because retention was faster than its tasks, and after which pause."""
+"""How often in a row a batch is planned anew because its tasks did not find what was planned, and after which pause."""
 
 _TABLES_AT_ONCE: Final = 8
 
@@ -99,7 +99,8 @@ class LandJob:
             self._replans += 1
             if kind_in(error) is not LostData or self._replans > REPLANS_MAX:
                 raise
-            # Retention was faster than the tasks. The next plan begins where the log does, and counts what is lost.
+            # A topic was made anew, or retention was faster than tasks that may not skip. The next plan begins where
+            # the log does, and counts what is lost.
             _logger.warning("pipeline %s is planned anew: %s", self._pipeline.name, reason_of(error))
             return Step(lag=sum(batch.lag for batch in batches) or 1, wait_s=REPLAN_S)
         self._replans = 0
@@ -256,10 +257,12 @@ class LandJob:
     def _tasks(self, batches: Sequence[TopicBatch]) -> list[list[Stretch]]:
         new = [batch.source for batch in batches if batch.topic not in self._message_bytes]
         for source, size in zip(new, self._pool.map(self._sources.message_bytes, new), strict=True):
-            self._message_bytes[source.topic] = size
+            if size is not None:
+                self._message_bytes[source.topic] = size
+        sizes = {batch.topic: self._message_bytes.get(batch.topic, MESSAGE_BYTES) for batch in batches}
         wanted = [one for batch in batches for one in batch.stretches()]
         parallelism = self._context.spark.sparkContext.defaultParallelism
-        return tasks(wanted, self._message_bytes, parallelism=parallelism)
+        return tasks(wanted, sizes, parallelism=parallelism)
 
     def _reports(self, batches: Sequence[TopicBatch], landed: datetime) -> list[Report]:
         shared = self._tasks(batches)

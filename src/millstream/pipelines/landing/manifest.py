@@ -10,13 +10,14 @@ import pyarrow as pa
 
 from millstream.lake.written import Written, from_json, to_json
 
-COLUMNS: Final = "topic string, rows long, files string, quarantined string, fields binary"
+COLUMNS: Final = "topic string, rows long, lost long, files string, quarantined string, fields binary"
 """What a task yields, in Spark's notation."""
 
 _SCHEMA: Final = pa.schema(
     [
         pa.field("topic", pa.string()),
         pa.field("rows", pa.int64()),
+        pa.field("lost", pa.int64()),
         pa.field("files", pa.string()),
         pa.field("quarantined", pa.string()),
         pa.field("fields", pa.binary()),
@@ -31,6 +32,8 @@ class Report:
     topic: str
     rows: int = 0
     """Messages that were read."""
+    lost: int = 0
+    """Offsets that were gone before they were read."""
     files: tuple[Written, ...] = ()
     quarantined: tuple[Written, ...] = ()
     fields: pa.Schema | None = None
@@ -43,6 +46,7 @@ def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
         {
             "topic": report.topic,
             "rows": report.rows,
+            "lost": report.lost,
             "files": to_json(report.files),
             "quarantined": to_json(report.quarantined),
             "fields": None if report.fields is None else report.fields.serialize().to_pybytes(),
@@ -52,15 +56,16 @@ def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist(rows, schema=_SCHEMA)
 
 
-def from_rows(rows: Iterable[tuple[str, int, str, str, bytes | None]]) -> list[Report]:
+def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes | None]]) -> list[Report]:
     """The reports of such rows."""
     return [
         Report(
             topic=topic,
             rows=count,
+            lost=lost,
             files=tuple(from_json(files)),
             quarantined=tuple(from_json(quarantined)),
             fields=None if fields is None else pa.ipc.read_schema(pa.py_buffer(fields)),
         )
-        for topic, count, files, quarantined, fields in rows
+        for topic, count, lost, files, quarantined, fields in rows
     ]

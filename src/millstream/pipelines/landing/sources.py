@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from millstream.model.errors import UnknownTopic
+from millstream.model.errors import OffsetOutOfRange, UnknownTopic
 from millstream.model.ids import PartitionIndex
 from millstream.model.topic import TopicPartition
 from millstream.records.decoder import find_batches
@@ -24,7 +24,7 @@ _CLIENT_ID: Final = "millstream-land"
 _TIMEOUT_S: Final = 60.0
 _ASKED_AT_ONCE: Final = 16
 _SAMPLE_BYTES: Final = 64 * 1024
-_MESSAGE_BYTES: Final = 1000.0
+MESSAGE_BYTES: Final = 1000.0
 """What a message is taken to have while none was seen."""
 
 
@@ -67,19 +67,23 @@ class Sources:
         found = self.link.call(self.link.client.metadata(topics))
         return {name: str(topic.topic_id) for name, topic in found.topics.items()}
 
-    def message_bytes(self, source: Source) -> float:
-        """About how long a message of a topic is where it is stored, by its first ones."""
+    def message_bytes(self, source: Source) -> float | None:
+        """About how long a message of a topic is where it is stored, by its first ones; None if none can be seen."""
         partition = max(source.end, key=lambda number: source.end[number] - source.first[number])
         start = source.first[partition]
         if source.end[partition] <= start:
-            return _MESSAGE_BYTES
+            return None
         client = self.link.client
-        answer = self.link.call(
-            client.fetch(source.topic, partition, start, max_bytes=_SAMPLE_BYTES, isolation=READ_COMMITTED)
-        )
+        try:
+            answer = self.link.call(
+                client.fetch(source.topic, partition, start, max_bytes=_SAMPLE_BYTES, isolation=READ_COMMITTED)
+            )
+        except OffsetOutOfRange:
+            # Retention has deleted it since. The tasks go on without it, and so does this.
+            return None
         batches = find_batches(answer.records)
         if batches.next_offset is None or batches.next_offset <= start:
-            return _MESSAGE_BYTES
+            return None
         return max(1.0, len(answer.records) / (batches.next_offset - start))
 
 

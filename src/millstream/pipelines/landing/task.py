@@ -19,6 +19,7 @@ from millstream.pipelines.landing.inference import grown_by
 from millstream.pipelines.landing.layout import RECORD_NAMES, column_of
 from millstream.pipelines.landing.manifest import Report, to_arrow
 from millstream.pipelines.landing.plan import Stretch
+from millstream.pipelines.landing.reading import Reading, log_start
 from millstream.spark.options import BROKERS, ReadOptions, read_options
 from millstream.spark.ranges import Range
 from millstream.spark.rows import read_range
@@ -44,6 +45,8 @@ class Work:
     """The places whose columns stay as narrow as they are, and why."""
     left_out: Mapping[int, pa.Array] = field(default_factory=dict)
     """By partition, the offsets of messages that are not landed, since they repeat others."""
+    skips_lost: bool = True
+    """Whether the topic is landed without what retention deletes before it is read, or has to be planned anew."""
 
 
 class LandTasks:
@@ -77,13 +80,15 @@ class LandTasks:
             raise
 
     def _land(self, topic: str, stretches: Iterable[Stretch]) -> Report:
-        landing = _Landing(topic, self._works[topic])
+        work = self._works[topic]
+        landing = _Landing(topic, work)
         options = read_options({BROKERS: self._brokers, "subscribe": topic, "columns": ",".join(RECORD_NAMES)})
+        reading = Reading(lambda one: _records(one, options), log_start(options))
         try:
             for one in stretches:
-                for batch in _records(one, options):
+                for batch in reading.batches(one) if work.skips_lost else _records(one, options):
                     landing.take(batch)
-            return landing.report()
+            return landing.report(reading.lost)
         except BaseException:
             landing.abort()
             raise
@@ -130,13 +135,14 @@ class _Landing:
             return batch
         return batch.filter(pc.invert(pc.is_in(batch.column("offset"), left_out)))
 
-    def report(self) -> Report:
+    def report(self, lost: int = 0) -> Report:
         if self._found != self._work.fields:
             self.abort()
-            return Report(topic=self._topic, rows=self._rows, fields=self._found)
+            return Report(topic=self._topic, rows=self._rows, lost=lost, fields=self._found)
         self._files.extend(self._work.writer.close())
         quarantined = tuple(self._work.quarantine.close())
-        return Report(topic=self._topic, rows=self._rows, files=tuple(self._files), quarantined=quarantined)
+        files = tuple(self._files)
+        return Report(topic=self._topic, rows=self._rows, lost=lost, files=files, quarantined=quarantined)
 
     def abort(self) -> None:
         """Leave nothing behind that nobody will hear of."""

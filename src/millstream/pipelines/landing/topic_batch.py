@@ -79,6 +79,8 @@ class TopicBatch:
             evolves=self.evolves,
             fixed=self.fixed,
             left_out=self.left_out,
+            # A message that is gone by now may be the one for which others with its id are left out.
+            skips_lost=self.ids is None,
         )
 
     def widen(self, run: Run, bytes_max: int) -> None:
@@ -152,5 +154,5 @@ class TopicBatch:
             "duplicates": sum(map(len, self.left_out.values())),
             "remade": int(self.is_remade),
             "widened": self.widened,
-            "lost": sum(span.lost for span in self.spans.values()),
+            "lost": sum(span.lost for span in self.spans.values()) + sum(report.lost for report in self.reports),
         }
