@@ -11,7 +11,8 @@ import fcntl
 import os
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,17 @@ def make_scratch() -> str:
             # Registered before Spark's own, it is called after Java has ended.
             atexit.register(remove_scratch)
             return folder
+
+
+@contextmanager
+def temporary_files_in(folder: str) -> Iterator[None]:
+    """Have libraries make their temporary files in a folder: a process that ends at once leaves them behind."""
+    before = tempfile.tempdir
+    tempfile.tempdir = folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def remove_scratch() -> None:

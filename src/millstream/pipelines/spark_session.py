@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.model.errors import MillstreamError
 from millstream.pipelines.reason import reason_of
-from millstream.pipelines.scratch import make_scratch, remove_scratch
+from millstream.pipelines.scratch import make_scratch, remove_scratch, temporary_files_in
 from millstream.spark.session import session
 
 if TYPE_CHECKING:
@@ -45,9 +45,10 @@ def open_session(
     What Java writes goes to the file `log`; that of the run before is kept beside it. A process that lives for the
     session ends with its Java.
     """
-    chosen = {**_SETTINGS, **_in_scratch(master, make_scratch()), "spark.driver.memory": memory, **settings}
+    scratch = make_scratch()
+    chosen = {**_SETTINGS, **_in_scratch(master, scratch), "spark.driver.memory": memory, **settings}
     try:
-        with _written_to(log):
+        with _written_to(log), temporary_files_in(scratch):
             spark = session("millstream-pipelines", master=master or None, settings=chosen)
     except MillstreamError:
         remove_scratch()

@@ -22,6 +22,7 @@ def test_an_error_of_several_lines_points_at_its_place(
         "report": None,
         "settings": {},
         "overrides": {},
+        "notes": [],
     }
     monkeypatch.setattr("millstream.cli.pipeline.ask", lambda *_: told)
     describe("broken")
@@ -55,6 +56,7 @@ def test_numbers_stand_below_each_other(monkeypatch: pytest.MonkeyPatch, capsys:
         "report": report,
         "settings": {},
         "overrides": {},
+        "notes": [],
     }
     monkeypatch.setattr("millstream.cli.pipeline.ask", lambda *_: told)
     describe("p")

@@ -94,11 +94,11 @@ async def test_what_nobody_has_landed_stays(desk: Desk) -> None:
 
 async def test_every_pipeline_that_lands_the_topic_counts(desk: Desk) -> None:
     await desk.declare("one", topics="orders")
-    await desk.declare("all", pattern="ord.*")
+    await desk.declare("all", pattern="ord.*", lake="/lake")
     await desk.declare("other", topics="bills")
     await desk.tell("one", 30)
     assert desk.floor() == 0
-    await desk.tell("all", 20)
+    await desk.tell("all", 20, lake="/lake")
     assert desk.floor() == 20
     await desk.pipelines.delete("all")
     assert desk.floor() == 30
