@@ -134,6 +134,13 @@ def test_what_the_log_has_no_more_comes_from_the_table(landed: Landed, tmp_path:
     late = landed.read(startingTimestamp=str(FIRST_MS + 1000 * 50)).collect()
     assert places(late) == [one for one in everything if one[0][1] >= 25]
     assert len(landed.read(startingTimestamp=str(FIRST_MS + 1000 * 200)).collect()) == 40
+    # The end may lie before what the log has, too.
+    until = {"endingTimestamp": str(FIRST_MS + 1000 * 80)}
+    early = landed.read(startingTimestamp=str(FIRST_MS + 1000 * 50), **until).collect()
+    assert places(early) == [one for one in everything if 25 <= one[0][1] < 40]
+    ends = {"endingOffsets": json.dumps({landed.topic: {"0": 30, "1": 70}})}
+    named = landed.read(startingOffsets="earliest-landed", **ends).collect()
+    assert places(named) == [one for one in everything if one[0][1] < (30, 70)[one[0][0]]]
 
     streamed = landed.stream(
         tmp_path / "checkpoint", startingOffsets="earliest-landed", maxOffsetsPerTrigger="50", minPartitions="4"

@@ -172,7 +172,9 @@ class StreamLoop:
         new = [one for one in query.recentProgress if one.batchId > self._seen]
         rows = 0
         for one in new:
-            self._seen = one.batchId
+            if one.numInputRows:
+                # While there is nothing to do Spark tells of that under the number of the batch that comes next.
+                self._seen = one.batchId
             rows += one.numInputRows
             for source in one.sources:
                 for topic, numbers in (read_offsets(source.endOffset) if source.endOffset else {}).items():

@@ -51,9 +51,20 @@ class LakeReach:
 
     def lowered(self, start: Offsets, there: Partitions) -> dict[str, dict[int, int]]:
         """Where the query begins when what is landed counts too: never later than in the log alone."""
-        first = self._survey.earliest(there)
         position = self._options.starting
-        lowered = {topic: dict(offsets) for topic, offsets in start.items()}
+        lowered = self._lowered(start, there, position)
+        if isinstance(position, ByTime | Timestamps) and not position.or_latest:
+            self._check_some(start, lowered)
+        return lowered
+
+    def lowered_end(self, end: dict[str, dict[int, int]], there: Partitions) -> dict[str, dict[int, int]]:
+        """Where the query ends: a time before the log begins is one at which the table has something younger."""
+        position = self._options.ending
+        return self._lowered(end, there, position) if isinstance(position, ByTime | Timestamps) else end
+
+    def _lowered(self, places: Offsets, there: Partitions, position: Position | None) -> dict[str, dict[int, int]]:
+        first = self._survey.earliest(there)
+        lowered = {topic: dict(offsets) for topic, offsets in places.items()}
         for topic, offsets in lowered.items():
             landed = self._landed(topic)
             if landed is None:
@@ -66,8 +77,6 @@ class LakeReach:
                 time_ms = _time_ms(position, topic, number)
                 found = _first_in(Range(topic, number, 0, beginning, landed[0]), time_ms)
                 offsets[number] = offset if found is None else found
-        if isinstance(position, ByTime | Timestamps) and not position.or_latest:
-            self._check_some(start, lowered)
         return lowered
 
     def _check_some(self, start: Offsets, lowered: Offsets) -> None:

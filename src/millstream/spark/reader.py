@@ -44,8 +44,10 @@ class TopicReader(DataSourceReader):
             from millstream.spark.lake_reach import LakeReach
 
             reach = LakeReach(survey, options)
+            end = reach.lowered_end(end, there)
             landed, start = reach.taken(reach.lowered(start, there), end)
-        start = check_start(survey, start, there, options, named=bool(landed) or isinstance(options.starting, Named))
+        is_named = bool(landed) or isinstance(options.starting, Named)
+        start = check_start(survey, start, there, options, named=is_named, end=end)
         if bounds.from_ms is not None:
             young = survey.resolve(ByTime(bounds.from_ms, or_latest=True), there, "starting")
             start = {
@@ -104,7 +106,7 @@ def check_start(
 ) -> dict[str, dict[int, int]]:
     """Offsets that still exist; what a query names and retention has deleted is lost, and said so exactly.
 
-    With an end, only what lies before it is meant: a stream is told of the rest with the batches that were to have it.
+    With an end, only what lies before it is meant.
     """
     if not named:
         return {topic: dict(offsets) for topic, offsets in start.items()}
