@@ -99,6 +99,7 @@ def orders(first: int, count: int) -> list[dict[str, Any]]:
 
 def test_a_lake_table_is_joined_in_its_newest_version(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     import pyarrow as pa
+    import pyarrow.parquet as pq
     from deltalake import DeltaTable, write_deltalake
 
     monkeypatch.setattr("millstream.pipelines.lake_view.LOOK_S", 0.0)
@@ -123,6 +124,20 @@ def test_a_lake_table_is_joined_in_its_newest_version(shop: Shop, monkeypatch: p
     assert job.step().rows == 1
     assert (6, 5) in [(row["id"], row["discount"]) for row in shop.read()]
     job.close()
+    # What is remembered of a table is no reason to run as a stream, however large it is. Files will do, too.
+    files = shop.folder / "files"
+    files.mkdir()
+    pq.write_table(pa.table({"tier": ["gold"], "discount": [20]}), files / "one.parquet")
+    both = json.dumps({"customers": table, "more": str(files)})
+    sql = (
+        "SELECT o.id, c.discount + m.discount AS discount FROM orders o JOIN more m ON o.customer.tier = m.tier "
+        "JOIN (SELECT DISTINCT tier, discount FROM customers) c ON o.customer.tier = c.tier"
+    )
+    shop.publish(shop.orders, orders(7, 3))
+    job = TransformJob(shop.pipeline(sql, tables=both), shop.context())
+    assert job.step().rows == 3
+    job.close()
+    assert [row["id"] for row in shop.read() if row["discount"] == 30] == [7, 8]
 
 
 def test_a_dry_run_tells_everything_and_does_nothing(shop: Shop) -> None:

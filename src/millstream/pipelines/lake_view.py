@@ -115,7 +115,8 @@ class LakeView:
             reason = str(error).partition("\n")[0]
             raise InvalidSetting(f"the table {self._name!r} cannot be read at {self._url}: {reason}") from None
         execution: Any = frame._jdf.queryExecution()
-        self._size_bytes = int(execution.optimizedPlan().stats().sizeInBytes().toString())
+        # A number of Python or one of Scala, as versions of py4j have it.
+        self._size_bytes = int(str(execution.optimizedPlan().stats().sizeInBytes()))
         return frame
 
     def _missing(self, what: str) -> FileNotFoundError:
