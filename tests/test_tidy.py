@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -23,8 +22,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "millstream"
 
 FUNCTION_LINES_MAX = 70
-FUNCTION_LINES_MEDIAN_MAX = 10
-FILE_LINES_MAX = 600
+FILE_LINES_MAX = 1_000
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
 # Put together here, so that this file does not find itself.
 UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")) + r")\b")
@@ -83,11 +81,6 @@ def test_functions_are_short() -> None:
         if length(function) > FUNCTION_LINES_MAX
     ]
     assert long == []
-
-
-def test_most_functions_are_very_short() -> None:
-    lengths = [length(function) for path in python_files(SOURCE) for function in functions(path)]
-    assert median(lengths) < FUNCTION_LINES_MEDIAN_MAX
 
 
 def test_files_are_short() -> None:
