@@ -26,7 +26,6 @@ from kio.schema.metadata.v12.request import MetadataRequest, MetadataRequestTopi
 from kio.schema.types import TopicName
 from kio.serial import entity_reader
 
-from millstream import broker as broker_module
 from millstream.broker import Broker
 from millstream.config import Config
 from millstream.model.errors import MillstreamError, ProtocolViolation
@@ -49,25 +48,6 @@ _INTEGERS = (0, 1, 2, 3, -1, 100, 1000)
 _PROBE = codec.write_request(7, "probe", codec.load_request_class(_API_VERSIONS, 0)())
 _STATUS = codec.request_head(_NODE_STATUS, 0, 7, "probe")
 _BATCH = bytes(encode_batch([NewRecord(b"key", b"value", (), 1)], producer_id=1, producer_epoch=0, base_sequence=0))
-
-
-class _NoGateway:
-    """Stands in for the HTTP child, which is fuzzed by nobody here."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        self._stopping = asyncio.Event()
-
-    async def run(self) -> None:
-        await self._stopping.wait()
-
-    async def spawned(self) -> None:
-        """It is up at once."""
-
-    def tell(self, starting: str | None) -> None:
-        """Nobody asks it."""
-
-    async def stop(self) -> None:
-        self._stopping.set()
 
 
 class Biased(random.Random):
@@ -251,7 +231,6 @@ async def _example(chance: random.Random) -> int:
 def main() -> int:
     """Run the fuzzer."""
     told = listen()
-    setattr(broker_module, "HttpChild", _NoGateway)  # noqa: B010
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
         def example(chance: random.Random) -> int:

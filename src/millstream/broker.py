@@ -6,13 +6,13 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from random import SystemRandom
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from millstream.catalog.catalog import CATALOG_NAME, Catalog
 from millstream.cluster.backoff import Backoff
@@ -28,8 +28,6 @@ from millstream.cluster.store import CoordinationStore
 from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
 from millstream.config import Config, parse_address
-from millstream.http.child import HttpChild
-from millstream.http.push.child import PushChild
 from millstream.kafka.dispatch import Dispatch
 from millstream.log.files import DiskFiles, Files
 from millstream.log.folder import CLEAN_STOP_NAME, LOCK_NAME, PARTITIONS_NAME
@@ -42,12 +40,13 @@ from millstream.net.budget import Budget
 from millstream.net.connection import ConnectionLimits
 from millstream.net.heap import keep_freed_memory, leave_what_stays_alone
 from millstream.net.listener import Listener, bind, listen
-from millstream.pipelines.child import PipelineChild, driver_options, why_it_runs_none
 from millstream.wire.lean_kio import import_lean_kio
 
 if TYPE_CHECKING:
     from millstream.cluster.cluster_node import ClusterNode
+    from millstream.kafka.pipeline_board import PipelineBoard
     from millstream.kafka.served import Served
+    from millstream.kafka.subscription_service import SubscriptionService
 
 _logger = logging.getLogger(__name__)
 
@@ -65,6 +64,49 @@ _SPAWN_S_MAX = 5.0
 _PROBE_S_MAX = 1.0
 _WAIT_S_FIRST, _WAIT_S_MAX = 0.5, 10.0
 """Pauses between two attempts to reach what a starting node needs."""
+
+
+class ChildProcess(Protocol):
+    """The broker's side of a process that it runs."""
+
+    async def run(self) -> None:
+        """Start the process whenever it is needed, and again when it ends, until `stop`."""
+
+    async def stop(self) -> None:
+        """Let it finish what is under way, then end it."""
+
+
+class GatewayProcess(ChildProcess, Protocol):
+    """The one that serves HTTP, also while the node is still starting."""
+
+    def tell(self, starting: str | None) -> None:
+        """Have it answer why the node does not serve yet; None once the node does."""
+
+    async def spawned(self) -> None:
+        """Wait until the process has been started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningNode:
+    """What a child process may use of the node that runs it."""
+
+    config: Config
+    kafka_address: str
+    declared_subscriptions: Subscriptions
+    subscription_service: SubscriptionService
+    pipelines: Pipelines
+    pipeline_board: PipelineBoard
+    pipeline_owner: Callable[[bool], PipelineOwner]
+    """Who runs pipelines; the argument says whether this node can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildProcesses:
+    """How the processes beside a node are made: the table that the composition root takes."""
+
+    gateway: Callable[[socket.socket, str, Config], GatewayProcess] | None = None
+    beside: Mapping[str, Callable[[RunningNode], ChildProcess]] = field(default_factory=dict)
+    """By name; each is run once the APIs answer, and stopped in the reverse order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +138,16 @@ class Broker:
     """
 
     def __init__(
-        self, config: Config, *, clock: Clock | None = None, files: Files | None = None, is_guest: bool = False
+        self,
+        config: Config,
+        *,
+        children: ChildProcesses | None = None,
+        clock: Clock | None = None,
+        files: Files | None = None,
+        is_guest: bool = False,
     ) -> None:
         self._config = config
+        self._children = children or ChildProcesses()
         self._is_guest = is_guest
         self._clock = clock or SystemClock()
         self._files = files or DiskFiles()
@@ -109,9 +158,7 @@ class Broker:
         self._kafka_at = self._http_at = ""
         self._served: Served | None = None
         self._store: LogStore | None = None
-        self._gateway: HttpChild | None = None
-        self._pusher: PushChild | None = None
-        self._driver: PipelineChild | None = None
+        self._gateway: GatewayProcess | None = None
         self._gateway_runs = False
         self._serving: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -154,8 +201,8 @@ class Broker:
         self._kafka_socket = bind(*parse_address(config.kafka, name="kafka"), flag="kafka", listening=False)
         undo.callback(self._kafka_socket.close)
         self._kafka_at = _address_of(self._kafka_socket)
-        if config.http:
-            await self._prepare_gateway()
+        if config.http and self._children.gateway is not None:
+            await self._prepare_gateway(self._children.gateway)
         undo.push_async_callback(self._end_tasks)
 
         # What may be wrong with the settings is told before the log is opened: a start that fails after that leaves the
@@ -207,24 +254,16 @@ class Broker:
             await self._served_or_failed()
             await core.node.join(core.membership.me, self.http_address)
             undo.push_async_callback(core.node.leave)
-        pushing = self._supervise("push", self._push(core))
-        undo.push_async_callback(self._stop_pushing, pushing)
-        driving = self._supervise("pipelines", self._run_pipelines(core))
-        undo.push_async_callback(self._stop_pipelines, driving)
+        for name, make in self._children.beside.items():
+            self._run_beside(name, make, core)
         _logger.info("ready", extra={"kafka": self.kafka_address, "http": self.http_address, "data": config.data})
 
-    async def _prepare_gateway(self) -> None:
+    async def _prepare_gateway(self, make: Callable[[socket.socket, str, Config], GatewayProcess]) -> None:
         """Take the address of the gateway, which is started when there is something to tell."""
         self._http_socket = await self._bind_http()
         self._undo.callback(self._http_socket.close)
         self._http_at = _address_of(self._http_socket)
-        self._gateway = HttpChild(
-            self._http_socket,
-            self.kafka_address,
-            hosts=[self._config.http, self._config.advertise, *self._config.http_hosts.split(",")],
-            log_level=self._config.log_level,
-            log_format=self._config.log_format,
-        )
+        self._gateway = make(self._http_socket, self.kafka_address, self._config)
 
     def _tell(self, starting: str | None) -> None:
         """Have the gateway, if there is one, answer why the node is not up yet."""
@@ -432,65 +471,46 @@ class Broker:
         if self.failed.done():
             await self.failed
 
-    async def _gateway_serves(self, gateway: HttpChild, dispatch: Dispatch) -> None:
+    async def _gateway_serves(self, gateway: GatewayProcess, dispatch: Dispatch) -> None:
         # The gateway's own imports would slow down those of the APIs, which clients wait for.
         await dispatch.loaded()
         gateway.tell(None)
         self._begin_gateway(gateway)
 
-    async def _push(self, core: _Core) -> None:
-        """Push what subscriptions want to be pushed, once the APIs answer."""
-        if self._serving is not None:
-            await asyncio.wait([self._serving])
-        if self._served is None or self.failed.done():
-            return
-        service = self._served.subscriptions
-        self._pusher = PushChild(
-            self.kafka_address,
-            core.subscriptions,
-            service.push,
-            node_id=self._config.node_id,
-            private_addresses=self._config.push_private_addresses,
-            worker_gone=service.worker_gone,
-            log_level=self._config.log_level,
-            log_format=self._config.log_format,
+    def _run_beside(self, name: str, make: Callable[[RunningNode], ChildProcess], core: _Core) -> None:
+        """Run a child process once the APIs answer, and have `stop` end it."""
+        made: list[ChildProcess] = []
+
+        async def run() -> None:
+            if self._serving is not None:
+                await asyncio.wait([self._serving])
+            if self._served is not None and not self.failed.done():
+                made.append(make(self._running(core, self._served)))
+                await made[0].run()
+
+        async def stop() -> None:
+            if made:
+                await made[0].stop()
+            else:
+                running.cancel()
+            await asyncio.wait([running])
+
+        running = self._supervise(name, run())
+        self._undo.push_async_callback(stop)
+
+    def _running(self, core: _Core, served: Served) -> RunningNode:
+        node = core.node
+        return RunningNode(
+            config=self._config,
+            kafka_address=self.kafka_address,
+            declared_subscriptions=core.subscriptions,
+            subscription_service=served.subscriptions,
+            pipelines=core.pipelines,
+            pipeline_board=served.pipeline_board,
+            pipeline_owner=lambda stands: SoleOwner() if node is None else node.pipeline_owner(stands=stands),
         )
-        await self._pusher.run()
 
-    async def _stop_pushing(self, pushing: asyncio.Task[None]) -> None:
-        if self._pusher is None:
-            pushing.cancel()
-        else:
-            await self._pusher.stop()
-        await asyncio.wait([pushing])
-
-    async def _run_pipelines(self, core: _Core) -> None:
-        """Run the pipelines, if this node is the one that does, once the APIs answer."""
-        if self._serving is not None:
-            await asyncio.wait([self._serving])
-        if self._served is None or self.failed.done():
-            return
-        config = self._config
-        owner: PipelineOwner = SoleOwner()
-        if core.node is not None:
-            owner = core.node.pipeline_owner(stands=not why_it_runs_none(config))
-        self._driver = PipelineChild(
-            driver_options(config, self.kafka_address),
-            core.pipelines,
-            self._served.pipeline_board,
-            owner,
-            missing=lambda: why_it_runs_none(config),
-        )
-        await self._driver.run()
-
-    async def _stop_pipelines(self, driving: asyncio.Task[None]) -> None:
-        if self._driver is None:
-            driving.cancel()
-        else:
-            await self._driver.stop()
-        await asyncio.wait([driving])
-
-    def _begin_gateway(self, gateway: HttpChild) -> None:
+    def _begin_gateway(self, gateway: GatewayProcess) -> None:
         """Start the gateway, if it does not run already since there was something to wait for."""
         if not self._gateway_runs:
             self._gateway_runs = True

@@ -120,12 +120,13 @@ class EmbeddedBroker:
 
     async def _serve(self) -> None:
         from millstream.broker import Broker
+        from millstream.child_processes import CHILD_PROCESSES
 
         stopping = self._stopping = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         if self._is_told:
             raise BrokerUnreachable("the broker was stopped before it was started")
-        broker = Broker(self._config, is_guest=True)
+        broker = Broker(self._config, children=CHILD_PROCESSES, is_guest=True)
         await broker.start()
         try:
             self.kafka_address, self.http_address = broker.kafka_address, broker.http_address

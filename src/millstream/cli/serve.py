@@ -102,9 +102,10 @@ def serve(**given: Any) -> None:
 
 async def _serve(config: Config, *, as_json: bool) -> None:
     from millstream.broker import Broker
+    from millstream.child_processes import CHILD_PROCESSES
 
     told = _Told()
-    broker = Broker(config)
+    broker = Broker(config, children=CHILD_PROCESSES)
     if not await _started(broker, told):
         return
     try:

@@ -57,8 +57,8 @@ def main() -> None:
     class SteppedBroker(broker.Broker):
         """A broker with this clock."""
 
-        def __init__(self, config: Config) -> None:
-            super().__init__(config, clock=clock)
+        def __init__(self, config: Config, *, children: broker.ChildProcesses) -> None:
+            super().__init__(config, children=children, clock=clock)
 
     vars(broker)["Broker"] = SteppedBroker
     run()

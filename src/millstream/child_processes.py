@@ -1,0 +1,49 @@
+"""The processes that run beside a node: the HTTP gateway, push, and the driver of pipelines."""
+
+from __future__ import annotations
+
+import socket
+
+from millstream.broker import ChildProcesses, RunningNode
+from millstream.config import Config
+from millstream.http.child import HttpChild
+from millstream.http.push.child import PushChild
+from millstream.pipelines.child import PipelineChild, driver_options, why_it_runs_none
+
+
+def _gateway(listening: socket.socket, kafka_address: str, config: Config) -> HttpChild:
+    return HttpChild(
+        listening,
+        kafka_address,
+        hosts=[config.http, config.advertise, *config.http_hosts.split(",")],
+        log_level=config.log_level,
+        log_format=config.log_format,
+    )
+
+
+def _push(node: RunningNode) -> PushChild:
+    config, service = node.config, node.subscription_service
+    return PushChild(
+        node.kafka_address,
+        node.declared_subscriptions,
+        service.push,
+        node_id=config.node_id,
+        private_addresses=config.push_private_addresses,
+        worker_gone=service.worker_gone,
+        log_level=config.log_level,
+        log_format=config.log_format,
+    )
+
+
+def _pipelines(node: RunningNode) -> PipelineChild:
+    config = node.config
+    return PipelineChild(
+        driver_options(config, node.kafka_address),
+        node.pipelines,
+        node.pipeline_board,
+        node.pipeline_owner(not why_it_runs_none(config)),
+        missing=lambda: why_it_runs_none(config),
+    )
+
+
+CHILD_PROCESSES = ChildProcesses(gateway=_gateway, beside={"push": _push, "pipelines": _pipelines})
