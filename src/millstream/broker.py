@@ -265,7 +265,7 @@ class Broker:
         self._http_at = _address_of(self._http_socket)
         self._gateway = make(self._http_socket, self.kafka_address, self._config)
 
-    def _tell(self, starting: str | None) -> None:
+    def _tell(self, starting: str) -> None:
         """Have the gateway, if there is one, answer why the node is not up yet."""
         if self._gateway is not None:
             self._gateway.tell(starting)
@@ -474,7 +474,8 @@ class Broker:
     async def _gateway_serves(self, gateway: GatewayProcess, dispatch: Dispatch) -> None:
         # The gateway's own imports would slow down those of the APIs, which clients wait for.
         await dispatch.loaded()
-        gateway.tell(None)
+        if self._served is not None:
+            gateway.serve_status(self._served.node_status.health)
         self._begin_gateway(gateway)
 
     def _run_beside(self, name: str, make: Callable[[RunningNode], ChildProcess], core: _Core) -> None:

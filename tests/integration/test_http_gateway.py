@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import Any
 from urllib.parse import quote
 
@@ -350,3 +354,44 @@ def test_a_server_that_stops_keeps_nobody_waiting(start_server: Callable[..., Se
             eventually(clients, lambda number: number == 1)
             assert server.stop() == 0
             assert waiting.result() == []
+
+
+def test_stalled_bodies_keep_neither_health_nor_others_out(server: Server, http: httpx.Client, topic: str) -> None:
+    address = server.http.rsplit(":", 1)
+    stalled_number = 2100
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * stalled_number)), hard))
+    head = f"POST /v1/topics/{topic}/messages HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\nx".encode()
+    with ExitStack() as stalled:
+        for _ in range(stalled_number):
+            one = stalled.enter_context(socket.create_connection((address[0], int(address[1])), PATIENCE_S))
+            one.sendall(head)
+        for path in ("/healthz", "/readyz"):
+            answer = httpx.get(f"http://{server.http}{path}", timeout=PATIENCE_S)
+            assert answer.status_code == 200, answer.text
+        deadline = time.monotonic() + PATIENCE_S
+        # Others are let in as soon as the stalled ones have been silent for a few seconds.
+        while True:
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"http://{server.http}/v1/cluster", timeout=PATIENCE_S).status_code == 200:
+                    break
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    publish(http, topic)
+
+
+def test_a_broker_that_is_busy_for_a_while_is_healthy(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    assert httpx.get(f"http://{server.http}/healthz", timeout=PATIENCE_S).status_code == 200
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        # The first may use an answer that is still fresh.
+        while not (answer := httpx.get(f"http://{server.http}/healthz", timeout=PATIENCE_S)).json()["warnings"]:
+            assert answer.status_code == 200
+        assert answer.status_code == 200
+        assert "the broker's event loop has not answered for" in answer.json()["warnings"][0]
+        assert httpx.get(f"http://{server.http}/readyz", timeout=PATIENCE_S).status_code == 200
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    while httpx.get(f"http://{server.http}/healthz", timeout=PATIENCE_S).json()["warnings"]:
+        pass

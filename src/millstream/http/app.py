@@ -3,8 +3,8 @@
 GET /         what is served here
      /v1/…    the API, whose routes are in `table.py`
 GET /openapi.json  what the API takes and gives
-GET /healthz  200 while the gateway runs and its broker answers; for restarting a node that hangs. 503 with the reason
-              while the broker starts and does not answer yet
+GET /healthz  200 while the node works, however busy it is; for restarting a node that is stuck. 503 with the reason
+              while the broker starts, and when its event loop has not answered for `STUCK_S`
 GET /readyz   200 while the broker takes traffic, with warnings, else 503 with the reasons; for load balancers
 GET /metrics  every number of the node as Prometheus text
 """
@@ -26,9 +26,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millstream import __version__
 from millstream.http.api import Api
+from millstream.http.broker_status import STUCK_S, UNREADY_S, BrokerStarts, Health
 from millstream.http.exposition import render
 from millstream.http.openapi import openapi_document
 from millstream.http.parts import Parts
+from millstream.http.pressure import Pressure
 from millstream.http.problem import Refused, failed, problem, refused, stopped
 from millstream.http.route import JSON, PREFIX
 from millstream.http.site import Site
@@ -36,32 +38,18 @@ from millstream.http.table import ROUTES
 from millstream.model.errors import MillstreamError
 
 Ask = Callable[[], Awaitable[dict[str, Any]]]
-"""Asks the broker how it is; see `kafka/apis/node_status.py` for the answer."""
+"""Asks the broker for all its numbers; see `kafka/apis/node_status.py` for the answer."""
+
+AskHealth = Callable[[], Awaitable[Health]]
+"""Asks the broker how it is, without waiting for long."""
 
 _NO_STORE = {"cache-control": "no-store"}
 
 
-Starting = Callable[[], str | None]
-"""Why the broker does not answer yet; None when it does."""
-
-
-class BrokerStarts(MillstreamError):
-    """The broker is not there to be asked yet."""
-
-
-def build_app(
-    ask: Ask, starting: Starting = lambda: None, parts: Parts | None = None, site: Site | None = None
-) -> ASGIApp:
-    """Build the gateway's application over one way to ask the broker, and the parts that the API works with."""
+def build_app(ask: Ask, health: AskHealth, parts: Parts | None = None, site: Site | None = None) -> ASGIApp:
+    """Build the gateway's application over the ways to ask the broker, and the parts that the API works with."""
     named = site or Site()
-
-    async def ask_started() -> dict[str, Any]:
-        reason = starting()
-        if reason is not None:
-            raise BrokerStarts(reason)
-        return await ask()
-
-    doors = _Doors(ask_started, list if parts is None else parts.pressure.metrics)
+    doors = _Doors(ask, health, parts.pressure if parts is not None else Pressure())
     pages = Starlette(
         routes=[
             Route("/", doors.index),
@@ -101,9 +89,10 @@ def build_app(
 class _Doors:
     """One method per route."""
 
-    def __init__(self, ask: Ask, own: Callable[[], list[dict[str, Any]]]) -> None:
+    def __init__(self, ask: Ask, health: AskHealth, pressure: Pressure) -> None:
         self._ask = ask
-        self._own = own
+        self._health = health
+        self._pressure = pressure
         self._openapi: bytes | None = None
 
     async def index(self, request: Request) -> Response:
@@ -116,27 +105,42 @@ class _Doors:
         return Response(self._openapi, media_type=JSON)
 
     async def healthz(self, request: Request) -> Response:
-        status = await self._ask()
-        return JSONResponse(
-            {"status": "ok", "node": status["node_id"], "version": status["version"]}, headers=_NO_STORE
-        )
+        health = await self._health()
+        status = health.status
+        if health.silent_s >= STUCK_S or not status:
+            return _unavailable(request, [_silent(health)])
+        healthy = {"status": "ok", "node": status["node_id"], "version": status["version"]}
+        return JSONResponse({**healthy, "warnings": self._warnings(health)}, headers=_NO_STORE)
 
     async def readyz(self, request: Request) -> Response:
-        status = await self._ask()
-        if status["reasons"]:
-            return problem(
-                request,
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                f"the broker is not ready: {'; '.join(status['reasons'])}",
-                reasons=status["reasons"],
-            )
-        ready = {"status": "ready", "node": status["node_id"], "warnings": status.get("warnings", [])}
+        health = await self._health()
+        reasons = list(health.status.get("reasons", []))
+        if health.silent_s >= UNREADY_S or not health.status:
+            reasons.append(_silent(health))
+        if reasons:
+            return _unavailable(request, reasons)
+        ready = {"status": "ready", "node": health.status["node_id"], "warnings": self._warnings(health)}
         return JSONResponse(ready, headers=_NO_STORE)
 
     async def metrics(self, request: Request) -> Response:
+        await self._health()
         status = await self._ask()
-        text, content_type = render([*status["metrics"], *self._own()], request.headers.get("accept", ""))
+        numbers = [*status["metrics"], *self._pressure.metrics()]
+        text, content_type = render(numbers, request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type, **_NO_STORE})
+
+    def _warnings(self, health: Health) -> list[str]:
+        busy = [_silent(health)] if health.silent_s > 0 else []
+        return [*health.status["warnings"], *busy, *self._pressure.warnings()]
+
+
+def _silent(health: Health) -> str:
+    return f"the broker's event loop has not answered for {health.silent_s:.1f} s"
+
+
+def _unavailable(request: Request, reasons: list[str]) -> JSONResponse:
+    detail = f"the broker is not ready: {'; '.join(reasons)}"
+    return problem(request, HTTPStatus.SERVICE_UNAVAILABLE, detail, reasons=reasons)
 
 
 def _unanswered(request: Request, error: Exception) -> JSONResponse:

@@ -1,18 +1,89 @@
-"""Asks the broker how it is, over one connection that is kept."""
+"""How the gateway learns the state of its broker: health over a private socket, metrics over the Kafka port.
+
+Health must be known while the Kafka port is flooded, out of connections or behind a busy loop. So it takes the socket
+that ties the gateway to its broker, which nobody else can load, and the last answer stands in while the next is late.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
-from typing import Any
+import socket
+from contextlib import AsyncExitStack, suppress
+from typing import Any, NamedTuple
 
-from millstream.model.errors import RequestTimedOut
+from millstream.model.errors import MillstreamError, RequestTimedOut
 from millstream.wire.client import Client
 
 NODE_STATUS_KEY = 32000
 ANSWER_S = 3.0
 """A broker that takes longer than this to say how it is, is not well."""
+
+FRESH_S = 1.0
+"""An answer younger than this is used again."""
+HEALTH_S = 0.5
+"""How long a health check waits for a busy broker before it answers with what is known; probes wait for one second."""
+UNREADY_S = 10.0
+"""A broker whose event loop has not answered for so long should get no new traffic."""
+STUCK_S = 30.0
+"""A broker whose event loop has not answered for so long is stuck and should be restarted."""
+
+QUESTION = b"?\n"
+"""What the gateway writes to the private socket to be sent the broker's state."""
+
+
+class BrokerStarts(MillstreamError):
+    """The broker has not started far enough to answer."""
+
+
+class Health(NamedTuple):
+    """What the broker last said about itself, and for how long it has left a question unanswered."""
+
+    status: dict[str, Any]
+    silent_s: float
+
+
+class BrokerLine:
+    """The gateway's end of the private socket: asks on demand, one question at a time, and keeps the last answer."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self.starting: str | None = None
+        """Why the broker does not answer yet; None once it does."""
+        self._line = line
+        self._rest = b""
+        self._status: dict[str, Any] = {}
+        self._answered_at = 0.0
+        self._asked_at: float | None = None
+        self._answered = asyncio.Event()
+
+    def feed(self, piece: bytes) -> None:
+        """Take in what the broker has written."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            self.starting = said["starting"]
+            if said["status"] is not None:
+                self._status = said["status"]
+                self._answered_at = asyncio.get_running_loop().time()
+                self._asked_at = None
+                self._answered.set()
+
+    async def health(self) -> Health:
+        """Ask, unless the last answer is fresh or a question is open, and wait a moment for the answer."""
+        if self.starting is not None:
+            raise BrokerStarts(self.starting)
+        now = asyncio.get_running_loop().time
+        if self._status and now() - self._answered_at < FRESH_S:
+            return Health(self._status, 0.0)
+        if self._asked_at is None:
+            self._asked_at = now()
+            self._answered.clear()
+            # The socket takes a question at any time; a broker that is gone ends this process.
+            with suppress(OSError):
+                self._line.send(QUESTION)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._answered.wait(), HEALTH_S)
+        return Health(self._status, 0.0 if self._asked_at is None else now() - self._asked_at)
 
 
 class BrokerStatus:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -18,14 +19,16 @@ import uvicorn
 import uvloop
 
 from millstream.http.app import build_app
-from millstream.http.broker_status import BrokerStatus
+from millstream.http.broker_status import BrokerLine, BrokerStatus
 from millstream.http.parts import Parts
-from millstream.http.protocol import Protocol
+from millstream.http.protocol import CONNECTIONS_MAX, SURPLUS_MAX, Protocol
 from millstream.http.site import Site
 from millstream.model.log_line import set_up_logging
 from millstream.wire.lean_kio import import_lean_kio
 
 DRAIN_S = 3
+OPEN_FILES = 2 * (CONNECTIONS_MAX + SURPLUS_MAX)
+"""Clients' connections, and those to the brokers that requests wait on."""
 KEEP_ALIVE_S = 75
 """Longer than load balancers keep connections that nobody uses, so that none is closed while one sends a request."""
 
@@ -70,42 +73,40 @@ class Server(uvicorn.Server):
 
 async def serve(listening: socket.socket, kafka_address: str, hosts: Sequence[str]) -> None:
     """Serve until the broker hangs up."""
-    status = BrokerStatus(kafka_address)
-    told = Told()
-    parts = Parts(kafka_address, starting=lambda: told.starting)
-    server = Server(build_app(status.ask, lambda: told.starting, parts, Site(hosts)))
+    line = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    line.setblocking(False)
+    status, broker = BrokerStatus(kafka_address), BrokerLine(line)
+    parts = Parts(kafka_address, starting=lambda: broker.starting)
+    server = Server(build_app(status.ask, broker.health, parts, Site(hosts)))
     server.when_stopped = parts.stop
-    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _hear, server, told)
+    asyncio.get_running_loop().add_reader(line.fileno(), _hear, server, line, broker)
     try:
         await server.serve(sockets=[listening])
     finally:
         await parts.close()
         await status.close()
+        line.close()
 
 
-class Told:
-    """What the broker says of itself through the pipe, while it cannot answer otherwise."""
-
-    def __init__(self) -> None:
-        self.starting: str | None = None
-        """Why it gives no answer yet; None once it does."""
-        self._rest = b""
-
-    def feed(self, piece: bytes) -> None:
-        """Take over the last whole line of what has come."""
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        if lines:
-            self.starting = json.loads(lines[-1])["starting"]
-
-
-def _hear(server: Server, told: Told) -> None:
-    piece = os.read(sys.stdin.fileno(), 65536)
+def _hear(server: Server, line: socket.socket, broker: BrokerLine) -> None:
+    piece = line.recv(65536)
     if piece:
-        told.feed(piece)
+        broker.feed(piece)
         return
-    # The pipe is closed: the broker ends, or wants this process to.
-    asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+    # The socket is closed: the broker ends, or wants this process to.
+    asyncio.get_running_loop().remove_reader(line.fileno())
     server.stop()
+
+
+def raise_open_files_limit() -> None:
+    """Let this process have all its connections open at once, as far as the system lets it.
+
+    A process that runs out of descriptors cannot accept the connection of a health check.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def main() -> None:
@@ -113,6 +114,7 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     set_up_logging(options["log_level"], options["log_format"])
     import_lean_kio()
+    raise_open_files_limit()
     uvloop.run(serve(socket.socket(fileno=options["descriptor"]), options["kafka"], options["hosts"]))
 
 

@@ -45,6 +45,14 @@ class Pressure:
             ),
         ]
 
+    def warnings(self) -> list[str]:
+        """What is full now, so that requests are refused."""
+        return [
+            f"{lane.name.lower()} requests are refused: {number} are in progress"
+            for lane, number in zip(Lane, self.requests, strict=True)
+            if number >= self._requests_max[lane]
+        ]
+
     def enter(self, lane: Lane) -> None:
         """Take on a request, or refuse it."""
         number = self.requests[lane]

@@ -37,15 +37,11 @@ class Room:
         told = headers.get(b"content-length")
         if told is not None and told.isdigit():
             self._take(int(told))
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise HungUp
-        data: bytes = message["body"]
-        if message["more_body"]:
-            data = await self._read_on(data, receive)
-        elif len(data) > self._taken:
-            self._take(len(data) - self._taken)
-        return data
+        try:
+            async with asyncio.timeout(BODY_S_MAX):
+                return await self._read_all(receive)
+        except TimeoutError:
+            raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {BODY_S_MAX:g} s") from None
 
     def reserve(self, size: int) -> None:
         """Keep room for an answer that may become so large, or raise `Refused`."""
@@ -63,24 +59,18 @@ class Room:
         self._pressure.give_back(self._lane, self._taken)
         self._taken = 0
 
-    async def _read_on(self, first: bytes, receive: Receive) -> bytes:
-        whole = bytearray(first)
-        try:
-            async with asyncio.timeout(BODY_S_MAX):
-                while True:
-                    if len(whole) > self._taken:
-                        self._take(len(whole) - self._taken)
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise HungUp
-                    whole += message["body"]
-                    if not message["more_body"]:
-                        break
-        except TimeoutError:
-            raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {BODY_S_MAX:g} s") from None
-        if len(whole) > self._taken:
-            self._take(len(whole) - self._taken)
-        return bytes(whole)
+    async def _read_all(self, receive: Receive) -> bytes:
+        whole = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise HungUp
+            body: bytes = message["body"]
+            if len(whole) + len(body) > self._taken:
+                self._take(len(whole) + len(body) - self._taken)
+            if not message["more_body"]:
+                return bytes(whole + body) if whole else body
+            whole += body
 
     def _take(self, size: int) -> None:
         if self._taken + size > BODY_BYTES_MAX:

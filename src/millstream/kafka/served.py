@@ -310,7 +310,7 @@ class Served:
             lag,
             process,
         )
-        yield NodeStatus(
+        self.node_status = NodeStatus(
             parts.node,
             sources,
             parts.clock,
@@ -319,6 +319,7 @@ class Served:
             behind=lambda: replicas_behind(parts.topics.carried()),
             warnings=parts.warnings,
         )
+        yield self.node_status
 
     def _client_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         yield ClientList(self._parts.connections)

@@ -222,7 +222,7 @@ async def test_what_is_not_answered_when_the_gateway_ends_passes_by_itself(parts
         sent.append(message)
 
     parts.publisher.send = wait  # type: ignore[method-assign]
-    app = build_app(wait, parts=parts)
+    app = build_app(wait, wait, parts=parts)
     method = "GET" if path == "/healthz" else "POST"
     scope = {
         "type": "http",

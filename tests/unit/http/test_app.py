@@ -8,6 +8,7 @@ import pytest
 
 from millstream import __version__
 from millstream.http.app import build_app
+from millstream.http.broker_status import STUCK_S, UNREADY_S, Health
 from millstream.model.errors import BrokerUnreachable
 
 STATUS: dict[str, Any] = {
@@ -15,6 +16,7 @@ STATUS: dict[str, Any] = {
     "version": "0.1.0",
     "state": "ready",
     "reasons": [],
+    "warnings": [],
     "metrics": [
         {
             "name": "millstream_bytes_in_total",
@@ -39,9 +41,17 @@ async def unreachable() -> dict[str, Any]:
 
 
 async def get(
-    path: str, ask: Callable[[], Awaitable[dict[str, Any]]], *, method: str = "GET", accept: str = ""
+    path: str,
+    ask: Callable[[], Awaitable[dict[str, Any]]],
+    *,
+    method: str = "GET",
+    accept: str = "",
+    silent_s: float = 0.0,
 ) -> httpx.Response:
-    transport = httpx.ASGITransport(build_app(ask), raise_app_exceptions=False)
+    async def health() -> Health:
+        return Health(await ask(), silent_s)
+
+    transport = httpx.ASGITransport(build_app(ask, health), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
         return await client.request(method, path, headers={"accept": accept})
 
@@ -57,7 +67,10 @@ async def test_the_index_lists_what_is_served() -> None:
 
 async def test_health_is_the_broker_answering() -> None:
     answer = await get("/healthz", answering(reasons=["the node is starting"]))
-    assert (answer.status_code, answer.json()) == (200, {"status": "ok", "node": 7, "version": "0.1.0"})
+    assert (answer.status_code, answer.json()) == (
+        200,
+        {"status": "ok", "node": 7, "version": "0.1.0", "warnings": []},
+    )
     assert answer.headers["cache-control"] == "no-store"
 
 
@@ -74,6 +87,17 @@ async def test_a_silent_broker_is_a_problem(path: str) -> None:
         "instance": path,
         "reasons": ["the broker does not answer: nobody listens on 127.0.0.1:9092"],
     }
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "health", "readiness"), [(UNREADY_S - 1, 200, 200), (UNREADY_S, 200, 503), (STUCK_S, 503, 503)]
+)
+async def test_a_busy_broker_is_alive_and_a_stuck_one_is_not(silent_s: float, health: int, readiness: int) -> None:
+    for path, expected in (("/healthz", health), ("/readyz", readiness)):
+        answer = await get(path, answering(), silent_s=silent_s)
+        assert answer.status_code == expected
+        (said,) = answer.json()["warnings" if expected == 200 else "reasons"]
+        assert said == f"the broker's event loop has not answered for {silent_s:.1f} s"
 
 
 async def test_ready_means_no_reason_against_it() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 import sys
@@ -8,8 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.http import child, supervised_child
+from millstream.http import broker_status, child, supervised_child
+from millstream.http.broker_status import QUESTION, BrokerLine
 from millstream.http.child import HttpChild
+
+STATUS = {"node_id": 7, "version": "0.1.0", "reasons": [], "warnings": []}
 
 # A child that does not look at its standard input.
 DEAF = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -76,13 +80,48 @@ async def test_a_gateway_tells_why_the_broker_does_not_answer_yet(listening: soc
     gateway.tell("499 of 500 logs are recovered")
     while b"499 of 500" not in await get(address, "/healthz"):
         await asyncio.sleep(0.01)
-    gateway.tell(None)
-    while b"the broker does not answer" not in (answer := await get(address, "/healthz")):
+    gateway.serve_status(lambda: STATUS)
+    while not (answer := await get(address, "/healthz")).startswith(b"HTTP/1.1 200"):
         await asyncio.sleep(0.01)
-    assert answer.startswith(b"HTTP/1.1 503")
+    assert b'"node":7' in answer
+    assert b"the broker does not answer" in await get(address, "/metrics")
     await gateway.stop()
     await running
     gateway.tell("nobody hears this")
+
+
+async def test_health_follows_the_status_although_the_kafka_port_is_closed(listening: socket.socket) -> None:
+    address = listening.getsockname()
+    reasons: list[str] = []
+    gateway = HttpChild(listening, "127.0.0.1:1")
+    gateway.serve_status(lambda: {**STATUS, "reasons": reasons})
+    running = asyncio.create_task(gateway.run())
+    assert (await get(address, "/readyz")).startswith(b"HTTP/1.1 200")
+    reasons.extend(f"orders-{partition}: the disk is full" for partition in range(1000))
+    while not (answer := await get(address, "/readyz")).startswith(b"HTTP/1.1 503"):
+        await asyncio.sleep(0.01)
+    assert b"orders-0: the disk is full" in answer
+    assert (await get(address, "/healthz")).startswith(b"HTTP/1.1 200")
+    await gateway.stop()
+    await running
+
+
+async def test_the_last_status_stands_while_a_busy_broker_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_status, "FRESH_S", 0.0)
+    monkeypatch.setattr(broker_status, "HEALTH_S", 0.01)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.settimeout(10)
+        line = BrokerLine(ours)
+        line.feed(json.dumps({"starting": None, "status": STATUS}).encode() + b"\n")
+        first = await line.health()
+        second = await line.health()
+        assert (first.status, second.status) == (STATUS, STATUS)
+        assert 0 < first.silent_s < second.silent_s
+        assert theirs.recv(100) == QUESTION
+        line.feed(json.dumps({"starting": None, "status": {**STATUS, "node_id": 8}}).encode() + b"\n")
+        monkeypatch.setattr(broker_status, "FRESH_S", 60.0)
+        assert await line.health() == ({**STATUS, "node_id": 8}, 0.0)
 
 
 async def get(address: tuple[str, int], path: str) -> bytes:

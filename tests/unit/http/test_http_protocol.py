@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,8 +13,13 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from millstream.http import protocol as bounds
+from millstream.http import room as bodies
 from millstream.http.api import PIECE_BYTES, _send
+from millstream.http.pressure import Pressure
+from millstream.http.problem import Refused
 from millstream.http.protocol import Protocol
+from millstream.http.room import Room
+from millstream.http.route import Lane
 
 WAIT_S = 60.0
 LARGE = 32 * 1024 * 1024
@@ -38,7 +44,14 @@ class Door:
         self.made.append(Protocol(self._config, self._state, {}))
         return self.made[-1]
 
-    async def _app(self, _scope: Any, _receive: Any, send: Any) -> None:
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/body":
+            room = Room(Pressure(), Lane.PUBLISH)
+            try:
+                await room.read(dict(scope["headers"]), receive)
+            except Refused as error:
+                await _send(send, error.status, (b"content-type", b"text/plain"), b"late")
+                return
         await _send(send, 200, (b"content-type", b"text/plain"), b"x" * self.size)
         self.served.set()
 
@@ -147,3 +160,81 @@ async def test_whoever_takes_it_slowly_gets_all_of_it(door: Door) -> None:
         await door.served.wait()
     assert not door.made[0].flow.write_paused
     writer.close()
+
+
+@pytest.mark.parametrize("begun", [b"", b"x"])
+async def test_a_body_that_stalls_is_refused_and_its_connection_freed(
+    door: Door, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(bodies, "BODY_S_MAX", 0.01)
+    monkeypatch.setattr(bounds, "REFUSED_S_MAX", 0.01)
+    reader, writer = await asyncio.open_connection(*door.address)
+    writer.write(b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n" + begun)
+    async with asyncio.timeout(WAIT_S):
+        answer = await reader.readuntil(b"late")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        with suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        while door.made[0] in door.made[0].connections:
+            await asyncio.sleep(0)
+    writer.close()
+
+
+async def test_a_connection_is_kept_if_the_rest_of_a_refused_body_comes(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "BODY_S_MAX", 0.01)
+    reader, writer = await asyncio.open_connection(*door.address)
+    writer.write(b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n")
+    async with asyncio.timeout(WAIT_S):
+        await reader.readuntil(b"late")
+        writer.write(b"0123456789")
+        while door.made[0]._expected is not None:
+            await asyncio.sleep(0)
+        assert door.made[0].timeout_keep_alive_task is not None
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\nxx")
+    writer.close()
+
+
+async def ask(door: Door, path: str) -> bytes:
+    reader, writer = await asyncio.open_connection(*door.address)
+    writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+    async with asyncio.timeout(WAIT_S):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def test_health_is_answered_when_all_connections_are_taken(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(bounds, "SURPLUS_MAX", 2)
+    monkeypatch.setattr(bounds, "STALLED_S", WAIT_S)
+    taken = [await asyncio.open_connection(*door.address) for _ in range(2)]
+    # Silent ones beyond these close each other, so that neither they nor anybody else keeps health out.
+    taken += [await asyncio.open_connection(*door.address) for _ in range(20)]
+    assert (await ask(door, "/healthz?from=probe")).startswith(b"HTTP/1.1 200 ")
+    assert (await ask(door, "/readyz")).startswith(b"HTTP/1.1 200 ")
+    refused = await ask(door, "/")
+    assert refused.startswith(b"HTTP/1.1 503 ")
+    assert b"2 connections are open" in refused
+    assert len(door.made[0].connections) <= 5
+    for _, writer in taken:
+        writer.close()
+
+
+async def test_a_new_connection_takes_the_place_of_a_stalled_one(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "CONNECTIONS_MAX", 1)
+    monkeypatch.setattr(bounds, "STALLED_S", 0.0)
+    reader, stalled = await asyncio.open_connection(*door.address)
+    stalled.write(b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n")
+    async with asyncio.timeout(WAIT_S):
+        while not door.made or door.made[0].cycle is None:
+            await asyncio.sleep(0)
+        other, writer = await asyncio.open_connection(*door.address)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await other.readuntil(b"\r\n\r\nxx")).startswith(b"HTTP/1.1 200 ")
+        with suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    writer.close()
+    stalled.close()

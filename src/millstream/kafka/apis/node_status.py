@@ -97,16 +97,22 @@ class NodeStatus:
         body = msgspec.json.encode(self.snapshot())
         return [response_head(header.api_key, header.version, header.correlation_id, len(body)), body]
 
+    def health(self) -> dict[str, Any]:
+        """The part of the document that health checks need."""
+        return {
+            "node_id": self._node.node_id,
+            "version": __version__,
+            "reasons": self._reasons(),
+            "warnings": list(self._warnings()),
+        }
+
     def snapshot(self) -> dict[str, Any]:
         """The document that the answer carries."""
         node = self._node
         return {
-            "node_id": node.node_id,
+            **self.health(),
             "cluster_id": node.cluster_id,
-            "version": __version__,
             "state": node.state,
-            "reasons": self._reasons(),
-            "warnings": list(self._warnings()),
             "started_ms": node.started_ms,
             "now_ms": self._clock.now_ms(),
             "kafka": node.kafka,
