@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -11,15 +13,21 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from itertools import islice
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
 
+from millstream.records.batch import COMPRESSION_ZSTD
+from millstream.records.record import NewRecord, encode_batch
 from millstream.testing.server import Server
+from millstream.wire.client import Client
 
 PATIENCE_S = 60.0
+MIB = 1024 * 1024
 MESSAGES = "application/vnd.millstream.messages+json"
 CLOUD_EVENT_XML = "application/cloudevents+xml"
 
@@ -395,3 +403,51 @@ def test_a_broker_that_is_busy_for_a_while_is_healthy(start_server: Callable[...
         os.kill(server.pid, signal.SIGCONT)
     while httpx.get(f"http://{server.http}/healthz", timeout=PATIENCE_S).json()["warnings"]:
         pass
+
+
+def gateway_peak_bytes(server: Server) -> int:
+    """The most memory that the gateway's process has had."""
+    for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split():
+        if b"millstream.http.gateway" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+            return int(peak) * 1024
+    raise AssertionError("no gateway runs")
+
+
+def produce_batches(server: Server, topic: str, batches: list[bytes]) -> None:
+    async def produce() -> None:
+        async with Client.connect(server.kafka, client_id="test", timeout_s=PATIENCE_S) as client:
+            for one in batches:
+                await client.produce(topic, 0, one)
+
+    asyncio.run(produce())
+
+
+def test_batches_that_decompress_to_much_stay_within_the_memory_of_the_gateway(
+    start_server: Callable[..., Server], topic: str
+) -> None:
+    server = start_server()
+    large = bytes(encode_batch([NewRecord(None, bytes(120 * MIB))], compression=COMPRESSION_ZSTD))
+    many = bytes(encode_batch([NewRecord(None, b"x" * MIB)] * 50, compression=COMPRESSION_ZSTD))
+    with httpx.Client(base_url=f"http://{server.http}/v1", timeout=PATIENCE_S) as http:
+        publish(http, topic, b"first")
+        before = gateway_peak_bytes(server)
+        produce_batches(server, topic, [large, large, many, large, many])
+        publish(http, topic, b"last")
+        name = subscribe(http, topic, attempts=1)
+        with ThreadPoolExecutor(3) as pool:
+            # One message each, not the whole batch; the one of 120 MiB is not sent over HTTP at all.
+            pulls = [pool.submit(pull, http, name, max=1) for _ in range(3)]
+            pulled = [message for one in pulls for message in one.result()]
+        assert sorted(message["offset"] for message in pulled) == [0, 3, 4]
+        # More are leased than fit into the bytes that are asked for; the rest goes back, and counts as not delivered.
+        (again,) = pull(http, name, max=50, max_bytes=MIB)
+        assert (again["offset"], again["attempt"]) == (5, 1)
+        with http.stream("GET", f"/topics/{topic}/events?from=start") as stream:
+            seen = [json.loads(line[6:])["offset"] for line in islice(data_lines(stream), 102)]
+        assert seen == [0, *range(3, 53), *range(54, 105)]
+        assert gateway_peak_bytes(server) - before < 400 * MIB
+
+
+def data_lines(stream: httpx.Response) -> Iterator[str]:
+    return (line for line in stream.iter_lines() if line.startswith('data: {"id"'))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from millstream.model.errors import CorruptBatch, NotFound, OffsetOutOfRange, UnknownTopic
-from millstream.records.batch import TIMESTAMP_TYPE_FLAG, BatchHeader, check_crc, iterate_whole_headers
+from millstream.records.batch import TIMESTAMP_TYPE_FLAG, BatchHeader, Buffer, check_crc, iterate_whole_headers
 from millstream.records.record import Record, decode_batch
 from millstream.wire.client import Client
 from millstream.wire.cluster_metadata import TopicMetadata
 
 COMPRESSIONS = ("none", "gzip", "snappy", "lz4", "zstd")
 _ONE_BATCH = 1
+
+ReadRecord = Callable[[Buffer, BatchHeader, int], Awaitable[Record | None]]
+"""Reads the record of a batch at an offset, on whatever bounds its user sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,14 @@ class StoredMessage:
         }
 
 
-async def find_message(client: Client, topic: TopicMetadata, partition: int, offset: int) -> StoredMessage:
+async def read_record(batches: Buffer, header: BatchHeader, offset: int) -> Record | None:
+    """Read the record at an offset, or None if the batch has none there."""
+    return next(decode_batch(batches, header, first=offset, last=offset), None)
+
+
+async def find_message(
+    client: Client, topic: TopicMetadata, partition: int, offset: int, *, read_record: ReadRecord = read_record
+) -> StoredMessage:
     """The message at an offset, its batch's checksum checked; `NotFound` says what is there instead."""
     if partition not in topic.partitions:
         raise UnknownTopic(f"topic {topic.name!r} has no partition {partition}; the last is {max(topic.partitions)}")
@@ -72,9 +83,9 @@ async def find_message(client: Client, topic: TopicMetadata, partition: int, off
         if not header.base_offset <= offset <= header.last_offset:
             continue
         check_crc(answer.records, header)
-        for record in decode_batch(answer.records, header):
-            if record.offset == offset:
-                return StoredMessage(record, header)
+        record = await read_record(answer.records, header, offset)
+        if record is not None:
+            return StoredMessage(record, header)
     if offset >= answer.high_watermark:
         raise NotFound(_nothing(where, offset, answer.log_start, answer.high_watermark))
     raise NotFound(f"there is no message at {where}@{offset} any more: compaction has taken it away")

@@ -38,8 +38,16 @@ class Message(NamedTuple):
     record: Record
 
 
+class Fetched(NamedTuple):
+    """What one partition gave, to be read from an offset on."""
+
+    partition: int
+    start: int
+    answer: FetchAnswer
+
+
 class _Polled(NamedTuple):
-    messages: list[Message]
+    fetched: list[Fetched]
     has_moved: bool
     """Whether the node does not lead all that it was asked for."""
 
@@ -103,7 +111,7 @@ class Tailer:
                 return
             before = dict(self._positions)
             for where, answer in (await self._fetch(wanted, limits)).items():
-                for message in self._take(where, answer):
+                for message in _messages(self._take(where, answer)):
                     if message.record.offset < ends[where.partition]:
                         yield message
             if self._positions == before:
@@ -118,7 +126,14 @@ class Tailer:
                     yield message
 
     async def follow_together(self, bytes_max: int = FETCH_BYTES_MAX) -> AsyncGenerator[list[Message], None]:
-        """Every message from here on; those that come together are given together.
+        """Every message from here on; those that come together are given together."""
+        async with aclosing(self.follow_fetched(bytes_max)) as following:
+            async for fetched in following:
+                if messages := [message for one in fetched for message in _messages(one)]:
+                    yield messages
+
+    async def follow_fetched(self, bytes_max: int = FETCH_BYTES_MAX) -> AsyncGenerator[list[Fetched], None]:
+        """Everything from here on, for a caller who reads the batches.
 
         Each node is asked by a poll of its own, so that what one of them has does not wait for the others.
         """
@@ -133,9 +148,9 @@ class Tailer:
                 await asyncio.wait(polls.values(), return_when=asyncio.FIRST_COMPLETED)
                 ended = [leader for leader, poll in polls.items() if poll.done()]
                 polled = [polls.pop(leader).result() for leader in ended]
-                messages = [message for one in polled for message in one.messages]
-                if messages:
-                    yield messages
+                fetched = [each for one in polled for each in one.fetched]
+                if fetched:
+                    yield fetched
                 if any(one.has_moved for one in polled):
                     # Perhaps nobody is elected yet.
                     await asyncio.sleep(_RETRY_S)
@@ -152,8 +167,8 @@ class Tailer:
             return await self._fetch({where: self._positions[where] for where in places}, limits)
 
         answers = await self._patiently(fetch)
-        messages = [message for where, answer in answers.items() for message in self._take(where, answer)]
-        return _Polled(messages, has_moved=len(answers) < len(places))
+        fetched = [self._take(where, answer) for where, answer in answers.items() if answer.records]
+        return _Polled(fetched, has_moved=len(answers) < len(places))
 
     async def _by_leader(self) -> dict[NodeId, list[TopicPartition]]:
         """Whom to ask for which partitions; those that were added since are read from their beginning.
@@ -171,17 +186,13 @@ class Tailer:
             led.setdefault(_NOBODY if known is None else known.leader_id, []).append(where)
         return led
 
-    def _take(self, where: TopicPartition, answer: FetchAnswer) -> list[Message]:
-        at = self._positions[where]
-        messages = [
-            Message(where.partition, record)
-            for record in decode_records(answer.records, aborted=answer.aborted)
-            if record.offset >= at
-        ]
+    def _take(self, where: TopicPartition, answer: FetchAnswer) -> Fetched:
+        """Go on behind an answer."""
+        start = self._positions[where]
         # By the headers, since a batch may end in offsets that hold no record any more.
         for header in iterate_whole_headers(answer.records):
             self._positions[where] = max(self._positions[where], header.next_offset)
-        return messages
+        return Fetched(where.partition, start, answer)
 
     async def _patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Ask; while the broker is away, for example because it restarts, try again for a while."""
@@ -235,3 +246,11 @@ class Tailer:
             if not start <= at <= end:
                 self._note(f"{where}: offset {at} is gone; going on from {start}.")
                 self._positions[where] = Offset(start)
+
+
+def _messages(fetched: Fetched) -> list[Message]:
+    return [
+        Message(fetched.partition, record)
+        for record in decode_records(fetched.answer.records, aborted=fetched.answer.aborted)
+        if record.offset >= fetched.start
+    ]

@@ -7,6 +7,7 @@ own. When one has answered, the others are hung up on, which they take as that n
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
@@ -14,6 +15,8 @@ from typing import Final
 
 import msgspec
 
+from millstream.http.message import message_bytes
+from millstream.http.unpacking import Unpacking, leased_stubs
 from millstream.model.errors import MillstreamError, NotFound, ProtocolViolation, QuotaExceeded, RequestTimedOut
 from millstream.model.ids import NodeId
 from millstream.model.verb import Verb
@@ -21,7 +24,9 @@ from millstream.wire.client import Client
 from millstream.wire.codec import response_body_at
 from millstream.wire.refusal import TRANSIENT, refusal
 from millstream.wire.subscription_messages import RECEIVE_KEY, Receive, ReceiveAnswer
-from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient, leased_messages
+from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
+
+_logger = logging.getLogger(__name__)
 
 NODES_S: Final = 1.0
 """For how long it is not asked again which nodes there are."""
@@ -40,8 +45,9 @@ _encode = msgspec.msgpack.Encoder().encode
 class Leasing:
     """Asks the nodes of one cluster for messages."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, unpacking: Unpacking) -> None:
         self._client = client
+        self._unpacking = unpacking
         self._subscriptions = SubscriptionClient(client)
         self._nodes: list[NodeId] = []
         self._known_until = 0.0
@@ -90,7 +96,8 @@ class Leasing:
         is_wanted = False
         try:
             for node in asked:
-                left, left_bytes = request.max_records - len(messages), request.max_bytes - _size(messages)
+                taken = sum(message_bytes(one.record) for one in messages)
+                left, left_bytes = request.max_records - len(messages), request.max_bytes - taken
                 if left <= 0 or left_bytes <= 0:
                     break
                 rest = msgspec.structs.replace(request, max_records=left, max_bytes=left_bytes)
@@ -163,7 +170,29 @@ class Leasing:
             raise _refused(answer, request.subscription)
         if (held_back := answer.held_back) is not None:
             raise held_back
-        return leased_messages(node, answer)
+        return await self._unpack(node, request, answer)
+
+    async def _unpack(self, node: NodeId, request: Receive, answer: ReceiveAnswer) -> list[LeasedMessage]:
+        """Read what was leased, up to the bytes asked for; return the rest, and release what cannot be read."""
+        name, worker = request.subscription, request.worker
+        try:
+            leased = await self._unpacking.read_leased(node, answer, request.max_bytes)
+        except BaseException:
+            await self.give_back(name, worker, leased_stubs(node, answer))
+            raise
+        try:
+            await self.give_back(name, worker, leased.surplus)
+            for message, reason in leased.unreadable:
+                extra = {"subscription": name, "partition": f"{message.topic}-{message.partition}"}
+                _logger.warning(
+                    "a message cannot be delivered: %s", reason, extra={**extra, "offset": message.record.offset}
+                )
+                with suppress(MillstreamError):
+                    await self._subscriptions.settle(name, worker, [message], Verb.RELEASE, reason=reason)
+        except BaseException:
+            await self.give_back(name, worker, leased.messages)
+            raise
+        return leased.messages
 
     async def _all_nodes(self) -> list[NodeId]:
         now = asyncio.get_running_loop().time()
@@ -171,10 +200,6 @@ class Leasing:
             self._nodes = sorted((await self._client.metadata(())).nodes)
             self._known_until = now + NODES_S
         return self._nodes
-
-
-def _size(messages: Sequence[LeasedMessage]) -> int:
-    return sum(len(one.record.key or b"") + len(one.record.value or b"") for one in messages)
 
 
 def _refused(answer: ReceiveAnswer, subscription: str) -> MillstreamError:

@@ -12,6 +12,11 @@ from millstream.model.message_id import message_id
 from millstream.records.record import Headers, Record
 
 _RAW = msgspec.json.Decoder(msgspec.Raw)
+_CONTROLS = bytes(range(0x20))
+_ESCAPED_BYTES = 6
+"""What JSON makes of a control character."""
+_MEMBERS_BYTES = 1024
+"""What a message's document takes beside its key, its value and its headers, about."""
 
 
 class ReceivedMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -42,6 +47,30 @@ class LeasedDocument(ReceivedMessage, frozen=True, kw_only=True, omit_defaults=T
     """What to settle it with, at any node."""
     attempt: int
     deadline: str
+
+
+def message_bytes(record: Record) -> int:
+    """What the contents of a message take: its key, its value and its headers."""
+    headers = sum(len(name) + len(value or b"") for name, value in record.headers)
+    return len(record.key or b"") + len(record.value or b"") + headers
+
+
+def document_bytes(record: Record) -> int:
+    """What a message takes as JSON at most: control characters are escaped, what is no text is encoded."""
+    contents = [record.key, record.value, *(value for _, value in record.headers)]
+    names = sum(_ESCAPED_BYTES * len(name) for name, _ in record.headers)
+    return _MEMBERS_BYTES + names + sum(_json_bytes(one) for one in contents if one)
+
+
+def held_bytes(record: Record) -> int:
+    """What a message takes in memory until it is sent: its contents, as bytes and as text, and its document, twice."""
+    return 2 * (message_bytes(record) + document_bytes(record))
+
+
+def _json_bytes(content: bytes) -> int:
+    controls = len(content) - len(content.translate(None, _CONTROLS))
+    quoted = content.count(b'"') + content.count(b"\\")
+    return max(len(content) + (_ESCAPED_BYTES - 1) * controls + quoted, 4 * len(content) // 3 + 4)
 
 
 def members_of(topic: str, topic_id: object, partition: int, record: Record) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from millstream.http.leasing import Leasing
 from millstream.http.pressure import REQUESTS_MAX, Pressure
 from millstream.http.problem import RETRY_S, Refused
 from millstream.http.route import Lane
+from millstream.http.unpacking import Unpacking
 from millstream.wire.client import Client
 from millstream.wire.subscriptions import SubscriptionClient
 
@@ -39,7 +40,8 @@ class Parts:
         self.reading = _connect(kafka_address)
         self.publisher = Publisher(self.publishing, timeout_s=PUBLISH_S)
         self.subscriptions = SubscriptionClient(self.client)
-        self.leasing = Leasing(self.client)
+        self.unpacking = Unpacking()
+        self.leasing = Leasing(self.client, self.unpacking)
         self.pressure = pressure or Pressure()
         self.stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -66,6 +68,7 @@ class Parts:
     async def close(self) -> None:
         """Let what was published become acknowledged, then close all connections."""
         self.stop()
+        self.unpacking.close()
         await self.publisher.close()
         for client in (self.publishing, self.reading, self.client):
             await client.close()

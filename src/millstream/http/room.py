@@ -48,11 +48,13 @@ class Room:
         self._pressure.take(self._lane, size)
         self._taken += size
 
-    def shrink(self, size: int) -> None:
-        """The answer is known, and takes no more than this."""
-        if size < self._taken:
+    def resize(self, size: int) -> None:
+        """Keep exactly so much room from now on, or raise `Refused` and keep what there was."""
+        if size > self._taken:
+            self._pressure.take(self._lane, size - self._taken)
+        else:
             self._pressure.give_back(self._lane, self._taken - size)
-            self._taken = size
+        self._taken = size
 
     def release(self) -> None:
         """The request is answered."""

@@ -46,6 +46,15 @@ _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _INT32_MAX = 2**31 - 1
 
 
+class OversizedRecord(Exception):
+    """A record is larger than its reader takes; nothing of it was copied."""
+
+    def __init__(self, offset: int, size: int) -> None:
+        super().__init__(f"the record at offset {offset} takes {size} bytes")
+        self.offset = offset
+        self.size = size
+
+
 class NewRecord(NamedTuple):
     """A record to be written; the batch gives it its offset."""
 
@@ -138,10 +147,12 @@ def decode_batch(
     decompressed_bytes_max: int = DECOMPRESSED_BYTES_MAX,
     first: int = _INT64_MIN,
     last: int = _INT64_MAX,
+    record_bytes_max: int = _INT32_MAX,
 ) -> Iterator[Record]:
     """Yield the records of one batch, decompressing it; the CRC is the caller's job.
 
-    With `first` and `last`, others are stepped over, which costs little, or not looked at.
+    With `first` and `last`, others are stepped over, which costs little, or not looked at. Raise `OversizedRecord` for
+    one of these that is larger than `record_bytes_max`.
     """
     check_offsets(header)
     section = memoryview(buffer)[header.position + HEADER_BYTES : header.end_position]
@@ -168,6 +179,8 @@ def decode_batch(
         delta_before = offset_delta
         if header.base_offset + offset_delta > last:
             return
+        if end - reader.position > record_bytes_max and header.base_offset + offset_delta >= first:
+            raise OversizedRecord(header.base_offset + offset_delta, end - reader.position)
         record = Record(
             Offset(header.base_offset + offset_delta),
             _timestamp(header.base_timestamp_ms + timestamp_delta) if append_time_ms is None else append_time_ms,

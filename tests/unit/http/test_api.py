@@ -152,9 +152,10 @@ async def test_those_who_wait_take_no_room_from_publishers(parts: Parts) -> None
     with pytest.raises(Refused):
         Room(parts.pressure, Lane.WAIT).reserve(1)
     publishing.reserve(1000)
-    waiting.shrink(10)
-    waiting.shrink(200)
+    waiting.resize(10)
     Room(parts.pressure, Lane.WAIT).reserve(990)
+    with pytest.raises(Refused):
+        waiting.resize(11)
     publishing.release()
     waiting.release()
     assert parts.pressure.bytes == [0, 990, 0]

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from millstream.http.leasing import Leasing
+from millstream.http.unpacking import Unpacking
 from millstream.model.errors import BrokerUnreachable, NotFound, QuotaExceeded, RequestTimedOut
 from millstream.records.record import NewRecord, encode_batch
 from millstream.wire.client import Client
@@ -93,7 +94,7 @@ class Cluster:
 
 
 def leasing(cluster: Cluster) -> Leasing:
-    return Leasing(cast("Client", cluster))
+    return Leasing(cast("Client", cluster), Unpacking())
 
 
 def request(**changes: int) -> Receive:

@@ -12,21 +12,29 @@ import msgspec
 from msgspec import Meta
 
 from millstream.admin.position import HELP, parse_position
-from millstream.admin.tailer import Message, Tailer
+from millstream.admin.tailer import Fetched, Tailer
 from millstream.admin.topics import find_topic, offsets_at
 from millstream.http.event_stream import event
-from millstream.http.message import one_line, received
+from millstream.http.message import held_bytes, one_line, received
 from millstream.http.parts import Parts
-from millstream.http.problem import invalid, problem_document, refusal_of
+from millstream.http.problem import RETRY_S, Refused, invalid, problem_document, refusal_of
+from millstream.http.room import Room
 from millstream.http.route import Asked, Lane, Nothing, Route, Streamed
 from millstream.http.routes.pulling import WorkerName, leased, receive_until
-from millstream.model.errors import MillstreamError, QuotaExceeded
+from millstream.http.unpacking import Slice, Span
+from millstream.model.errors import CorruptBatch, MillstreamError, QuotaExceeded
+from millstream.records.aborted_batches import AbortedBatches
+from millstream.records.batch import check_crc, iterate_whole_headers
+from millstream.records.record import Record
 from millstream.wire.cluster_metadata import TopicMetadata
 from millstream.wire.fetching import READ_COMMITTED
 from millstream.wire.subscription_messages import Receive
 
 READ_BYTES: Final = 256 * 1024
 """What one stream reads at once."""
+
+SLICE_BYTES: Final = 4 * 1024 * 1024
+"""What one stream takes at once of a batch that decompresses to much."""
 
 PIECE_BYTES: Final = 32 * 1024
 PATIENCE_S: Final = 30.0
@@ -69,7 +77,8 @@ async def listen(parts: Parts, asked: Asked[Listen, Nothing]) -> Streamed:
     else:
         position = parse_position(asked.query.start)
         starts = await offsets_at(parts.client, topic.name, list(topic.partitions), position, isolation=READ_COMMITTED)
-    return Streamed(_told(_published(parts, topic, starts), f"/v1/topics/{topic.name}/events"))
+    pieces = _published(parts, topic, starts, asked.room)
+    return Streamed(_told(pieces, f"/v1/topics/{topic.name}/events"))
 
 
 async def consume(parts: Parts, asked: Asked[Consume, Nothing]) -> Streamed:
@@ -79,11 +88,13 @@ async def consume(parts: Parts, asked: Asked[Consume, Nothing]) -> Streamed:
     request = Receive(name, worker, asked.query.max, READ_BYTES, WAIT_MS)
     # Asked once before, so that a subscription that is not there is a problem and no stream.
     await parts.subscriptions.describe([name])
-    pieces = _leased(parts, request, asked.gone)
+    pieces = _leased(parts, request, asked.gone, asked.room)
     return Streamed(_told(pieces, f"/v1/subscriptions/{name}/events"))
 
 
-async def _published(parts: Parts, topic: TopicMetadata, starts: Mapping[int, int]) -> AsyncGenerator[bytes, None]:
+async def _published(
+    parts: Parts, topic: TopicMetadata, starts: Mapping[int, int], room: Room
+) -> AsyncGenerator[bytes, None]:
     notes: list[str] = []
     tailer = Tailer(
         parts.reading,
@@ -95,32 +106,74 @@ async def _published(parts: Parts, topic: TopicMetadata, starts: Mapping[int, in
         note=notes.append,
     )
     places = dict(starts)
-    async with aclosing(tailer.follow_together(READ_BYTES)) as following:
-        async for messages in following:
-            for note in notes:
-                yield event("note", _encode({"detail": note}))
-            notes.clear()
-            for piece in _pieces(_events(topic, messages, places)):
-                yield piece
+    async with aclosing(tailer.follow_fetched(READ_BYTES)) as following:
+        async for fetched in following:
+            for one in fetched:
+                async with aclosing(_records(parts, topic, one, room, notes)) as reading:
+                    async for records in reading:
+                        for note in notes:
+                            yield event("note", _encode({"detail": note}))
+                        notes.clear()
+                        for piece in _pieces(_events(topic, one.partition, records, places)):
+                            yield piece
 
 
-def _events(topic: TopicMetadata, messages: list[Message], places: dict[int, int]) -> Iterable[bytes]:
-    for at, (partition, record) in enumerate(messages, 1):
+async def _records(
+    parts: Parts, topic: TopicMetadata, fetched: Fetched, room: Room, notes: list[str]
+) -> AsyncGenerator[list[Record], None]:
+    """What one partition gave, some records at a time, each when there is room for them."""
+    batches, left_out = fetched.answer.records, AbortedBatches(fetched.answer.aborted)
+    for header in iterate_whole_headers(batches):
+        start = max(fetched.start, header.base_offset)
+        if left_out.holds(header.last_offset, header.attributes, header.producer_id) or header.is_control:
+            continue
+        while start <= header.last_offset:
+            try:
+                check_crc(batches, header)
+                found = await parts.unpacking.read(
+                    batches,
+                    header,
+                    [Span(start, header.next_offset)],
+                    READ_BYTES,
+                    large_bytes_max=SLICE_BYTES,
+                )
+            except CorruptBatch as error:
+                found = Slice([], header.next_offset, str(error))
+            try:
+                room.resize(READ_BYTES + sum(map(held_bytes, found.records)))
+            except Refused:
+                # Read again when others have been sent what they wait for.
+                del found
+                await asyncio.sleep(RETRY_S)
+                continue
+            if found.oversized:
+                notes.append(f"{topic.name}-{fetched.partition} from offset {start}: {found.oversized}; left out")
+            yield found.records
+            start = found.next_offset
+            room.resize(READ_BYTES)
+
+
+def _events(topic: TopicMetadata, partition: int, records: list[Record], places: dict[int, int]) -> Iterable[bytes]:
+    for at, record in enumerate(records, 1):
         places[partition] = record.offset + 1
-        is_told = at == len(messages) or len(places) <= PARTITIONS_NAMED_MAX
+        is_told = at == len(records) or len(places) <= PARTITIONS_NAMED_MAX
         event_id = ",".join(f"{index}:{offset}" for index, offset in places.items()) if is_told else None
         document = _encode(received(topic.name, topic.topic_id, partition, record))
         yield event("message", one_line(document), event_id)
 
 
-async def _leased(parts: Parts, request: Receive, gone: asyncio.Future[None] | None) -> AsyncGenerator[bytes, None]:
+async def _leased(
+    parts: Parts, request: Receive, gone: asyncio.Future[None] | None, room: Room
+) -> AsyncGenerator[bytes, None]:
     while not parts.stopping.done() and (gone is None or not gone.done()):
         try:
             left = await receive_until(parts, request, gone)
         except QuotaExceeded:
             # The broker has kept this waiting for as long as it could.
             continue
+        is_refused = False
         try:
+            room.resize(READ_BYTES + sum(held_bytes(one.record) for one in left))
             while left:
                 piece, count = b"", 0
                 while count < len(left) and len(piece) < PIECE_BYTES:
@@ -128,8 +181,14 @@ async def _leased(parts: Parts, request: Receive, gone: asyncio.Future[None] | N
                     count += 1
                 yield piece
                 del left[:count]
+        except Refused:
+            is_refused = True
         finally:
             await parts.leasing.give_back(request.subscription, request.worker, left)
+        room.resize(READ_BYTES)
+        if is_refused:
+            # Leased again when others have been sent what they wait for.
+            await asyncio.sleep(RETRY_S)
 
 
 async def _told(pieces: AsyncGenerator[bytes, None], path: str) -> AsyncGenerator[bytes, None]:

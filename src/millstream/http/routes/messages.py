@@ -8,7 +8,7 @@ import msgspec
 
 from millstream.admin.stored_message import find_message
 from millstream.admin.topics import find_topic
-from millstream.http.message import ReceivedMessage, members_of
+from millstream.http.message import ReceivedMessage, held_bytes, members_of
 from millstream.http.parts import Parts
 from millstream.http.route import Asked, Nothing, Route
 
@@ -43,7 +43,10 @@ async def show(parts: Parts, asked: Asked[Nothing, Nothing]) -> StoredDocument:
     """The message at an offset."""
     topic = await find_topic(parts.client, asked.path["topic"])
     partition = asked.path["partition"]
-    stored = await find_message(parts.reading, topic, partition, asked.path["offset"])
+    stored = await find_message(
+        parts.reading, topic, partition, asked.path["offset"], read_record=parts.unpacking.read_one
+    )
+    asked.room.resize(held_bytes(stored.record))
     return StoredDocument(
         timestamp_type=stored.timestamp_type,
         batch=msgspec.convert(stored.batch_document(), BatchDescription),

@@ -11,9 +11,9 @@ from msgspec import Meta
 
 from millstream.admin.message_document import utc
 from millstream.http.lease_token import read_token, token_of
-from millstream.http.message import LeasedDocument, members_of
+from millstream.http.message import LeasedDocument, held_bytes, members_of
 from millstream.http.parts import Parts
-from millstream.http.problem import invalid, status_of
+from millstream.http.problem import Refused, invalid, status_of
 from millstream.http.route import Asked, Lane, Nothing, Route
 from millstream.http.settling import Verdict, settle
 from millstream.model.errors import MillstreamError
@@ -26,8 +26,6 @@ WAIT_MS_MAX: Final = 60_000
 PULL_BYTES: Final = 256 * 1024
 PULL_BYTES_MAX: Final = 8 * 1024 * 1024
 SETTLE_MAX: Final = 1000
-MEMBERS_BYTES: Final = 1024
-"""What a message takes beside its key, its value and its headers, about."""
 DELAY_MS_MAX: Final = 366 * 24 * 3600 * 1000
 
 Token = Annotated[str, Meta(min_length=1, max_length=2000)]
@@ -105,18 +103,12 @@ async def pull(parts: Parts, asked: Asked[Nothing, Pull]) -> PulledMessages:
     asked.room.reserve(wanted.max_bytes)
     request = Receive(name, worker, wanted.max, wanted.max_bytes, wanted.wait_ms)
     messages = await receive_until(parts, request, asked.gone)
-    asked.room.shrink(sum(map(_size, messages)))
+    try:
+        asked.room.resize(sum(held_bytes(message.record) for message in messages))
+    except Refused:
+        await parts.leasing.give_back(name, worker, messages)
+        raise
     return PulledMessages([leased(message, worker) for message in messages])
-
-
-def _size(message: LeasedMessage) -> int:
-    record = message.record
-    return (
-        MEMBERS_BYTES
-        + len(record.key or b"")
-        + len(record.value or b"")
-        + sum(len(value or b"") for _, value in record.headers)
-    )
 
 
 async def receive_until(parts: Parts, request: Receive, gone: asyncio.Future[None] | None) -> list[LeasedMessage]:

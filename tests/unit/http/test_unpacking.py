@@ -1,0 +1,109 @@
+"""Messages out of batches: no more than was asked for, and nothing that is too large to be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from millstream.http import unpacking as bounds
+from millstream.http.unpacking import Leased, Span, Unpacking
+from millstream.model.errors import CorruptBatch
+from millstream.records.batch import (
+    COMPRESSION_GZIP,
+    COMPRESSION_LZ4,
+    COMPRESSION_NONE,
+    COMPRESSION_SNAPPY,
+    COMPRESSION_ZSTD,
+    BatchHeader,
+    iterate_whole_headers,
+)
+from millstream.records.record import NewRecord, encode_batch
+from millstream.wire.subscription_messages import LeasedRange, PartitionMessages, ReceiveAnswer
+
+CODECS = (COMPRESSION_NONE, COMPRESSION_GZIP, COMPRESSION_SNAPPY, COMPRESSION_LZ4, COMPRESSION_ZSTD)
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def unpacking() -> Iterator[Unpacking]:
+    made = Unpacking()
+    yield made
+    made.close()
+
+
+def batch(values: Sequence[bytes], codec: int = COMPRESSION_NONE, base_offset: int = 0) -> bytes:
+    return bytes(encode_batch([NewRecord(None, one) for one in values], base_offset=base_offset, compression=codec))
+
+
+def header_of(batches: bytes) -> BatchHeader:
+    return next(iter(iterate_whole_headers(batches)))
+
+
+def answer(batches: bytes, *leases: tuple[int, int]) -> ReceiveAnswer:
+    ranges = [LeasedRange(first, last, 1, 1000) for first, last in leases]
+    return ReceiveAnswer(0, None, [PartitionMessages("t", bytes(16), 0, ranges, batches)])
+
+
+def offsets(leased: Leased) -> tuple[list[int], list[int], list[int]]:
+    return (
+        [one.record.offset for one in leased.messages],
+        [one.record.offset for one in leased.surplus],
+        [one.record.offset for one, _ in leased.unreadable],
+    )
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("size", [10, 200_000])
+async def test_only_leased_messages_come_up_to_the_bytes_asked_for(unpacking: Unpacking, codec: int, size: int) -> None:
+    # The larger ones decompress to more than is read on the loop.
+    batches = batch([bytes([at]) * size for at in range(10)], codec) + batch([b"x" * size] * 3, codec, base_offset=10)
+    leased = await unpacking.read_leased(None, answer(batches, (2, 3), (5, 8), (11, 12)), 3 * size)
+    assert offsets(leased) == ([2, 3, 5], [6, 7, 8, 11, 12], [])
+    assert [one.record.value for one in leased.messages] == [bytes([at]) * size for at in (2, 3, 5)]
+
+
+async def test_the_first_message_comes_however_large(unpacking: Unpacking) -> None:
+    leased = await unpacking.read_leased(None, answer(batch([b"x" * 1000] * 3), (0, 2)), 1)
+    assert offsets(leased) == ([0], [1, 2], [])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("large", [b"x" * 4 * MIB, b"\0" * MIB], ids=["as it is", "as JSON"])
+async def test_a_message_too_large_for_http_keeps_nobody_from_the_others(
+    unpacking: Unpacking, monkeypatch: pytest.MonkeyPatch, codec: int, large: bytes
+) -> None:
+    monkeypatch.setattr(bounds, "MESSAGE_BYTES_MAX", 2 * MIB)
+    leased = await unpacking.read_leased(None, answer(batch([b"a", large, b"b"], codec), (0, 2)), MIB)
+    assert offsets(leased) == ([0, 2], [], [1])
+    assert "more than the 2097152 that are sent over HTTP" in leased.unreadable[0][1]
+
+
+async def test_a_damaged_batch_keeps_nobody_from_the_others(unpacking: Unpacking) -> None:
+    good, bad = batch([b"a"]), bytearray(batch([b"b", b"c"], base_offset=1))
+    bad[-1] ^= 1
+    leased = await unpacking.read_leased(None, answer(good + bytes(bad), (0, 2)), MIB)
+    assert offsets(leased) == ([0], [], [1, 2])
+
+
+async def test_a_batch_that_decompresses_to_too_much_is_not_read(
+    unpacking: Unpacking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "DECOMPRESSED_BYTES_MAX", 4 * MIB)
+    batches = batch([bytes(MIB)] * 5, COMPRESSION_ZSTD)
+    leased = await unpacking.read_leased(None, answer(batches, (0, 4)), MIB)
+    assert offsets(leased) == ([], [], [0, 1, 2, 3, 4])
+    with pytest.raises(CorruptBatch):
+        await unpacking.read(batches, header_of(batches), [Span(0, 5)], MIB)
+
+
+async def test_a_large_batch_is_read_in_slices(unpacking: Unpacking) -> None:
+    values = [b"%d" % at * 20 for at in range(6000)]
+    batches = batch(values, COMPRESSION_ZSTD)
+    header, start, found = header_of(batches), 0, []
+    while start <= header.last_offset:
+        piece = await unpacking.read(batches, header, [Span(start, header.next_offset)], 50_000)
+        assert sum(len(one.value or b"") for one in piece.records) <= 50_000
+        found += [one.value for one in piece.records]
+        start = piece.next_offset
+    assert found == values
