@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from email.utils import formatdate
+from ipaddress import IPv4Address, IPv6Address
 from time import time
 from typing import Any
 from uuid import UUID
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.http.push.address import Addresses, is_public
+from millstream.http.push.address import SPECIAL_IPV4, SPECIAL_IPV6, Addresses, is_public
 from millstream.http.push.endpoint import DOWN_AFTER, REST_S_MAX, REST_S_MIN, Endpoint
 from millstream.http.push.event import Content, content_of
 from millstream.http.push.signature import signature
@@ -125,6 +126,22 @@ def test_secrets_are_not_shown() -> None:
         "::ffff:10.0.0.1",
         "64:ff9b::a00:1",
         "2002:7f00:1::",
+        "192.0.0.1",
+        "192.0.0.192",
+        "168.63.129.16",
+        "198.18.0.1",
+        "240.0.0.1",
+        "::10.0.0.1",
+        "::8.8.8.8",
+        "::ffff:0:10.0.0.1",
+        "64:ff9b:1::a00:1",
+        "64:ff9b:1:ffff:ffff:ffff:808:808",
+        "fec0::1",
+        "2001:0:4136:e378:8000:63bf:f5ff:fffe",
+        "2606:4700::5efe:10.0.0.1",
+        "2606:4700::200:5efe:169.254.169.254",
+        "3fff::1",
+        "4000::1",
         "no address",
     ],
 )
@@ -135,6 +152,26 @@ def test_addresses_that_only_the_node_can_reach(address: str) -> None:
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
 def test_addresses_that_anybody_can_reach(address: str) -> None:
     assert is_public(address)
+
+
+SPECIAL = [*SPECIAL_IPV4, *SPECIAL_IPV6]
+
+
+@given(st.sampled_from(SPECIAL).flatmap(lambda network: st.ip_addresses(network=network)))
+def test_no_special_address_is_public_however_it_is_carried(address: IPv4Address | IPv6Address) -> None:
+    assert not is_public(str(address))
+    if isinstance(address, IPv4Address):
+        for prefix in ("::ffff:0:0", "64:ff9b::", "64:ff9b:1::", "::", "::ffff:0:0:0", "2606:4700::5efe:0:0"):
+            assert not is_public(str(IPv6Address(int(IPv6Address(prefix)) + int(address))))
+        assert not is_public(str(IPv6Address((0x2002 << 112) + (int(address) << 80))))
+
+
+@given(st.ip_addresses(v=4))
+def test_an_address_is_public_only_if_python_knows_of_nothing_special(address: IPv4Address) -> None:
+    if not address.is_global or address.is_multicast or address.is_reserved:
+        assert not is_public(str(address))
+    else:
+        assert is_public(str(address)) or any(address in network for network in SPECIAL_IPV4)
 
 
 async def test_a_name_is_looked_up_and_only_what_was_checked_is_used(
