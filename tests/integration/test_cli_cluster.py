@@ -153,7 +153,7 @@ def test_a_cluster_outlives_all_its_nodes_until_they_are_started_by_hand(up: Cal
 
 
 def test_without_an_etcd_to_start_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> Path:
+    def missing(given: str = "") -> Path:
         raise LocalServerFailed("no etcd is on the PATH")
 
     monkeypatch.setattr(cluster_up, "find_etcd", missing)

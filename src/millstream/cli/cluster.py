@@ -37,6 +37,15 @@ Etcd = Annotated[
     str,
     typer.Option("--etcd", metavar="URL[,...]", help="An etcd that is there. Default: start one.", show_default=False),
 ]
+EtcdBinary = Annotated[
+    str,
+    typer.Option(
+        "--etcd-binary",
+        metavar="FILE",
+        help="The etcd to start, 3.5.6 or later. Default: the one on the PATH, else the one of the package.",
+        show_default=False,
+    ),
+]
 CatalogUrl = Annotated[
     str,
     typer.Option(
@@ -83,6 +92,7 @@ def up(
     nodes: Nodes = 3,
     data: Data = Path("millstream-cluster"),
     etcd: Etcd = "",
+    etcd_binary: EtcdBinary = "",
     catalog: CatalogUrl = "",
     cluster: ClusterName = "millstream",
     kafka_port: KafkaPort = None,
@@ -105,6 +115,7 @@ def up(
         data=data.absolute(),
         name=cluster,
         etcd=etcd,
+        etcd_binary=etcd_binary,
         catalog=catalog,
         kafka_port=first_port(DEFAULT_KAFKA_PORT, nodes) if kafka_port is None else kafka_port,
         http_port=first_port(DEFAULT_HTTP_PORT, nodes) if http_port is None else http_port,

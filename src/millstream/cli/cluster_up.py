@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from millstream.cli.exit_code import CommandFailed
-from millstream.cli.local_etcd import LocalEtcd, find_etcd
+from millstream.cli.local_etcd import LocalEtcd, etcd_warning, find_etcd
 from millstream.cli.local_postgres import LocalPostgres, find_postgres
 from millstream.cli.local_process import LocalProcess, is_free
 from millstream.cli.output import print_note
 from millstream.config import ENVIRONMENT_PREFIX
+from millstream.log.folder import make_private
 from millstream.model.errors import DataFolderInUse, MillstreamError
 
 READY_S_MAX = 90.0
@@ -49,6 +50,8 @@ class Plan:
     etcd: str = ""
     catalog: str = ""
     """Addresses of servers that are there already; empty means one of our own."""
+    etcd_binary: str = ""
+    """The program of our own etcd; empty means the one that is found."""
     kafka_port: int = 0
     http_port: int = 0
     """Of the first node, the others count up from it; 0 picks free ports."""
@@ -136,15 +139,21 @@ class LocalCluster:
                 print_note(f"{what}; etcd and PostgreSQL stop under it now, so stop it too")
 
     def _start(self) -> None:
+        program = None
         if not self.etcd:
             # Before anything is made: without the programs there is nothing to start.
-            find_etcd()
+            program = find_etcd(self._plan.etcd_binary)
+            if (warning := etcd_warning(program)) is not None:
+                print_note(f"warning: {warning}")
         if not self.catalog:
             find_postgres()
-        self._plan.data.mkdir(parents=True, exist_ok=True)
+        self._plan.data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self._plan.data)
         self._lock = self._stack.enter_context(_locked(self._plan.data))
         if not self.etcd:
-            etcd = self._stack.enter_context(LocalEtcd(self._plan.data / "etcd", keep=(self._lock,)))
+            etcd = LocalEtcd(self._plan.data / "etcd", keep=(self._lock,))
+            etcd.program = program
+            self._stack.enter_context(etcd)
             self.etcd = etcd.url
             self._note(etcd.process)
         if not self.catalog:

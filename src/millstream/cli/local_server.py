@@ -36,7 +36,7 @@ class LocalServer(ABC):
 
     def start(self) -> Self:
         """Start it, on new data if there are none, and wait until it answers."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self.port:
             self._held = HeldPort()
             self.port = self._held.number

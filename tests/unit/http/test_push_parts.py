@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from email.utils import formatdate
-from ipaddress import IPv4Address, IPv6Address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from time import time
 from typing import Any
 from uuid import UUID
@@ -154,7 +154,7 @@ def test_addresses_that_anybody_can_reach(address: str) -> None:
     assert is_public(address)
 
 
-SPECIAL = [*SPECIAL_IPV4, *SPECIAL_IPV6]
+SPECIAL: list[IPv4Network | IPv6Network] = [*SPECIAL_IPV4, *SPECIAL_IPV6]
 
 
 @given(st.sampled_from(SPECIAL).flatmap(lambda network: st.ip_addresses(network=network)))
