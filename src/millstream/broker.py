@@ -30,7 +30,7 @@ from millstream.cluster.topics import Topics
 from millstream.config import Config, parse_address
 from millstream.kafka.dispatch import Dispatch
 from millstream.log.files import DiskFiles, Files
-from millstream.log.folder import CLEAN_STOP_NAME, LOCK_NAME, PARTITIONS_NAME
+from millstream.log.folder import CLEAN_STOP_NAME, LOCK_NAME, PARTITIONS_NAME, make_private
 from millstream.log.store import LogStore
 from millstream.model.clock import Clock, SystemClock
 from millstream.model.errors import AddressTaken, ClusterMismatch, InvalidSetting, MillstreamError
@@ -220,6 +220,7 @@ class Broker:
             retention_check_ms=config.retention_check_ms,
         )
         self._store = store
+        make_private(Path(self._data))
         store.when_recovering(lambda done, left: self._tell(f"{done} of {done + left} logs are recovered"))
         undo.push_async_callback(store.close)
         self._supervise("log store", store.run())

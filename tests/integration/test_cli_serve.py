@@ -215,3 +215,21 @@ def test_a_gateway_that_dies_is_started_again_and_stops_with_its_broker(start_se
     assert server.stop() == 0
     assert not second.is_running()
     assert (server.data / "clean-stop").exists()
+
+
+def open_to_others(folder: Path) -> list[str]:
+    return [str(path) for path in (folder, *folder.rglob("*")) if path.lstat().st_mode & 0o077]
+
+
+def test_the_data_folder_is_for_its_own_user_only(start_server: StartServer) -> None:
+    server = start_server()
+    until_healthy(server)
+    httpx.post(f"http://{server.http}/v1/topics/orders/messages", content=b"hello", timeout=DEADLINE_S)
+    assert (server.data / "catalog.sqlite").exists()
+    assert open_to_others(server.data) == []
+    server.stop()
+    server.data.chmod(0o755)
+    (server.data / "catalog.sqlite").chmod(0o644)
+    server.start()
+    assert open_to_others(server.data) == []
+    assert "took the rights of other users away" in server.log.read_text()

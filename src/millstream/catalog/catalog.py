@@ -110,6 +110,9 @@ class Catalog:
     def open_folder(cls, data: Path) -> Catalog:
         """Open the embedded catalog of a data folder, creating it in a new one."""
         path = data / CATALOG_NAME
+        if not path.exists():
+            # Push secrets are in it. SQLite gives what it writes beside the catalog the same mode.
+            path.touch(mode=0o600)
         catalog = cls(f"sqlite:///{path}", reserve=data / "catalog.reserve")
         try:
             catalog.prepare()

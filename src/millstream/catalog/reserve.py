@@ -23,7 +23,8 @@ class Reserve:
         # A disk without room for the reserve is no reason to stop; the next change tries again.
         with suppress(OSError):
             try:
-                with self._path.open("xb") as file:
+                self._path.touch(mode=0o600, exist_ok=False)
+                with self._path.open("r+b") as file:
                     file.write(bytes(RESERVE_BYTES))
                     file.flush()
                     os.fsync(file.fileno())

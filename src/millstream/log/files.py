@@ -103,7 +103,7 @@ class DiskFiles:
     def open(self, path: str, /, *, create: bool = False) -> int:
         """Open a file for reading and writing; make it when asked to."""
         flags = os.O_RDWR | os.O_CLOEXEC
-        return os.open(path, flags | os.O_CREAT if create else flags, 0o644)
+        return os.open(path, flags | os.O_CREAT if create else flags, 0o600)
 
     def size(self, descriptor: int, /) -> int:
         """The size of an open file."""
@@ -125,8 +125,11 @@ class DiskFiles:
             return []
 
     def make_directory(self, path: str, /) -> None:
-        """Make a directory and those above it, unless they are there."""
-        os.makedirs(path, exist_ok=True)
+        """Make a directory and those above it, unless they are there, for this user only."""
+        above = os.path.dirname(path)
+        if above and not os.path.isdir(above):
+            self.make_directory(above)
+        os.makedirs(path, mode=0o700, exist_ok=True)
 
     def sync_directory(self, path: str, /) -> None:
         """Return once the names in the directory survive a loss of power."""
@@ -146,7 +149,7 @@ class DiskFiles:
 
     def lock(self, path: str, /) -> int:
         """Hold a lock file until its descriptor is closed, or raise `DataFolderInUse`."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from uuid import UUID
@@ -14,6 +16,10 @@ from millstream.log.ledger import LogKey
 from millstream.log.state import read_whole, replace_file
 from millstream.model.errors import DataFolderInvalid
 from millstream.model.ids import PartitionIndex
+
+_logger = logging.getLogger(__name__)
+
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 FORMAT = b"millstream data, format 1\n"
 FORMAT_NAME = "format"
@@ -151,6 +157,33 @@ class DataFolder:
                 self.remove_tree(f"{folder}/{name}")
             if deleted:
                 self.remove_if_empty(folder)
+
+
+def make_private(folder: Path) -> None:
+    """Take what other users may do away from a data folder and what lies in it: it holds messages and secrets.
+
+    In a folder that belongs to somebody else, as volumes of containers do, only what lies in it can be changed.
+    """
+    tightened = [str(path) for path in (folder, *folder.iterdir()) if _close_to_others(path)]
+    if tightened:
+        _logger.info("took the rights of other users away", extra={"paths": tightened})
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & _OTHERS:
+        _logger.warning(
+            "other users have rights on the data folder; have its owner set its mode to 0700",
+            extra={"folder": str(folder), "mode": f"{mode:04o}"},
+        )
+
+
+def _close_to_others(path: Path) -> bool:
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode) or not mode & _OTHERS:
+        return False
+    try:
+        path.chmod(stat.S_IMODE(mode) & ~_OTHERS)
+    except PermissionError:
+        return False
+    return True
 
 
 def _parse_topic_id(name: str) -> UUID | None:

@@ -106,7 +106,7 @@ def _written_to(log: str) -> Iterator[None]:
     with suppress(FileNotFoundError):
         os.replace(log, f"{log}.1")
     kept = {stream.fileno(): os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)}
-    opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         for number in kept:
             os.dup2(opened, number)

@@ -3,8 +3,8 @@
 Whoever declares a subscription decides where this node sends requests to. Without the node's permission these do not
 go to addresses that only the node can reach: those in IANA's registries of special-purpose addresses (private,
 loopback, link-local, where clouds keep the credentials of a machine, shared, reserved ...), and IPv6 addresses that
-carry an IPv4 address, unless it is a public one. The tables are written out here, since Python's change from release to release and
-follow the registries' column "globally reachable", which also holds for addresses that no endpoint has.
+carry an IPv4 address, unless it is a public one. The tables are written out here, since Python's change from release to
+release and follow the registries' column "globally reachable", which also holds for addresses that no endpoint has.
 """
 
 from __future__ import annotations
