@@ -1,6 +1,9 @@
 """`make bench-filters`: what filters cost in CPU time per message, beside the least that Python can do it with.
 
-python -m benchmarks.filters [--messages N] [--rounds N] [--json]
+The last rows are whole subscriptions: queues of one partition, a different filter each, that look at all messages at
+their own pace. They count the CPU time of the broker's process and of the child that evaluates filters.
+
+python -m benchmarks.filters [--messages N] [--rounds N] [--queued N] [--json]
 
 The limit of a step is a bare loop for it written by hand, in the same run and turn about with what it limits: parsing
 the JSON and nothing else, or one list comprehension over values that are there already, with no NULL and no other kind
@@ -10,16 +13,21 @@ of value looked after.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import json
+import resource
 import time
 from collections.abc import Callable
+from itertools import cycle, islice
 from statistics import median
 from typing import Any
 
 import msgspec
 from benchmarks.machine import facts
 
+from millstream.model.ids import Offset, PartitionIndex
+from millstream.model.topic import TopicPartition
 from millstream.records.columns import Columns
 from millstream.records.decoder import decode_columns
 from millstream.records.record import NewRecord, encode_batch
@@ -29,8 +37,11 @@ from millstream.subscriptions.filter.evaluation import used_by
 from millstream.subscriptions.filter.filter import Filter, compile_filter
 from millstream.subscriptions.filter.node import Column, Header, Kind, Payload
 from millstream.subscriptions.filter.uses import Uses
+from millstream.subscriptions.filter.worker import FilterWorker
+from millstream.subscriptions.sieve import QueueSieve, Sieve
 
 MESSAGES, ROUNDS = 8000, 15
+QUEUES, QUEUED, QUEUE_BATCH = (1, 9, 30), 100_000, 1000
 TOTAL, TIER, SKU = Payload(("total",)), Payload(("customer", "tier")), Payload(("items", 0, "sku"))
 REGION, KEY = Header("region"), Column("key", Kind.TEXT)
 
@@ -60,10 +71,10 @@ FILTERS: dict[str, Limit | None] = {
 }
 
 
-def orders(count: int) -> bytes:
+def orders(count: int, base_offset: int = 0) -> bytes:
     """A batch of orders."""
     records = []
-    for at in range(count):
+    for at in range(base_offset, base_offset + count):
         order = {
             "order_id": at,
             "total": at % 3000,
@@ -73,7 +84,7 @@ def orders(count: int) -> bytes:
         }
         headers = (("region", b"eu" if at % 2 else b"us"), ("trace", b"%016x" % at))
         records.append(NewRecord(b"customer-%d" % (at % 500), json.dumps(order).encode(), headers, 1767312000000 + at))
-    return bytes(encode_batch(records))
+    return bytes(encode_batch(records, base_offset=base_offset))
 
 
 def cpu_us(work: Callable[[], Any], messages: int) -> float:
@@ -145,16 +156,55 @@ class Bench:
         self._measure(compiled.text, lambda: [compiled.matches(batch) for batch in batches], bare)
 
 
+def measure_queues(number: int, messages: int) -> float:
+    """CPU time per message of queues with different filters, the child's included but not what its start takes."""
+    batches = [orders(QUEUE_BATCH, base_offset=start) for start in range(0, messages + QUEUE_BATCH, QUEUE_BATCH)]
+    taken = []
+    for some in (batches[:1], batches):
+        began = _cpu_s()
+        asyncio.run(_look_through(some, number))
+        taken.append(_cpu_s() - began)
+    return (taken[1] - taken[0]) / (len(batches) - 1) / QUEUE_BATCH * 1e6
+
+
+async def _look_through(batches: list[bytes], number: int) -> None:
+    sieve, place = Sieve(FilterWorker()), TopicPartition("orders", PartitionIndex(0))
+    texts = [text.replace("1000", str(1000 + at)) for at, text in enumerate(islice(cycle(FILTERS), number))]
+    texts = [f"({text}) AND payload.order_id >= {at}" for at, text in enumerate(texts)]
+
+    async def look(queue: QueueSieve, step: int) -> None:
+        at, end = 0, len(batches) * QUEUE_BATCH
+        while at < end:
+            following = min(at + step, end)
+            records = b"".join(batches[at // QUEUE_BATCH : -(-following // QUEUE_BATCH)])
+            await queue.matches(records, Offset(at), Offset(following))
+            at = following
+
+    queues = [QueueSieve(sieve, place, compile_filter(text)) for text in texts]
+    # Each has room for another number of messages.
+    await asyncio.gather(*(look(queue, 2 * QUEUE_BATCH + 37 * at) for at, queue in enumerate(queues)))
+    await sieve.stop()
+
+
+def _cpu_s() -> float:
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
 def main() -> None:
     """Run and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.filters", description="What filters cost.")
     parser.add_argument("--messages", type=int, default=MESSAGES)
+    parser.add_argument("--queued", type=int, default=QUEUED, help="messages that subscriptions look through")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json", action="store_true", help="the numbers as JSON")
     arguments = parser.parse_args()
     gc.freeze()
     bench = Bench(arguments.messages, arguments.rounds)
     bench.run()
+    for number in QUEUES:
+        name = f"{number} subscription(s), each with a different filter, all together"
+        bench.rows.append((name, measure_queues(number, arguments.queued), None))
     if arguments.json:
         named = [{"step": step, "us": took, "limit_us": limit} for step, took, limit in bench.rows]
         print(json.dumps({"machine": facts(), "steps": named}))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import crc32c
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from millstream.model.ids import Offset, PartitionIndex
 from millstream.model.topic import TopicPartition
-from millstream.records.batch import COMPRESSION_ZSTD
+from millstream.records.batch import COMPRESSION_ZSTD, iterate_whole_headers
 from millstream.records.record import NewRecord, encode_batch
+from millstream.subscriptions import sieve as sieves
 from millstream.subscriptions.filter.evaluation import Evaluation, Messages
 from millstream.subscriptions.filter.filter import Filter, compile_filter
 from millstream.subscriptions.filter.worker import FilterWorker
@@ -48,6 +53,74 @@ async def test_queues_of_a_partition_share_what_was_found(worker: CountingWorker
     assert (await two.matches(records, Offset(10), Offset(13))).tolist() == [False, True, False]
     assert worker.asked == 1
     await sieve.stop()
+
+
+async def test_queues_that_look_at_the_same_time_have_it_evaluated_once(worker: CountingWorker) -> None:
+    sieve = Sieve(worker)
+    queues = [QueueSieve(sieve, PLACE, compile_filter(f"key = '{key}'")) for key in "abcdefgh"]
+    records = batch(0, "a", "b", "c")
+    found = await asyncio.gather(*(one.matches(records, Offset(0), Offset(3)) for one in queues))
+    assert [bits.tolist() for bits in found[:2]] == [[True, False, False], [False, True, False]]
+    assert worker.asked == 1
+    await sieve.stop()
+
+
+async def test_stretches_of_other_lengths_share_what_was_found(worker: CountingWorker) -> None:
+    sieve = Sieve(worker)
+    one = QueueSieve(sieve, PLACE, compile_filter("key = 'a'"))
+    two = QueueSieve(sieve, PLACE, compile_filter("key = 'b'"))
+    first, second = batch(0, "a", "b", "a"), batch(5, "b", "a")
+    assert (await one.matches(first, Offset(0), Offset(2))).tolist() == [True, False]
+    assert worker.asked == 1
+    # The rest of a batch that the first has not looked at is known as well, and so is the gap behind it.
+    assert (await two.matches(first + second, Offset(1), Offset(7))).tolist() == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert worker.asked == 2
+    assert (await one.matches(first + second, Offset(2), Offset(6))).tolist() == [True, False, False, False]
+    assert worker.asked == 2
+    three = QueueSieve(sieve, PLACE, compile_filter("key <> 'a'"))
+    assert (await three.matches(first + second, Offset(0), Offset(7))).tolist() == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert (await one.matches(second, Offset(5), Offset(7))).tolist() == [False, True]
+    assert worker.asked == 3
+    await sieve.stop()
+
+
+@given(st.lists(st.tuples(st.integers(0, 39), st.integers(1, 40)), min_size=1, max_size=20), st.integers(0, 200))
+async def test_however_queues_look_they_find_the_same(looks: list[tuple[int, int]], kept_bytes_max: int) -> None:
+    worker = CountingWorker()
+    keys = "abcdabcaab" * 4
+    batches = [batch(start, *keys[start : start + 4]) for start in range(0, 40, 4) if start != 12]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sieves, "KEPT_BYTES_MAX", kept_bytes_max)
+        sieve = Sieve(worker)
+        queues = [QueueSieve(sieve, PLACE, compile_filter(f"key = '{key}'")) for key in "abc"]
+        for at, (start, length) in enumerate(looks):
+            end = min(start + length, 40)
+            records = b"".join(bytes(one) for one in batches if _overlaps(one, start, end))
+            found = await queues[at % 3].matches(records, Offset(start), Offset(end))
+            wanted = "abc"[at % 3]
+            assert found.tolist() == [keys[o] == wanted and not 12 <= o < 16 for o in range(start, end)]
+            assert sieve.kept_bytes <= kept_bytes_max
+    await sieve.stop()
+
+
+def _overlaps(one: bytearray, start: int, end: int) -> bool:
+    (header,) = iterate_whole_headers(one)
+    return header.base_offset < end and header.next_offset > start
 
 
 async def test_a_partition_without_queues_is_forgotten(worker: CountingWorker) -> None:
