@@ -79,8 +79,11 @@ class ChildProcess(Protocol):
 class GatewayProcess(ChildProcess, Protocol):
     """The one that serves HTTP, also while the node is still starting."""
 
-    def tell(self, starting: str | None) -> None:
-        """Have it answer why the node does not serve yet; None once the node does."""
+    def tell(self, starting: str) -> None:
+        """Have it answer why the node does not serve yet."""
+
+    def serve_status(self, status: Callable[[], Mapping[str, Any]]) -> None:
+        """Have it answer with the node's status from now on."""
 
     async def spawned(self) -> None:
         """Wait until the process has been started."""
