@@ -2,7 +2,8 @@
 
     python -m conformance.compare [--only TEXT] [--all]
 
-The questions are in `questions/` (one request each) and `dialogues.py` (several that build on each other). What must
+The questions are in `questions/` (one request each), `dialogues.py` (several that build on each other) and
+`transaction_table.py` (every state of a transaction × every request, with brokers of its own). What must
 differ, such as ids and addresses, is left out of the comparison, and so are the messages beside error codes. What may
 differ is named in `ACCEPTED`, with the reason. The exit code is 1 when something else differs.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 from benchmarks.peers.kafka import kafka
 from benchmarks.peers.unavailable import PeerUnavailable
-from conformance import consumer_dialogues, dialogues, share_dialogues
+from conformance import consumer_dialogues, dialogues, share_dialogues, transaction_table
 from conformance.question import Broker
 from conformance.questions import (
     administration,
@@ -73,7 +74,11 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         with ExitStack() as stack:
-            return compare(*start(stack), only=arguments.only, show_all=arguments.all)
+            differs = compare(*start(stack), only=arguments.only, show_all=arguments.all)
+        if not arguments.only:
+            with tempfile.TemporaryDirectory(prefix="millstream-compare-") as folder:
+                differs |= bool(transaction_table.compare(Path(folder)))
+        return int(differs)
     except PeerUnavailable as reason:
         print(f"skipped: {reason}")
         return 0
@@ -100,7 +105,7 @@ def asked() -> Iterator[tuple[str, Callable[[Broker], Any]]]:
         yield (dialogue.__doc__ or "").rstrip("."), dialogue
 
 
-def compare(theirs: Broker, ours: Broker, *, only: str, show_all: bool) -> int:
+def compare(theirs: Broker, ours: Broker, *, only: str, show_all: bool) -> bool:
     """Ask both; say what differs."""
     same = accepted = different = 0
     for name, ask in asked():
@@ -121,7 +126,7 @@ def compare(theirs: Broker, ours: Broker, *, only: str, show_all: bool) -> int:
                 if expected.get(path) != got.get(path):
                     print(f"                {path}: kafka {expected.get(path)}, millstream {got.get(path)}")
     print(f"{same} the same, {accepted} accepted, {different} different")
-    return 1 if different else 0
+    return different > 0
 
 
 def flat(answer: Any, path: str = "answer") -> Iterator[tuple[str, Any]]:

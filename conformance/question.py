@@ -6,7 +6,7 @@ import datetime
 import enum
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 from uuid import UUID
@@ -22,6 +22,8 @@ CLOSED = "the connection was closed"
 SILENT = "no answer came"
 _ANSWER_S_MAX = 15.0
 _CLIENT_ID = "compare"
+_AT_ONCE = 50
+"""How many requests are on their way over one connection."""
 
 
 class Broker:
@@ -35,21 +37,38 @@ class Broker:
         request = _build(load_request_class(api_key, version), values)
         return self._exchange(api_key, version, write_request(1, _CLIENT_ID, request))
 
+    def ask_repeatedly(self, api_key: int, version: int, values: Values, times: int) -> Iterator[Any]:
+        """Send a request so many times over one connection; a dictionary for each."""
+        frame = write_request(1, _CLIENT_ID, _build(load_request_class(api_key, version), values))
+        with self._connected() as connection:
+            for begin in range(0, times, _AT_ONCE):
+                count = min(_AT_ONCE, times - begin)
+                connection.sendall(frame * count)
+                for _ in range(count):
+                    yield plain(read_response(api_key, version, _receive_frame(connection)))
+
+    def _connected(self) -> socket.socket:
+        host, _, port = self.address.rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=_ANSWER_S_MAX)
+
     def _exchange(self, api_key: int, version: int, frame: bytes) -> Any:
         answer = self._send(frame)
         return answer if isinstance(answer, str) else plain(read_response(api_key, version, answer))
 
     def _send(self, frame: bytes) -> bytes | str:
-        host, _, port = self.address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=_ANSWER_S_MAX) as connection:
+        with self._connected() as connection:
             connection.sendall(frame)
             try:
-                size: int = struct.unpack(">i", receive(connection, 4))[0]
-                return receive(connection, size)
+                return _receive_frame(connection)
             except ConnectionError:
                 return CLOSED
             except TimeoutError:
                 return SILENT
+
+
+def _receive_frame(connection: socket.socket) -> bytes:
+    size: int = struct.unpack(">i", receive(connection, 4))[0]
+    return receive(connection, size)
 
 
 def _build(entity: type[Any], values: Values) -> Any:

@@ -56,8 +56,8 @@ _JVM = (
 _PROPERTIES = """\
 process.roles=broker,controller
 node.id=1
-listeners=PLAINTEXT://{address},CONTROLLER://{controller}
-advertised.listeners=PLAINTEXT://{address}
+listeners=PLAINTEXT://{address},CONTROLLER://{controller}{internal}
+advertised.listeners=PLAINTEXT://{address}{relay}
 controller.listener.names=CONTROLLER
 controller.quorum.bootstrap.servers={controller}
 log.dirs={logs}
@@ -77,6 +77,10 @@ group.initial.rebalance.delay.ms=0
 group.consumer.assignment.interval.ms=0
 group.consumer.assignor.offload.enable=false
 {flush}"""
+_INTERNAL = """\
+inter.broker.listener.name=INTERNAL
+listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,INTERNAL:PLAINTEXT
+"""
 
 
 class KafkaServer(Server):
@@ -98,10 +102,14 @@ class KafkaServer(Server):
         return Path(__file__).resolve().parent.parent.parent
 
 
-def kafka(data: Path, flush: str, *, partitions: int = PARTITIONS) -> KafkaServer:
-    """A server that is ready to be started on this folder; its jars are fetched if they are not here yet."""
+def kafka(data: Path, flush: str, *, partitions: int = PARTITIONS, internal: str = "", relay: str = "") -> KafkaServer:
+    """A server that is ready to be started on this folder; its jars are fetched if they are not here yet.
+
+    With `internal` it listens there for brokers too, itself among them, which it has connect to `relay`.
+    """
     fetch()
-    return KafkaServer(data, settings={"flush": flush, "partitions": partitions})
+    settings = {"flush": flush, "partitions": partitions, "internal": internal, "relay": relay}
+    return KafkaServer(data, settings={name: value for name, value in settings.items() if value})
 
 
 # -- the jars -----------------------------------------------------------------------------------------------------
@@ -169,11 +177,13 @@ def serve(arguments: argparse.Namespace) -> int:
 def _write_properties(arguments: argparse.Namespace, properties: Path) -> None:
     arguments.data.mkdir(parents=True, exist_ok=True)
     text = _PROPERTIES.format(
-        address=_free_address() if arguments.kafka.endswith(":0") else arguments.kafka,
-        controller=_free_address(),
+        address=free_address() if arguments.kafka.endswith(":0") else arguments.kafka,
+        controller=free_address(),
         logs=arguments.data / "logs",
         partitions=arguments.partitions,
-        flush=_FLUSH[arguments.flush],
+        internal=f",INTERNAL://{arguments.internal}" if arguments.internal else "",
+        relay=f",INTERNAL://{arguments.relay}" if arguments.internal else "",
+        flush=_FLUSH[arguments.flush] + (_INTERNAL if arguments.internal else ""),
     )
     properties.write_text(text, encoding="utf-8")
 
@@ -181,14 +191,15 @@ def _write_properties(arguments: argparse.Namespace, properties: Path) -> None:
 def _advertised(properties: Path) -> str:
     """Where the node listens, which it goes on doing after a restart."""
     found = re.search(
-        r"^advertised\.listeners=PLAINTEXT://(\S+)$", properties.read_text(encoding="utf-8"), re.MULTILINE
+        r"^advertised\.listeners=PLAINTEXT://([^,\s]+)", properties.read_text(encoding="utf-8"), re.MULTILINE
     )
     if found is None:
         raise SystemExit(f"{properties} names no address")
     return found[1]
 
 
-def _free_address() -> str:
+def free_address() -> str:
+    """An address on loopback that nobody listens on now."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return f"127.0.0.1:{listening.getsockname()[1]}"
 
@@ -280,6 +291,8 @@ def main() -> int:
     parser.add_argument("--kafka", default="127.0.0.1:0", help="HOST:PORT to listen on; port 0 picks a free one")
     parser.add_argument("--flush", choices=tuple(_FLUSH), default="os")
     parser.add_argument("--partitions", type=int, default=PARTITIONS, help="partitions of a topic created by its use")
+    parser.add_argument("--internal", default="", help="HOST:PORT to listen on for brokers")
+    parser.add_argument("--relay", default="", help="HOST:PORT that brokers are told to connect to instead of it")
     arguments = parser.parse_args()
     if arguments.check:
         return check()

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
+from millstream.kafka.errors import error_code
+from millstream.kafka.fenced import log_fenced
 from millstream.model.errors import MillstreamError
 from millstream.net.presence import Presence
 from millstream.wire.codec import load_request_class, load_response_class
@@ -76,5 +78,6 @@ class Api(ABC, Generic[RequestT, ResponseT]):
         try:
             response = await self.handle(upgraded, client)
         except MillstreamError as error:
+            log_fenced(error_code(error), str(error), client)
             response = self.failure(error, upgraded)
         return self.downgrade(version, response)

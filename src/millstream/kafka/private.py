@@ -14,6 +14,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.kafka.api import ClientInfo
 from millstream.kafka.errors import error_code, error_message
+from millstream.kafka.fenced import log_fenced
 from millstream.model.errors import MillstreamError
 from millstream.net.connection import Answer
 from millstream.net.promise import Buffers
@@ -36,9 +37,9 @@ class PrivateApi(ABC, Generic[RequestT]):
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
         """Answer later."""
-        return self._answer(bytes(frame[header.body_at :]), header)
+        return self._answer(bytes(frame[header.body_at :]), header, client)
 
-    async def _answer(self, body: bytes, header: RequestHeader) -> Buffers | None:
+    async def _answer(self, body: bytes, header: RequestHeader, client: ClientInfo) -> Buffers | None:
         told: dict[str, Any]
         try:
             request: RequestT = msgspec.json.decode(body, type=self.asks)
@@ -46,6 +47,7 @@ class PrivateApi(ABC, Generic[RequestT]):
         except msgspec.MsgspecError as error:
             told = {"error": int(ErrorCode.invalid_request), "message": str(error)}
         except MillstreamError as error:
+            log_fenced(error_code(error), str(error), client)
             told = {"error": int(error_code(error)), "message": error_message(error)}
         content = msgspec.json.encode(told)
         return [response_head(header.api_key, header.version, header.correlation_id, len(content)), content]

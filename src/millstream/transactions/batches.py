@@ -41,7 +41,7 @@ class Batches:
         transactions: Mapping[str, Transaction],
         *,
         clock: Clock,
-        abort: Callable[[Transaction], Transaction],
+        abort: Callable[[Transaction, str], Transaction],
         queries_max: int,
     ) -> None:
         self._transactions = transactions
@@ -113,7 +113,7 @@ class Batches:
         if batch <= self.last_batch_of(query):
             raise InvalidTransactionState(f"batch {batch} of query {query!r} is committed already")
         undecided = [one for number, one in self._of(query) if number == batch and one.state not in ENDING]
-        records = [self._ended(one) for one in undecided]
+        records = [self._ended(one, f"batch {batch} is aborted") for one in undecided]
         if run and self._has_room(query):
             records.append(query_record(query, self._known(query)._replace(ended_run=run)))
         return records, len(undecided)
@@ -171,20 +171,23 @@ class Batches:
     def _cleared(self, query: str, batch: int, but: Collection[str] = ()) -> list[StateRecord]:
         """What ends every attempt up to a batch that lost."""
         return [
-            self._ended(one)
+            self._ended(one, f"batch {batch} is committed without it")
             for number, one in self._of(query)
             if number <= batch and one.transactional_id not in but and one.state not in ENDING
         ]
 
-    def _ended(self, transaction: Transaction) -> StateRecord:
+    def _ended(self, transaction: Transaction, reason: str) -> StateRecord:
         if transaction.state in IDLE:
             return transaction_tombstone(transaction.transactional_id)
-        return transaction_record(self._abort(transaction))
+        return transaction_record(self._abort(transaction, reason))
 
     def _checked(self, member: Member) -> Transaction:
         transaction = self._transactions.get(member.transactional_id)
         if transaction is None or transaction.producer_id != member.producer_id:
             raise InvalidProducerMapping(f"{member.transactional_id!r} has no producer id {member.producer_id}")
         if transaction.epoch != member.epoch:
-            raise ProducerFenced(f"{member.transactional_id!r} is at epoch {transaction.epoch}, not {member.epoch}")
+            raise ProducerFenced(
+                f"producer {member.producer_id} of {member.transactional_id!r} is at epoch {transaction.epoch}, "
+                f"not {member.epoch}"
+            )
         return transaction

@@ -20,7 +20,6 @@ from kio.static.primitive import i16, i32
 
 from millstream.model.errors import (
     BrokerUnreachable,
-    ConcurrentTransactions,
     CoordinatorUnavailable,
     FencedProducer,
     MillstreamError,
@@ -64,7 +63,7 @@ class CoordinatorGate:
             answers = await self._ask(who, partitions, add=add)
         except MillstreamError as error:
             answers = dict.fromkeys(partitions, error)
-        return {partition: _as_told(error, add=add) for partition, error in answers.items()}
+        return {partition: _as_told(error) for partition, error in answers.items()}
 
     async def _ask(self, who: ProducerRef, partitions: Sequence[TopicPartition], *, add: bool) -> Answers:
         leader = self._coordinator.leader_of(who.transactional_id)
@@ -79,8 +78,8 @@ class CoordinatorGate:
         return dict.fromkeys(partitions)
 
 
-def _as_told(error: MillstreamError | None, *, add: bool) -> MillstreamError | None:
-    if isinstance(error, _UNREACHED) or (isinstance(error, ConcurrentTransactions) and not add):
+def _as_told(error: MillstreamError | None) -> MillstreamError | None:
+    if isinstance(error, _UNREACHED):
         return NotEnoughReplicas(f"the coordinator of the transaction could not say yes: {error}")
     if isinstance(error, ProducerFenced):
         return FencedProducer(str(error))

@@ -7,6 +7,7 @@ written, is told to whoever listens through `on_ending`; who writes them says so
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Final
 
@@ -60,13 +61,14 @@ from millstream.transactions.transaction import (
     is_exhausted,
 )
 
+_logger = logging.getLogger(__name__)
+
 _SWEEP: Final = "sweep"
 _RETRY_MS: Final = 1000
 _WAITING_MAX: Final = 100
 """So many wait for the end of one transaction; more, such as those who gave up waiting, are not parked."""
 _UNTOLD: Final = Initialized(NO_PRODUCER_ID, NO_EPOCH)
 _COMPLETE_FOR: Final = {True: TransactionState.COMPLETE_COMMIT, False: TransactionState.COMPLETE_ABORT}
-_PREPARE_FOR: Final = {True: TransactionState.PREPARE_COMMIT, False: TransactionState.PREPARE_ABORT}
 
 TakeProducerId = Callable[[], ProducerId]
 """Gives a producer id that nobody has had before; `CoordinatorUnavailable` when none is at hand."""
@@ -114,21 +116,25 @@ class TransactionShard:
             timeout_ms=request.timeout_ms,
             updated_ms=now_ms,
         )
+        _check_not_ending(transaction)
         _check_expected(transaction, request.expected)
         if transaction.state is TransactionState.ONGOING:
             # The next attempt finds it ended, and gets an epoch that the aborted transaction never had.
-            return [transaction_record(self.aborted(transaction))], _refused(_concurrent(transaction))
-        if transaction.state in ENDING:
-            raise _concurrent(transaction)
+            aborted = self.aborted(transaction, "a producer begins with its transactional id")
+            return [transaction_record(aborted)], _refused(_concurrent(transaction))
         if transaction.state not in IDLE:
             raise InvalidTransactionState(f"{request.transactional_id!r} is prepared; its batch decides about it")
         expected_epoch = None if request.expected is None else request.expected[1]
         begun = self._begun(transaction, expected_epoch, request.timeout_ms, now_ms)
+        if known is not None and request.expected is None:
+            _log_fenced(known, begun, "a producer begins with its transactional id")
         return [transaction_record(begun)], Initialized(begun.producer_id, begun.epoch)
 
     def add_partitions(self, who: ProducerRef, partitions: Iterable[TopicPartition], *, version: int) -> Outcome[None]:
         """Partitions become part of the producer's transaction, which begins with the first of them."""
-        transaction = self._checked(who)
+        transaction = self._known(who.transactional_id)
+        _check_not_ending(transaction)
+        _check_producer(transaction, who)
         if transaction.state is TransactionState.PREPARED:
             raise InvalidTransactionState(f"{who.transactional_id!r} is prepared; nothing can be added")
         wanted = frozenset(partitions)
@@ -141,7 +147,10 @@ class TransactionShard:
         self, who: ProducerRef, partitions: Iterable[TopicPartition]
     ) -> Outcome[dict[TopicPartition, MillstreamError | None]]:
         """Whether partitions are part of the producer's transaction."""
-        transaction = self._checked(who)
+        transaction = self._known(who.transactional_id)
+        # Only what is open is asked about, so here the epoch decides first: it tells a late batch from one in time.
+        _check_producer(transaction, who)
+        _check_not_ending(transaction)
         return [], {
             partition: None
             if partition in transaction.partitions
@@ -154,7 +163,9 @@ class TransactionShard:
         transaction = self._known(who.transactional_id)
         if version < EPOCH_PER_TRANSACTION:
             _check_producer(transaction, who)
+            _check_not_ending(transaction)
             return self._end_first_version(transaction, commit=commit)
+        _check_not_ending(transaction)
         return self._end_second_version(transaction, who, commit=commit)
 
     def abort(self, transactional_id: str) -> Outcome[str]:
@@ -167,7 +178,7 @@ class TransactionShard:
         was = transaction.state.value
         if transaction.state in ENDING:
             return [], was
-        return [transaction_record(self.aborted(transaction))], was
+        return [transaction_record(self.aborted(transaction, "an administrator aborts its transaction"))], was
 
     # Markers
 
@@ -270,9 +281,11 @@ class TransactionShard:
             return query_record(key.query, self.batches.queries[key.query])
         return None
 
-    def aborted(self, transaction: Transaction) -> Transaction:
+    def aborted(self, transaction: Transaction, reason: str) -> Transaction:
         """The transaction as the coordinator itself ends it: the producer is fenced."""
-        return self._decided(transaction, commit=False)
+        ended = self._decided(transaction, commit=False)
+        _log_fenced(transaction, ended, reason)
+        return ended
 
     # Below: how
 
@@ -297,8 +310,6 @@ class TransactionShard:
             return [transaction_record(ended)], _UNTOLD
         if state is _COMPLETE_FOR[commit]:
             return [], _UNTOLD
-        if state is _PREPARE_FOR[commit]:
-            raise _concurrent(transaction)
         raise _wrong_state(transaction, commit=commit)
 
     def _end_second_version(self, transaction: Transaction, who: ProducerRef, *, commit: bool) -> Outcome[Initialized]:
@@ -307,13 +318,9 @@ class TransactionShard:
         if transaction.producer_id != who.producer_id and not is_retry:
             raise _mapping(transaction, who)
         is_current = transaction.epoch == who.epoch
-        if not (is_retry if state in ENDING else is_current or (is_retry and state in _COMPLETE_FOR.values())):
+        if not is_current and not (is_retry and state in _COMPLETE_FOR.values()):
             raise _fenced(transaction, who)
-        if state in ENDING:
-            if state is _PREPARE_FOR[commit]:
-                raise _concurrent(transaction)
-            raise _wrong_state(transaction, commit=commit)
-        if is_retry and not is_current:
+        if not is_current:
             if state is _COMPLETE_FOR[commit]:
                 return [], Initialized(transaction.producer_id, transaction.epoch)
             raise _wrong_state(transaction, commit=commit)
@@ -339,13 +346,6 @@ class TransactionShard:
         transaction = self._transactions.get(transactional_id)
         if transaction is None:
             raise UnknownTransaction(f"there is no transactional id {transactional_id!r}")
-        return transaction
-
-    def _checked(self, who: ProducerRef) -> Transaction:
-        transaction = self._known(who.transactional_id)
-        _check_producer(transaction, who)
-        if transaction.state in ENDING:
-            raise _concurrent(transaction)
         return transaction
 
     def _replay_transaction(self, transactional_id: str, value: bytes | None) -> None:
@@ -387,7 +387,7 @@ class TransactionShard:
         # Should the append be refused, this is tried again; otherwise the change of state cancels it.
         self._timers.schedule(transactional_id, _RETRY_MS, lambda: self._time_out(transactional_id), pure=True)
         try:
-            return [transaction_record(self.aborted(transaction))]
+            return [transaction_record(self.aborted(transaction, "its transaction timed out"))]
         except CoordinatorUnavailable:
             return []
 
@@ -411,6 +411,16 @@ class TransactionShard:
         return iter(self._transactions.values())
 
 
+def _check_not_ending(transaction: Transaction) -> None:
+    """Refuse for now what comes while markers are written.
+
+    As in Kafka this precedes what is said of the epoch, and mostly of the id: the client may have been answered the id
+    and epoch that count only once the markers are there, so neither tells a zombie from the producer itself.
+    """
+    if transaction.state in ENDING:
+        raise _concurrent(transaction)
+
+
 def _check_expected(transaction: Transaction, expected: tuple[ProducerId, int] | None) -> None:
     """A producer that says what it had must have had it last, or be the one whose epochs were used up."""
     if expected is None or transaction.epoch == NO_EPOCH:
@@ -420,7 +430,10 @@ def _check_expected(transaction: Transaction, expected: tuple[ProducerId, int] |
         return
     if producer_id == transaction.previous_producer_id and is_exhausted(epoch):
         return
-    raise ProducerFenced(f"{transaction.transactional_id!r} belongs to another producer id now")
+    raise ProducerFenced(
+        f"{transaction.transactional_id!r} belongs to producer {transaction.producer_id} at epoch {transaction.epoch} "
+        f"now, not to producer {producer_id} at epoch {epoch}"
+    )
 
 
 def _check_producer(transaction: Transaction, who: ProducerRef) -> None:
@@ -438,6 +451,18 @@ def _is_retried_end(transaction: Transaction, who: ProducerRef) -> bool:
     return overflowed and transaction.previous_producer_id == who.producer_id
 
 
+def _log_fenced(before: Transaction, after: Transaction, reason: str) -> None:
+    named = {
+        "transactional_id": before.transactional_id,
+        "producer_id": before.producer_id,
+        "epoch": before.epoch,
+        "next_producer_id": after.producer_id,
+        "next_epoch": after.epoch,
+        "reason": reason,
+    }
+    _logger.info("a producer is fenced", extra=named)
+
+
 def _mapping(transaction: Transaction, who: ProducerRef) -> InvalidProducerMapping:
     return InvalidProducerMapping(
         f"{who.transactional_id!r} has the producer id {transaction.producer_id}, not {who.producer_id}"
@@ -445,7 +470,9 @@ def _mapping(transaction: Transaction, who: ProducerRef) -> InvalidProducerMappi
 
 
 def _fenced(transaction: Transaction, who: ProducerRef) -> ProducerFenced:
-    return ProducerFenced(f"{who.transactional_id!r} is at epoch {transaction.epoch}, not {who.epoch}")
+    return ProducerFenced(
+        f"producer {who.producer_id} of {who.transactional_id!r} is at epoch {transaction.epoch}, not {who.epoch}"
+    )
 
 
 def _concurrent(transaction: Transaction) -> ConcurrentTransactions:

@@ -88,7 +88,9 @@ class Transaction:
         epoch, last_epoch = self.epoch + 1, NO_EPOCH
         if expected is not None and self.epoch not in (NO_EPOCH, expected):
             if expected != self.last_epoch or expected == NO_EPOCH:
-                raise ProducerFenced(f"{self.transactional_id!r} is at epoch {self.epoch}, not {expected}")
+                raise ProducerFenced(
+                    f"producer {self.producer_id} of {self.transactional_id!r} is at epoch {self.epoch}, not {expected}"
+                )
             # It asked before and did not get the answer; no other producer came in between.
             epoch, last_epoch = self.epoch, self.last_epoch
         elif expected is not None:

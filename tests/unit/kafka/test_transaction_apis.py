@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from random import Random
@@ -233,10 +234,33 @@ async def test_partitions_that_cannot_be_added(broker: Broker, version: int) -> 
     assert code is ErrorCode.invalid_producer_id_mapping
 
 
-@pytest.mark.parametrize(("version", "code"), [(4, ErrorCode.invalid_txn_state), (5, ErrorCode.transaction_abortable)])
-async def test_partitions_are_verified(broker: Broker, version: int, code: ErrorCode) -> None:
+async def test_each_refusal_of_a_fenced_producer_leaves_a_line(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "millstream.kafka.fenced")
     begun = await broker.begin()
-    assert await broker.add_to(begun.producer_id, 0, version=version, verify=True) is code
+    who = begun.producer_id, begun.producer_epoch
+    assert await broker.add_to(*who) is ErrorCode.none
+    assert caplog.records == []
+    late = begun.producer_id, begun.producer_epoch + 1
+    assert await broker.add_to(*late) is ErrorCode.producer_fenced
+    assert await broker.offsets(*late, version=5) is ErrorCode.invalid_producer_epoch
+    request = messages("end_txn", 5).EndTxnRequest(
+        transactional_id=ID, producer_id=late[0], producer_epoch=late[1], committed=True
+    )
+    assert (await ask_in(broker.end, 5, request)).error_code is ErrorCode.producer_fenced
+    lines = [vars(one) for one in caplog.records]
+    assert [(one["msg"], one["levelname"], one["client_id"]) for one in lines] == [
+        ("a producer is fenced", "INFO", "test")
+    ] * 3
+    assert {one["reason"] for one in lines} == {f"producer {late[0]} of 'tx' is at epoch 0, not 1"}
+
+
+@pytest.mark.parametrize("version", [4, 5])
+async def test_partitions_are_verified(broker: Broker, version: int) -> None:
+    begun = await broker.begin()
+    absent = await broker.add_to(begun.producer_id, 0, version=version, verify=True)
+    assert absent is ErrorCode.transaction_abortable
     await broker.add_to(begun.producer_id, 0, version=version)
     assert await broker.add_to(begun.producer_id, 0, version=version, verify=True) is ErrorCode.none
 

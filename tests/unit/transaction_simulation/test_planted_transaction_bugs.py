@@ -114,7 +114,7 @@ def _take_late_markers(self: Producers, marker: Marker) -> Marker | None:
     return marker if known is None or known.open_from != NO_TRANSACTION else None
 
 
-def _abort_without_a_new_epoch(self: TransactionShard, transaction: Transaction) -> Transaction:
+def _abort_without_a_new_epoch(self: TransactionShard, transaction: Transaction, _: str) -> Transaction:
     return transaction.ending(commit=False, version=0, now_ms=self._clock.now_ms())
 
 
@@ -122,7 +122,7 @@ def _time_out_all(self: TransactionShard, transactional_id: str) -> list[StateRe
     transaction = self._transactions.get(transactional_id)
     if transaction is None or transaction.deadline_ms is None:
         return []
-    return [transaction_record(self.aborted(transaction))]
+    return [transaction_record(self.aborted(transaction, "its time is up"))]
 
 
 def _deadline_of_all(self: Transaction) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
@@ -125,10 +126,9 @@ def test_a_transaction_of_the_first_version(coordinator: Coordinator) -> None:
     coordinator.add(who, OTHER)
     assert coordinator.end(who) == (-1, -1)
     assert (coordinator.state, coordinator.endings) == ("PrepareCommit", 1)
-    with pytest.raises(ConcurrentTransactions):
-        coordinator.end(who)
-    with pytest.raises(InvalidTransactionState):
-        coordinator.end(who, commit=False)
+    for commit in (True, False):
+        with pytest.raises(ConcurrentTransactions):
+            coordinator.end(who, commit=commit)
     with pytest.raises(ConcurrentTransactions):
         coordinator.add(who)
     coordinator.complete()
@@ -147,10 +147,9 @@ def test_the_epoch_rises_with_each_transaction_of_the_second_version(coordinator
     assert following == (100, 1)
     (ending,) = coordinator.run(lambda shard: shard.endings())
     assert (ending.epoch, ending.version, ending.commit) == (1, 2, True)
-    with pytest.raises(ConcurrentTransactions):
-        coordinator.end(who, version=2)
-    with pytest.raises(ProducerFenced):
-        coordinator.end(following, version=2)
+    for known in (who, following):
+        with pytest.raises(ConcurrentTransactions):
+            coordinator.end(known, version=2)
     coordinator.complete()
     assert coordinator.end(who, version=2) == following
     with pytest.raises(ProducerFenced):
@@ -204,6 +203,32 @@ def test_a_newer_producer_aborts_and_fences(coordinator: Coordinator) -> None:
     assert coordinator.init() == (100, 2)
 
 
+def test_each_fencing_by_the_coordinator_leaves_a_line(
+    coordinator: Coordinator, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "millstream.transactions.shard")
+    coordinator.add(coordinator.init())
+    assert caplog.messages == []
+    with pytest.raises(ConcurrentTransactions):
+        coordinator.init()
+    coordinator.complete()
+    coordinator.add(coordinator.init())
+    coordinator.clock.advance_ms(1100)
+    coordinator.fire()
+    assert set(caplog.messages) == {"a producer is fenced"}
+    lines = [(one.transactional_id, one.producer_id, one.epoch, one.next_epoch, one.reason) for one in named(caplog)]
+    begins = "a producer begins with its transactional id"
+    assert lines == [
+        (ID, 100, 0, 1, begins),
+        (ID, 100, 1, 2, begins),
+        (ID, 100, 2, 3, "its transaction timed out"),
+    ]
+
+
+def named(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    return list(caplog.records)
+
+
 def test_a_producer_goes_on_after_an_error(coordinator: Coordinator) -> None:
     who = coordinator.init()
     assert coordinator.init(expected=who) == (100, 1)
@@ -235,6 +260,14 @@ def test_a_transaction_ends_with_a_new_id_when_epochs_are_used_up(coordinator: C
     assert coordinator.end(who, version=2) == (100, 0)
     (ending,) = coordinator.run(lambda shard: shard.endings())
     assert (ending.producer_id, ending.epoch) == (7, EPOCH_MAX)
+    # The id that was answered is not in the state yet.
+    answered = Initialized(ProducerId(100), 0)
+    with pytest.raises(ConcurrentTransactions):
+        coordinator.add(answered, version=2)
+    with pytest.raises(ConcurrentTransactions):
+        coordinator.end(answered, version=2)
+    with pytest.raises(ConcurrentTransactions):
+        coordinator.init(expected=answered)
     coordinator.complete()
     assert (coordinator.transaction.producer_id, coordinator.transaction.epoch) == (100, 0)
     assert coordinator.end(who, version=2) == (100, 0)

@@ -6,7 +6,7 @@ CONCURRENT_TRANSACTIONS if it takes longer. Internal topics cannot be added.
 
 Version notes: up to 1 a fenced producer gets INVALID_PRODUCER_EPOCH, from 2 on PRODUCER_FENCED. Up to 3 a request is of
 one producer; from 4 on brokers send them for many, and may only ask whether partitions are part of the transaction
-(`verify_only`): those that are not get TRANSACTION_ABORTABLE from 5 on, INVALID_TXN_STATE in 4.
+(`verify_only`): those that are not get TRANSACTION_ABORTABLE.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kio.schema.errors import ErrorCode
 from millstream.cluster.topics import Topics
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code
-from millstream.kafka.fenced import fenced_code
+from millstream.kafka.fenced import fenced_code, log_fenced
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.model.errors import MillstreamError
 from millstream.model.ids import PartitionIndex, ProducerId
@@ -45,7 +45,6 @@ from millstream.wire.shape import reshape
 
 _FIRST_WITH_FENCED: Final = 2
 _FIRST_WITH_MANY: Final = 4
-_FIRST_WITH_ABORTABLE: Final = 5
 
 
 class AddPartitionsCall(NamedTuple):
@@ -93,16 +92,18 @@ class AddPartitionsToTxn(Api[AddPartitionsCall, AddPartitionsToTxnResponse]):
 
     async def handle(self, request: AddPartitionsCall, client: ClientInfo) -> AddPartitionsToTxnResponse:
         """Answer for every transaction."""
-        results = await asyncio.gather(*(self._answer(request.version, one) for one in request.transactions))
+        results = await asyncio.gather(*(self._answer(request.version, one, client) for one in request.transactions))
         return AddPartitionsToTxnResponse(
             throttle_time=NO_THROTTLE, error_code=ErrorCode.none, results_by_transaction=tuple(results)
         )
 
-    async def _answer(self, version: int, one: AddPartitionsToTxnTransaction) -> AddPartitionsToTxnResult:
+    async def _answer(
+        self, version: int, one: AddPartitionsToTxnTransaction, client: ClientInfo
+    ) -> AddPartitionsToTxnResult:
         partitions = [
             TopicPartition(topic.name, PartitionIndex(index)) for topic in one.topics for index in topic.partitions
         ]
-        codes = await self._codes(version, one, partitions)
+        codes = await self._codes(version, one, partitions, client)
         return AddPartitionsToTxnResult(
             transactional_id=one.transactional_id,
             topic_results=tuple(
@@ -121,7 +122,11 @@ class AddPartitionsToTxn(Api[AddPartitionsCall, AddPartitionsToTxnResponse]):
         )
 
     async def _codes(
-        self, version: int, one: AddPartitionsToTxnTransaction, partitions: list[TopicPartition]
+        self,
+        version: int,
+        one: AddPartitionsToTxnTransaction,
+        partitions: list[TopicPartition],
+        client: ClientInfo,
     ) -> Mapping[TopicPartition, ErrorCode]:
         refused = {part: code for part in partitions if (code := self._check(version, part)) is not None}
         if refused:
@@ -130,10 +135,11 @@ class AddPartitionsToTxn(Api[AddPartitionsCall, AddPartitionsToTxnResponse]):
         try:
             if one.verify_only:
                 verified = await self._transactions.verify(who, partitions)
-                return {part: ErrorCode.none if error is None else _absent(version) for part, error in verified.items()}
+                return {part: error_code(error) if error else ErrorCode.none for part, error in verified.items()}
             protocol = EPOCH_PER_TRANSACTION if version >= _FIRST_WITH_MANY else FIRST_VERSION
             await self._transactions.add_partitions(who, partitions, version=protocol)
         except MillstreamError as error:
+            log_fenced(error_code(error), str(error), client, transactional_id=one.transactional_id)
             return dict.fromkeys(partitions, fenced_code(error_code(error), version, first=_FIRST_WITH_FENCED))
         return dict.fromkeys(partitions, ErrorCode.none)
 
@@ -144,7 +150,3 @@ class AddPartitionsToTxn(Api[AddPartitionsCall, AddPartitionsToTxnResponse]):
         if topic.is_internal and (version < _FIRST_WITH_MANY or topic.name != CONSUMER_OFFSETS):
             return ErrorCode.topic_authorization_failed
         return None
-
-
-def _absent(version: int) -> ErrorCode:
-    return ErrorCode.transaction_abortable if version >= _FIRST_WITH_ABORTABLE else ErrorCode.invalid_txn_state

@@ -31,6 +31,7 @@ from kio.schema.errors import ErrorCode
 from millstream.cluster.topics import Topics
 from millstream.kafka.api import ClientInfo
 from millstream.kafka.errors import error_code
+from millstream.kafka.fenced import log_fenced
 from millstream.kafka.produce_layout import Portion, Request, read, write
 from millstream.kafka.quota_meter import QuotaMeter
 from millstream.kafka.transaction_opening import Opening, is_open
@@ -178,6 +179,8 @@ class Produce:
             partition = self._append(portion, request, version, guards)
             if partition is not None:
                 waiting.append((partition, portion))
+            elif portion.code is not ErrorCode.none:
+                log_fenced(portion.code, portion.message or "", client, transactional_id=request.transactional_id)
         client.produce_requests += 1
         client.produced_bytes += size
         throttle_ms = self._quota.charge(client, size) if self._quota.is_limiting else 0

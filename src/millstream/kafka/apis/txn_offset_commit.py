@@ -27,6 +27,7 @@ from millstream.groups.coordinator import GroupCoordinator
 from millstream.groups.requests import CommitRequest, MemberRef, PartitionCommit
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code
+from millstream.kafka.fenced import log_fenced
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.model.errors import MillstreamError
 from millstream.model.ids import ProducerId
@@ -75,7 +76,7 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
                 else:
                     codes[topic.name, one.partition_index] = ErrorCode.unknown_topic_or_partition
         if valid:
-            codes.update(await self._commit(version, message, valid))
+            codes.update(await self._commit(version, message, valid, client))
         return TxnOffsetCommitResponse(
             throttle_time=NO_THROTTLE,
             topics=tuple(
@@ -93,7 +94,11 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
         )
 
     async def _commit(
-        self, version: int, message: TxnOffsetCommitRequest, valid: dict[str, list[PartitionCommit]]
+        self,
+        version: int,
+        message: TxnOffsetCommitRequest,
+        valid: dict[str, list[PartitionCommit]],
+        client: ClientInfo,
     ) -> Codes:
         adds = version >= _FIRST_THAT_ADDS
 
@@ -124,6 +129,7 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
             )
         except MillstreamError as error:
             code = _as_told(error_code(error), version)
+            log_fenced(code, str(error), client, transactional_id=message.transactional_id)
             return {(name, one.partition): code for name, commits in valid.items() for one in commits}
         return {
             (name, index): ErrorCode.none if error is None else error_code(error)

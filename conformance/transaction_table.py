@@ -1,0 +1,402 @@
+"""Every state of a transactional id × every transactional request × who asks: the answers, and the state afterwards.
+
+    python -m conformance.transaction_table [--record]
+
+Both brokers are asked, and what differs between Apache Kafka, Millstream and `transaction_answers.json` is shown;
+`--record` writes Kafka's answers to that file first. `make compare` runs it, and a test holds Millstream to the file.
+
+While markers are held back, transactions stay in the middle of ending. Kafka sends its markers over a connection with a
+client id of its own, which a relay cuts; Millstream runs in this process, where writing a marker never returns.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from unittest.mock import patch
+
+from benchmarks.peers.kafka import free_address, kafka
+from benchmarks.peers.unavailable import PeerUnavailable
+from conformance.question import Broker
+from conformance.questions.asking import Key, batch, lay_fixtures, new_topic, produced
+
+from millstream.embedded import EmbeddedBroker
+from millstream.kafka.local_markers import PartitionMarkers
+from millstream.model.errors import NotLeader
+from millstream.model.marker import Marker
+from millstream.model.topic import TopicPartition
+from millstream.testing.link_relay import LinkRelay, RelayThread
+from millstream.transactions import coordinator, shard, transaction
+from millstream.transactions.transaction import EPOCH_MAX
+
+RECORDED: Final = Path(__file__).with_name("transaction_answers.json")
+MARKER_CLIENT: Final = "broker-1-txn-marker-sender"
+"""The client id of the connection over which Kafka's node 1 sends markers."""
+TABLE: Final = "table"
+"""The topic, with a partition that is part of each transaction and one that is not."""
+GROUP: Final = "table"
+_ADDED, _NEW = 0, 1
+_READY_S_MAX: Final = 30.0
+_EARLY_MAX: Final = 1000
+_TIMEOUT_MS: Final = 600_000
+_names = count()
+
+Hold = Callable[[bool], None]
+"""Has markers held back from now on, or written."""
+Answers = dict[str, str]
+
+
+class Who(NamedTuple):
+    """A producer as it names itself."""
+
+    transactional_id: str
+    producer_id: int
+    epoch: int
+
+
+# -- requests -----------------------------------------------------------------------------------------------------
+
+
+def _init(broker: Broker, who: Who, *, expected: bool) -> Any:
+    known = {"producer_id": who.producer_id, "producer_epoch": who.epoch} if expected else {}
+    values = {"transactional_id": who.transactional_id, "transaction_timeout": _TIMEOUT_MS, **known}
+    return broker.ask(Key.INIT_PRODUCER_ID, 5, values)
+
+
+def _add(broker: Broker, who: Who, version: int, partition: int = _NEW, *, verify: bool = False) -> Any:
+    named: dict[str, Any] = {**_named(who), "topics": [{"name": TABLE, "partitions": [partition]}]}
+    if version < 4:
+        older = {f"v3_and_below_{name}": value for name, value in named.items()}
+        results = broker.ask(Key.ADD_PARTITIONS_TO_TXN, version, older)["results_by_topic_v3_and_below"]
+    else:
+        values = {"transactions": [{**named, "verify_only": verify}]}
+        answer = broker.ask(Key.ADD_PARTITIONS_TO_TXN, version, values)
+        results = answer["results_by_transaction"][0]["topic_results"]
+    return {"error_code": results[0]["results_by_partition"][0]["partition_error_code"]}
+
+
+def _add_offsets(broker: Broker, who: Who) -> Any:
+    return broker.ask(Key.ADD_OFFSETS_TO_TXN, 4, {**_named(who), "group_id": GROUP})
+
+
+def _commit_offsets(broker: Broker, who: Who, version: int) -> Any:
+    offset = {"partition_index": 0, "committed_offset": 1, "committed_leader_epoch": -1, "committed_metadata": None}
+    values = {**_named(who), "group_id": GROUP, "topics": [{"name": TABLE, "partitions": [offset]}]}
+    return broker.ask(Key.TXN_OFFSET_COMMIT, version, values)["topics"][0]["partitions"][0]
+
+
+def _end(broker: Broker, who: Who, version: int, *, commit: bool) -> Any:
+    return broker.ask(Key.END_TXN, version, {**_named(who), "committed": commit})
+
+
+def _produce(broker: Broker, who: Who, version: int, partition: int) -> Any:
+    records = batch(producer_id=who.producer_id, producer_epoch=who.epoch, base_sequence=0, transactional=True)
+    values = {"transactional_id": who.transactional_id, **produced(records, topic=TABLE, partition=partition)}
+    return broker.ask(Key.PRODUCE, version, values)["responses"][0]["partition_responses"][0]
+
+
+def _named(who: Who) -> dict[str, Any]:
+    return {
+        "transactional_id": who.transactional_id,
+        "producer_id": who.producer_id,
+        "producer_epoch": who.epoch,
+    }
+
+
+REQUESTS: Final[Mapping[str, Callable[[Broker, Who], Any]]] = {
+    "InitProducerId v5": lambda broker, who: _init(broker, who, expected=False),
+    "InitProducerId v5 with id and epoch": lambda broker, who: _init(broker, who, expected=True),
+    "AddPartitionsToTxn v3": lambda broker, who: _add(broker, who, 3),
+    "AddPartitionsToTxn v4": lambda broker, who: _add(broker, who, 4),
+    "AddPartitionsToTxn v5": lambda broker, who: _add(broker, who, 5),
+    "AddPartitionsToTxn v4 verify": lambda broker, who: _add(broker, who, 4, _ADDED, verify=True),
+    "AddPartitionsToTxn v5 verify": lambda broker, who: _add(broker, who, 5, _ADDED, verify=True),
+    "AddOffsetsToTxn v4": _add_offsets,
+    "TxnOffsetCommit v3": lambda broker, who: _commit_offsets(broker, who, 3),
+    "TxnOffsetCommit v4": lambda broker, who: _commit_offsets(broker, who, 4),
+    "TxnOffsetCommit v5": lambda broker, who: _commit_offsets(broker, who, 5),
+    "EndTxn v3 commit": lambda broker, who: _end(broker, who, 3, commit=True),
+    "EndTxn v3 abort": lambda broker, who: _end(broker, who, 3, commit=False),
+    "EndTxn v4 commit": lambda broker, who: _end(broker, who, 4, commit=True),
+    "EndTxn v4 abort": lambda broker, who: _end(broker, who, 4, commit=False),
+    "EndTxn v5 commit": lambda broker, who: _end(broker, who, 5, commit=True),
+    "EndTxn v5 abort": lambda broker, who: _end(broker, who, 5, commit=False),
+    "Produce v11 to a partition of it": lambda broker, who: _produce(broker, who, 11, _ADDED),
+    "Produce v11 to another partition": lambda broker, who: _produce(broker, who, 11, _NEW),
+    "Produce v12 to a partition of it": lambda broker, who: _produce(broker, who, 12, _ADDED),
+    "Produce v12 to another partition": lambda broker, who: _produce(broker, who, 12, _NEW),
+}
+
+WHO: Final[Mapping[str, Callable[[Who], Who]]] = {
+    "current": lambda who: who,
+    "epoch before": lambda who: who._replace(epoch=who.epoch - 1),
+    "epoch to come": lambda who: who._replace(epoch=who.epoch + 1),
+    "other id": lambda who: who._replace(producer_id=who.producer_id + 1_000_000),
+}
+"""By name: how a request differs from the id and epoch that the broker answered last."""
+
+# -- states -------------------------------------------------------------------------------------------------------
+
+
+def _new_producer(broker: Broker, epoch: int = 2) -> Who:
+    """A producer at an epoch that has others before it."""
+    transactional_id = f"table-{next(_names)}"
+    values = {"transactional_id": transactional_id, "transaction_timeout": _TIMEOUT_MS}
+    for answer in broker.ask_repeatedly(Key.INIT_PRODUCER_ID, 5, values, epoch + 1):
+        _must(answer)
+    return Who(transactional_id, answer["producer_id"], answer["producer_epoch"])
+
+
+def _unknown(_: Broker) -> Who:
+    return Who(f"table-{next(_names)}", 1_000_000, 2)
+
+
+def _ongoing(broker: Broker, version: int, epoch: int = 2) -> Who:
+    who = _new_producer(broker, epoch)
+    if version == 1:
+        _must(_add(broker, who, 3, _ADDED))
+        _must(_add_offsets(broker, who))
+    else:
+        _must(_add(broker, who, 5, _ADDED))
+        _must(_commit_offsets(broker, who, 5))
+    return who
+
+
+def _ended(broker: Broker, version: int, *, commit: bool) -> Who:
+    who = _ongoing(broker, version)
+    answer = _end(broker, who, 4 if version == 1 else 5, commit=commit)
+    _must(answer)
+    return who if version == 1 else who._replace(producer_id=answer["producer_id"], epoch=answer["producer_epoch"])
+
+
+def _must(answer: Any) -> None:
+    if answer["error_code"] != "none":
+        raise RuntimeError(f"a state could not be prepared: {answer}")
+
+
+STATES: Final[Mapping[str, Callable[[Broker], Who]]] = {
+    "unknown id": _unknown,
+    "Empty": _new_producer,
+    **{f"Ongoing, version {version}": partial(_ongoing, version=version) for version in (1, 2)},
+    **{
+        f"{phase}{result}, version {version}": partial(_ended, version=version, commit=result == "Commit")
+        for phase in ("Complete", "Prepare")
+        for result in ("Commit", "Abort")
+        for version in (1, 2)
+    },
+}
+"""By name: how an id gets into a state. It is complete, or stays prepared when markers are held back by then."""
+
+
+_ASKED_FIRST: Final = "ours asks the coordinator first, which knows that the id was replaced"
+_DECIDED: Final = "Kafka adds offsets to a transaction that is decided until its marker is written; ours never does"
+ACCEPTED: Final = {
+    f"{pair} | TxnOffsetCommit v{version}": reason
+    for pair, reason in {
+        "PrepareCommit, version 2 | epoch before": _DECIDED,
+        "PrepareAbort, version 2 | epoch before": _DECIDED,
+        "PrepareCommit, rotated | id before": _DECIDED,
+        "CompleteCommit, rotated | id before": _ASKED_FIRST,
+    }.items()
+    for version in (3, 4, 5)
+}
+"""By pair: why the answer is another one, on purpose."""
+
+# -- the table ----------------------------------------------------------------------------------------------------
+
+
+def ask_all(broker: Broker, hold: Hold) -> Answers:
+    """Every pair; an id that a request has left as it was is asked again."""
+    broker.ask(Key.CREATE_TOPICS, 5, {"timeout": 10000, "topics": [new_topic(TABLE, 2)]})
+    answers: Answers = {}
+    for state in STATES:
+        who: Who | None = None
+        for asking, request in _asked():
+            who = who or _prepare(broker, state, hold)
+            before = _state(broker, who)
+            answers[f"{state} | {asking} | {request}"] = told = _ask(broker, who, before, asking, request)
+            if told.startswith("none") or not told.endswith(f", {before}"):
+                who = None
+    return answers
+
+
+def ask_rotated(broker: Broker, hold: Hold, epoch_max: int) -> Answers:
+    """The same of a producer whose id was replaced at the end of a transaction, since its epochs are used up."""
+    hold(True)
+    old = _ongoing(broker, 2, epoch_max - 1)
+    answer = _end(broker, old, 5, commit=True)
+    _must(answer)
+    new = old._replace(producer_id=answer["producer_id"], epoch=answer["producer_epoch"])
+    answers: Answers = {}
+    for asking, who in {"current": new, "id before": old}.items():
+        for request, ask in REQUESTS.items():
+            answers[f"PrepareCommit, rotated | {asking} | {request}"] = ask(broker, who)["error_code"]
+    hold(False)
+    _await_state(broker, new, "CompleteCommit")
+    hold(True)
+    # What changes the state comes last.
+    first = [request for request in REQUESTS if "InitProducerId" not in request]
+    for request in [*first, "InitProducerId v5 with id and epoch"]:
+        answer = REQUESTS[request](broker, old)
+        known = "" if answer.get("producer_id", -1) < 0 else f", known {answer['producer_id'] == new.producer_id}"
+        answers[f"CompleteCommit, rotated | id before | {request}"] = f"{answer['error_code']}{known}"
+    answers["Empty, rotated | current | AddPartitionsToTxn v5"] = _add(broker, new, 5)["error_code"]
+    return answers
+
+
+def _asked() -> Iterator[tuple[str, str]]:
+    for asking in WHO:
+        for request in REQUESTS:
+            if asking == "current" or request != "InitProducerId v5":
+                yield asking, request
+
+
+def _prepare(broker: Broker, state: str, hold: Hold) -> Who:
+    hold(not state.startswith("Complete"))
+    who = STATES[state](broker)
+    if state != "unknown id":
+        _await_state(broker, who, state.partition(",")[0])
+    hold(True)
+    return who
+
+
+def _ask(broker: Broker, known: Who, before: str, asking: str, request: str) -> str:
+    """The code, how the id and epoch of the answer differ from the ones before, and the state afterwards."""
+    answer = REQUESTS[request](broker, WHO[asking](known))
+    told: str = answer["error_code"]
+    if told == "none" and answer.get("producer_id", -1) >= 0:
+        if answer["producer_id"] == known.producer_id:
+            told += f" epoch{answer['producer_epoch'] - known.epoch:+d}"
+        else:
+            told += " another id"
+    after = _state(broker, known)
+    if after == "PrepareAbort" and before in ("Empty", "CompleteCommit", "CompleteAbort"):
+        # There are no markers to wait for.
+        after = "CompleteAbort"
+        _await_state(broker, known, after)
+    return f"{told}, {after}"
+
+
+def _state(broker: Broker, who: Who) -> str:
+    wanted = {"state_filters": [], "producer_id_filters": [who.producer_id]}
+    listed = broker.ask(Key.LIST_TRANSACTIONS, 0, wanted)["transaction_states"]
+    return next((one["transaction_state"] for one in listed if one["transactional_id"] == who.transactional_id), "-")
+
+
+def _await_state(broker: Broker, who: Who, state: str) -> None:
+    deadline = time.monotonic() + _READY_S_MAX
+    while (now := _state(broker, who)) != state:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{who.transactional_id} is {now}, not {state}, after {_READY_S_MAX:g} s")
+        time.sleep(0.01)
+
+
+# -- the brokers --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def held_kafka(folder: Path) -> Iterator[tuple[Broker, Hold]]:
+    """Apache Kafka whose markers pass a relay."""
+    internal = free_address()
+    with RelayThread() as thread:
+        relay = LinkRelay(thread, internal, named=True)
+        with kafka(folder, "os", partitions=1, internal=internal, relay=relay.address) as server:
+            broker = Broker(server.kafka)
+            lay_fixtures(broker)
+            yield broker, lambda held: (relay.cut if held else relay.heal)(MARKER_CLIENT)
+        relay.close()
+
+
+@contextmanager
+def held_millstream(folder: Path) -> Iterator[tuple[Broker, Hold]]:
+    """Millstream in this process, which does not wait long for markers that never come."""
+    write = PartitionMarkers.write
+    is_held = False
+
+    def hold(held: bool) -> None:
+        nonlocal is_held
+        is_held = held
+
+    async def write_unless_held(self: PartitionMarkers, marker: Marker, partition: TopicPartition) -> None:
+        if is_held:
+            raise NotLeader("the leader is away")
+        await write(self, marker, partition)
+
+    node = EmbeddedBroker(folder)
+    with (
+        patch.object(PartitionMarkers, "write", write_unless_held),
+        patch.object(coordinator, "PATIENCE_S", 0.001),
+    ):
+        node.start_and_wait()
+        try:
+            broker = Broker(node.kafka_address)
+            lay_fixtures(broker)
+            yield broker, hold
+        finally:
+            node.stop_and_wait()
+
+
+def recorded() -> Answers:
+    """Kafka's answers, as they were when somebody looked last."""
+    answers: Answers = json.loads(RECORDED.read_text(encoding="utf-8"))
+    return answers
+
+
+def differences(expected: Answers, got: Answers) -> list[str]:
+    """A line for each answer that is another one, less those that differ on purpose."""
+    return [
+        f"{pair}: kafka {expected.get(pair)}, millstream {got.get(pair)}"
+        for pair in sorted(expected.keys() | got.keys())
+        if expected.get(pair) != got.get(pair) and pair not in ACCEPTED
+    ]
+
+
+def kafka_answers(folder: Path) -> Answers:
+    """What Apache Kafka answers now."""
+    with held_kafka(folder) as (broker, hold):
+        return ask_all(broker, hold) | ask_rotated(broker, hold, EPOCH_MAX)
+
+
+def millstream_answers(folder: Path) -> Answers:
+    """What Millstream answers; its epochs are used up early, which spares some thirty thousand requests."""
+    with (
+        held_millstream(folder) as (broker, hold),
+        patch.object(transaction, "EPOCH_MAX", _EARLY_MAX),
+        patch.object(shard, "EPOCH_MAX", _EARLY_MAX),
+    ):
+        return ask_all(broker, hold) | ask_rotated(broker, hold, _EARLY_MAX)
+
+
+def compare(folder: Path, *, record: bool = False) -> int:
+    """Ask both, and show where they or the recorded answers differ; how many do."""
+    theirs = kafka_answers(folder / "kafka-table")
+    if record:
+        RECORDED.write_text(json.dumps(theirs, indent=1) + "\n", encoding="utf-8")
+    lines = [f"{pair} is recorded as {answer}" for pair, answer in recorded().items() if theirs.get(pair) != answer]
+    lines += differences(theirs, millstream_answers(folder / "millstream-table"))
+    for line in lines:
+        print(f"  DIFFERENT   {line}")
+    print(f"{len(theirs)} states and requests of transactions, {len(ACCEPTED)} accepted, {len(lines)} different")
+    return len(lines)
+
+
+def main() -> int:
+    """Run from the command line."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="millstream-compare-") as folder:
+            return 1 if compare(Path(folder), record="--record" in sys.argv) else 0
+    except PeerUnavailable as reason:
+        print(f"skipped: {reason}")
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
