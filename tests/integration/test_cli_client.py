@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from confluent_kafka import Consumer, Producer
 
+from millstream import __version__
 from millstream.testing.command import CommandLine
 from millstream.testing.server import Server
 
@@ -61,6 +62,12 @@ def test_producers_and_consumers_are_listed_with_what_they_are(millstream: Comma
     assert consuming["roles"] == ["consumer"]
     assert consuming["fetched_bytes"] > 5000
     assert listed.document["left_out"] == 0
+
+
+def test_millstreams_own_clients_say_their_version(millstream: CommandLine) -> None:
+    listed = millstream("client", "list", "--all", "--interval", 0.1, "--json").document
+    (mine,) = of(listed, "millstream-cli")
+    assert (mine["software"], mine["version"]) == ("millstream", __version__)
 
 
 @pytest.mark.usefixtures("consumer")

@@ -131,3 +131,9 @@ def test_an_address_that_is_none_is_a_mistake_in_usage() -> None:
     refused = CommandLine("localhost")("topic", "list")
     assert refused.code == 2
     assert "HOST:PORT" in refused.err
+
+
+def test_the_address_of_http_is_recognized(server: Server) -> None:
+    refused = CommandLine(server.http)("topic", "list")
+    assert (refused.code, refused.out) == (4, "")
+    assert "an HTTP server answers there; give the Kafka address" in refused.err

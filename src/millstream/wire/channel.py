@@ -12,6 +12,7 @@ import os
 import struct
 from typing import Any, Final, Self, cast
 
+from millstream import __version__
 from millstream.model.errors import (
     BrokerUnreachable,
     InvalidRequest,
@@ -27,6 +28,8 @@ _UNANSWERED_MAX: Final = 2 * IN_FLIGHT_MAX
 FRAME_BYTES_MAX: Final = 256 * 1024 * 1024
 _SCRATCH_BYTES: Final = 64 * 1024
 _SIZE: Final = struct.Struct(">i")
+_TLS_HEADS: Final = (b"\x15\x03", b"\x16\x03")
+"""How an alert and a handshake of TLS begin."""
 _API_VERSIONS_SENT: Final = 3
 _UNSUPPORTED_VERSION: Final = 35
 
@@ -158,7 +161,7 @@ class Channel(asyncio.BufferedProtocol):
 
     async def _ask_versions(self, version: int, timeout_s: float) -> Any:
         request_class = codec.load_request_class(codec.API_VERSIONS_KEY, version)
-        named = {"client_software_name": "millstream", "client_software_version": "0"} if version >= 3 else {}
+        named = {"client_software_name": "millstream", "client_software_version": __version__} if version >= 3 else {}
         body = codec.write_entity(request_class(**named))
         frame = await self.exchange(codec.API_VERSIONS_KEY, version, [body], timeout_s=timeout_s)
         # A broker that does not know the version answers in the oldest one; every version begins with the code.
@@ -228,7 +231,7 @@ class Channel(asyncio.BufferedProtocol):
         while self._filled - position >= _SIZE.size:
             (size,) = _SIZE.unpack_from(self._scratch, position)
             if not 4 <= size <= FRAME_BYTES_MAX:
-                raise ProtocolViolation(f"an answer of {size} bytes was announced; is this a Kafka port without TLS?")
+                raise ProtocolViolation(_not_kafka(bytes(self._scratch[position : position + _SIZE.size])))
             start, end = position + _SIZE.size, position + _SIZE.size + size
             if end <= self._filled:
                 self._deliver(memoryview(bytes(self._scratch[start:end])))
@@ -260,6 +263,15 @@ class Channel(asyncio.BufferedProtocol):
 
 def _new_room(size: int) -> memoryview:
     return memoryview(bytearray(size))
+
+
+def _not_kafka(head: bytes) -> str:
+    """Say what answers, by the first bytes of an answer that cannot be one of a broker."""
+    if head == b"HTTP":
+        return "an HTTP server answers there; give the Kafka address, which is another port than that of HTTP"
+    if head[:2] in _TLS_HEADS:
+        return "a TLS server answers there; give the address of a Kafka port without TLS"
+    return f"what answers there is no Kafka broker: its answer begins with {head!r}"
 
 
 def _reason(error: OSError) -> str:
