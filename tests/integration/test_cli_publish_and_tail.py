@@ -1,15 +1,25 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
+import crc32c
 import pytest
 
+from millstream.records.batch import COMPRESSION_GZIP
+from millstream.records.record import NewRecord, encode_batch
 from millstream.testing.child_process import child_process
 from millstream.testing.command import CommandLine
 from millstream.testing.server import Server
+from millstream.wire.client import Client
+
+CHECKED_FROM = 21
+"""Where the part of a batch begins that its checksum covers, with the attributes in front."""
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +131,64 @@ def test_a_mistaken_publish_is_refused(
 def test_a_line_without_its_key_stops_and_says_what_is_stored(millstream: CommandLine) -> None:
     refused = millstream.process("publish", "broken", "--key-separator", "=", stdin=b"a=1\nb")
     assert refused.code == 1
-    assert "a line has no '=' between key and value: 'b'" in refused.err
+    assert "line 2 of the input has no '=' between key and value: 'b'" in refused.err
     assert "the first 1 message of the input is stored for certain" in refused.err
+
+
+def test_a_line_that_is_too_large_is_named(millstream: CommandLine) -> None:
+    millstream("topic", "create", "narrow", "--set", "max.message.bytes=1000")
+    refused = millstream.process("publish", "narrow", "--no-ids", stdin=b"one\ntwo\n" + b"x" * 2000 + b"\nfour\n")
+    assert refused.code != 0
+    assert refused.err.startswith("millstream: line 3 of the input: ")
+
+
+def test_a_delayed_message_is_delivered_later(millstream: CommandLine) -> None:
+    millstream("topic", "create", "delayed")
+    millstream("subscription", "create", "delayed", "--topic", "delayed")
+    assert millstream("publish", "delayed", "late", "--delay", 3600).code == 0
+    assert millstream("publish", "delayed", "at once", "--delay", 0).code == 0
+    late, at_once = millstream("tail", "delayed", "--json").documents
+    due = {one["value"]: int(dict(one["headers"])["deliver-at"]) - one["timestamp_ms"] for one in (late, at_once)}
+    assert 3_590_000 < due["late"] <= 3_610_000
+    pulled = millstream("subscription", "pull", "delayed", "--wait", 30, "--json").documents
+    assert [one["value"] for one in pulled] == ["at once"]
+
+
+def test_tail_passes_a_batch_that_it_cannot_decompress(server: Server, millstream: CommandLine) -> None:
+    millstream("topic", "create", "garbled")
+    millstream("publish", "garbled", "before")
+    batch = encode_batch([NewRecord(None, b"no gzip", (), 1)] * 2)
+    struct.pack_into(">h", batch, CHECKED_FROM, COMPRESSION_GZIP)
+    struct.pack_into(">I", batch, CHECKED_FROM - 4, crc32c.crc32c(bytes(batch[CHECKED_FROM:])))
+
+    async def append() -> None:
+        async with Client.connect(server.kafka, client_id="garbling") as client:
+            await client.produce("garbled", 0, batch)
+
+    asyncio.run(append())
+    millstream("publish", "garbled", "behind")
+    for position in ((), ("--from", "start")):
+        told = millstream("tail", "garbled", "--raw", *position)
+        assert (told.code, told.lines) == (1, ["before", "behind"])
+        assert "garbled-0: the batch at offsets 1 to 2 cannot be read (" in told.err
+        assert "; going on at 3. To do: " in told.err
+        assert "millstream: not everything could be shown: garbled-0: the batch at offsets 1 to 2" in told.err
+
+
+def test_names_of_topics_complete(server: Server, millstream: CommandLine) -> None:
+    for name in ("completed-one", "completed-two", "other"):
+        millstream("topic", "create", name)
+
+    def complete(words: str) -> list[str]:
+        asked = {"_MILLSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        done = subprocess.run(
+            [sys.executable, "-m", "millstream.cli.main"], env=os.environ | asked, capture_output=True, text=True
+        )
+        return done.stdout.split()
+
+    for command in ("tail", "publish", "topic describe", "subscription create s --topic"):
+        assert complete(f"millstream --brokers {server.kafka} {command} comp") == ["completed-one", "completed-two"]
+    assert complete("millstream --brokers 127.0.0.1:1 tail comp") == []
 
 
 def test_tail_shows_the_last_messages_of_all_partitions(millstream: CommandLine) -> None:

@@ -22,6 +22,24 @@ def name(millstream: CommandLine, request: pytest.FixtureRequest) -> str:
     return name
 
 
+def test_errors_name_what_was_typed(millstream: CommandLine, name: str) -> None:
+    cases: list[tuple[tuple[object, ...], str]] = [
+        (("--lease", 0.01), "--lease (in seconds) must be at least 0.1, not 0.01"),
+        (("--lease", 50_000), "--lease (in seconds) must be at most 43200, not 50000"),
+        (("--attempts", 500), "--attempts must be at most 200, not 500"),
+        (("--in-flight", 0), "--in-flight must be at least 1, not 0"),
+        (("--expires", -2), "--expires (in seconds) must be at least 0, not -2"),
+        (("--delivery", "twice"), "--delivery must be one of at-most-once, at-least-once, exactly-once, not 'twice'"),
+        (("--backoff", "5:1"), "--backoff MIN (5000) is larger than --backoff MAX (1000)"),
+        (("--set", "share.delivery.count.limit=500"), "share.delivery.count.limit must be at most 200, not 500"),
+    ]
+    for flags, said in cases:
+        for command in (("create", f"{name}-new", "--topic", name), ("update", name)):
+            refused = millstream("subscription", *command, *flags)
+            assert (refused.code != 0, refused.out) == (True, "")
+            assert said in refused.err
+
+
 def test_a_seek_in_a_partition_that_is_not_there_finds_nothing(millstream: CommandLine, name: str) -> None:
     refused = millstream("subscription", "seek", name, "--to", "start", "--partition", 7)
     assert (refused.code, "has no queue there" in refused.err) == (3, True)

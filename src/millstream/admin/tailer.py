@@ -7,13 +7,13 @@ import heapq
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import NamedTuple, TypeVar
 
-from millstream.admin.damage import LostOffsets
-from millstream.model.errors import BrokerUnreachable, CorruptBatch, OffsetOutOfRange, RequestTimedOut
+from millstream.model.errors import BatchRejected, BrokerUnreachable, CorruptBatch, OffsetOutOfRange, RequestTimedOut
 from millstream.model.ids import NodeId, Offset, PartitionIndex
 from millstream.model.topic import TopicPartition
-from millstream.records.batch import iterate_whole_headers
+from millstream.records.batch import BatchHeader, iterate_whole_headers
 from millstream.records.record import Record, decode_records
 from millstream.wire.client import Client
 from millstream.wire.fetching import READ_UNCOMMITTED, FetchAnswer, FetchLimits
@@ -73,8 +73,8 @@ class Tailer:
         self._note = note
         self._is_whole = is_whole
         """Whether it is all of the topic, so that partitions that are added belong to it."""
-        self.lost: list[LostOffsets] = []
-        """What was left out, since the disk of the broker lost it."""
+        self.lost: list[str] = []
+        """What was left out, since the disk of the broker lost it or its batch cannot be read."""
         self._positions = {
             TopicPartition(topic, PartitionIndex(partition)): Offset(offset) for partition, offset in starts.items()
         }
@@ -111,7 +111,7 @@ class Tailer:
                 return
             before = dict(self._positions)
             for where, answer in (await self._fetch(wanted, limits)).items():
-                for message in _messages(self._take(where, answer)):
+                for message in self._messages(self._take(where, answer)):
                     if message.record.offset < ends[where.partition]:
                         yield message
             if self._positions == before:
@@ -129,7 +129,7 @@ class Tailer:
         """Every message from here on; those that come together are given together."""
         async with aclosing(self.follow_fetched(bytes_max)) as following:
             async for fetched in following:
-                if messages := [message for one in fetched for message in _messages(one)]:
+                if messages := [message for one in fetched for message in self._messages(one)]:
                     yield messages
 
     async def follow_fetched(self, bytes_max: int = FETCH_BYTES_MAX) -> AsyncGenerator[list[Fetched], None]:
@@ -194,6 +194,23 @@ class Tailer:
             self._positions[where] = max(self._positions[where], header.next_offset)
         return Fetched(where.partition, start, answer)
 
+    def _messages(self, fetched: Fetched) -> list[Message]:
+        skip = partial(self._skip, TopicPartition(self._topic, PartitionIndex(fetched.partition)))
+        answer = fetched.answer
+        return [
+            Message(fetched.partition, record)
+            for record in decode_records(answer.records, aborted=answer.aborted, skip=skip)
+            if record.offset >= fetched.start
+        ]
+
+    def _skip(self, where: TopicPartition, header: BatchHeader, error: BatchRejected) -> None:
+        """Go on behind a batch that cannot be read, and say so."""
+        offsets = f"{where}: the batch at offsets {header.base_offset} to {header.last_offset} cannot be read ({error})"
+        self.lost.append(offsets)
+        reset = f"millstream group reset GROUP --topic {where.topic} --partition {where.partition}"
+        at = header.next_offset
+        self._note(f"{offsets}; going on at {at}. To do: let a group step over it with: {reset} --to {at}.")
+
     async def _patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Ask; while the broker is away, for example because it restarts, try again for a while."""
         loop = asyncio.get_running_loop()
@@ -231,7 +248,7 @@ class Tailer:
             where = TopicPartition(one.topic, PartitionIndex(one.partition))
             if one.first <= self._positions[where] < one.next_offset:
                 self._positions[where] = Offset(one.next_offset)
-                self.lost.append(one)
+                self.lost.append(str(one))
                 self._note(f"{one}; going on at {one.next_offset}. To do: {one.advice}.")
                 moved = True
         return moved
@@ -246,11 +263,3 @@ class Tailer:
             if not start <= at <= end:
                 self._note(f"{where}: offset {at} is gone; going on from {start}.")
                 self._positions[where] = Offset(start)
-
-
-def _messages(fetched: Fetched) -> list[Message]:
-    return [
-        Message(fetched.partition, record)
-        for record in decode_records(fetched.answer.records, aborted=fetched.answer.aborted)
-        if record.offset >= fetched.start
-    ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
@@ -54,12 +55,42 @@ ORDER = (
 )
 
 
+_SHARED: Final = {"--brokers": 1, "--timeout": 1, "--json": 0}
+"""Options that most commands have, each with the number of its values."""
+
+_PLAIN: Final = {
+    **dict.fromkeys(("int_parsing", "int_from_float", "int_parsing_size"), "{input!r} is not a whole number"),
+    "float_parsing": "{input!r} is not a number",
+    "greater_than_equal": "{input} is below {ge}",
+    "less_than_equal": "{input} is above {le}",
+    "value_error": "{error}",
+}
+"""What is said of a value that typer refuses, by the kind of error that pydantic names."""
+
+
 class InOrder(TyperGroup):
     """Lists the commands in the order in which people need them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names, as they are declared below."""
         return [name for name in ORDER if name in self.commands]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take the options that commands share before the command too."""
+        command, early, rest = list[str](), list[str](), list(args)
+        commands: Mapping[str, Any] = self.commands
+        while rest and commands:
+            name, has_value, _ = rest[0].partition("=")
+            if name in _SHARED:
+                size = 1 if has_value else 1 + _SHARED[name]
+                early, rest = [*early, *rest[:size]], rest[size:]
+            elif rest[0] in commands:
+                commands = getattr(commands[rest[0]], "commands", {})
+                command.append(rest.pop(0))
+            else:
+                break
+        parsed: list[str] = super().parse_args(ctx, [*command, *(early if command else []), *rest])
+        return parsed
 
 
 app = typer.Typer(
@@ -126,7 +157,7 @@ def _unforeseen(error: Exception) -> int:
     if hasattr(error, "format_message"):
         context = getattr(error, "ctx", None)
         where = context.command_path if context is not None else PROGRAM
-        message = str(error.format_message()).strip().rstrip(".")
+        message = _usage_message(error)
         if message.startswith("Usage:"):
             typer.echo(message, err=True)
             return ExitCode.USAGE
@@ -135,6 +166,20 @@ def _unforeseen(error: Exception) -> int:
         return _fail(str(error), ExitCode.FAILED, error)
     hint = f"this is a bug in millstream; run again with {TRACEBACK_VARIABLE}=1 to see where it happened"
     return _fail(f"{type(error).__name__}: {error} ({hint})", ExitCode.FAILED, error)
+
+
+def _usage_message(error: Any) -> str:
+    """The sentence of typer's error; what pydantic says of a value in it, in plainer words."""
+    said = str(error.format_message()).strip().rstrip(".")
+    problems = getattr(error.__cause__, "errors", None)
+    if problems is None:
+        return said
+    problem = problems()[0]
+    plain = _PLAIN.get(problem["type"])
+    if plain is None:
+        return said
+    given = plain.format(input=problem["input"], **problem.get("ctx", {}))
+    return said.removesuffix(str(error.message).strip().rstrip(".")) + given.rstrip(".")
 
 
 def _fail(message: str, code: ExitCode, error: BaseException) -> int:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import typer
+
+from millstream.cli.options import DEFAULT_BROKERS
+from millstream.model.errors import MillstreamError
 
 if TYPE_CHECKING:
     from millstream.wire.client import Client
@@ -13,6 +18,8 @@ C = TypeVar("C")
 T = TypeVar("T")
 
 CLIENT_ID = "millstream-cli"
+COMPLETION_S: Final = 2.0
+"""How long a person who completes a name waits for a broker."""
 
 
 def ask(brokers: str, timeout_s: float, question: Callable[[Client], Awaitable[T]]) -> T:
@@ -34,3 +41,34 @@ async def _ask(brokers: str, timeout_s: float, question: Callable[[Client], Awai
     import_lean_kio()
     async with Client.connect(brokers, client_id=CLIENT_ID, timeout_s=timeout_s) as client:
         return await question(client)
+
+
+def complete_topics(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The topics whose names begin so, for the shell."""
+
+    async def names(client: Client) -> Iterable[str]:
+        return [topic.name for topic in (await client.metadata()).topics.values() if not topic.is_internal]
+
+    return _complete(ctx, incomplete, names)
+
+
+def complete_subscriptions(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The subscriptions whose names begin so, for the shell."""
+
+    async def names(client: Client) -> Iterable[str]:
+        from millstream.admin.subscriptions import HIDDEN_PREFIX
+        from millstream.wire.subscriptions import SubscriptionClient
+
+        known = [told["name"] for told in await SubscriptionClient(client).describe()]
+        return [name for name in known if not name.startswith(HIDDEN_PREFIX)]
+
+    return _complete(ctx, incomplete, names)
+
+
+def _complete(ctx: typer.Context, incomplete: str, names: Callable[[Client], Awaitable[Iterable[str]]]) -> list[str]:
+    """Names from the broker of the command line so far; none when it does not answer."""
+    try:
+        found = ask(ctx.params.get("brokers") or DEFAULT_BROKERS, COMPLETION_S, names)
+    except MillstreamError:
+        return []
+    return sorted(name for name in found if name.startswith(incomplete))

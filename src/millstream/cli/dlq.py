@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.admin.letter_pass import Act, Outcome, work_through
-from millstream.cli.connection import ask
+from millstream.cli.connection import ask, complete_subscriptions
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds, Yes, ask_person
 from millstream.cli.output import as_json_text, counted, one_line, print_json, print_line, print_note, print_table
 
@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="List, show, redrive and purge dead letters.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(help="The dead letter topic, or a subscription that has one.", show_default=False)]
+Name = Annotated[
+    str,
+    typer.Argument(
+        autocompletion=complete_subscriptions,
+        help="The dead letter topic, or a subscription that has one.",
+        show_default=False,
+    ),
+]
 Filter = Annotated[
     str | None,
     typer.Option(

@@ -27,6 +27,7 @@ async def read_line_groups(descriptor: int) -> AsyncIterator[LineGroup]:
     """Yield the lines of a descriptor as they come; the last one may lack its line end."""
     may_block = not stat.S_ISREG(os.fstat(descriptor).st_mode)
     rest = b""
+    done = 0
     while True:
         if may_block:
             await _readable(descriptor)
@@ -34,8 +35,11 @@ async def read_line_groups(descriptor: int) -> AsyncIterator[LineGroup]:
         if not chunk:
             break
         *lines, rest = (rest + chunk).split(b"\n")
+        done += len(lines)
         if len(rest) > LINE_BYTES_MAX:
-            raise CommandFailed(f"a line is longer than {LINE_BYTES_MAX} bytes; publish takes one message per line")
+            raise CommandFailed(
+                f"line {done + 1} of the input is longer than {LINE_BYTES_MAX} bytes, more than one message may have"
+            )
         if lines:
             yield LineGroup(lines, len(chunk))
     if rest:

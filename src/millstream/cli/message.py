@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from millstream.cli.connection import ask
+from millstream.cli.connection import ask, complete_topics
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
 from millstream.cli.output import counted, one_line, print_bytes, print_json, print_line
 
@@ -25,7 +25,7 @@ def message() -> None:
 
 @app.command("show")
 def show(
-    topic: Annotated[str, typer.Argument(help="The topic.", show_default=False)],
+    topic: Annotated[str, typer.Argument(autocompletion=complete_topics, help="The topic.", show_default=False)],
     partition: Annotated[int, typer.Argument(min=0, help="The partition.", show_default=False)],
     offset: Annotated[int, typer.Argument(min=0, help="The offset of the message.", show_default=False)],
     raw: Annotated[bool, typer.Option("--raw", help="Print the value alone, as it is.")] = False,

@@ -9,13 +9,20 @@ from typing import Annotated, Final
 
 import typer
 
+from millstream.cli.connection import complete_topics
 from millstream.cli.options import given_text, parse_assignments
 from millstream.model.pipeline import PipelineKind
 
 Name = Annotated[str, typer.Argument(help="The name of the pipeline.", show_default=False)]
 Topics = Annotated[
     list[str] | None,
-    typer.Option("--topic", metavar="TOPIC", help="A topic to land; may be repeated.", show_default=False),
+    typer.Option(
+        "--topic",
+        autocompletion=complete_topics,
+        metavar="TOPIC",
+        help="A topic to land; may be repeated.",
+        show_default=False,
+    ),
 ]
 Pattern = Annotated[
     str | None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli.connection import ask
+from millstream.cli.connection import ask, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
 from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_noted, print_table
@@ -29,7 +29,14 @@ def put(
     name: Name,
     rule: RuleName,
     topic: Annotated[
-        str, typer.Option("--topic", metavar="TOPIC", help="Whose messages it is about.", show_default=False)
+        str,
+        typer.Option(
+            "--topic",
+            autocompletion=complete_topics,
+            metavar="TOPIC",
+            help="Whose messages it is about.",
+            show_default=False,
+        ),
     ],
     to: Annotated[
         list[str],

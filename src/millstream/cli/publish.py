@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from millstream.cli.connection import ask
+from millstream.cli.connection import ask, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
 from millstream.cli.output import as_json_text, counted, print_line, print_note
 from millstream.cli.progress import Progress
-from millstream.model.errors import CoordinatorUnavailable, MillstreamError, NotLeader, PublishFailed, RequestTimedOut
+from millstream.model.errors import (
+    BatchTooLarge,
+    CoordinatorUnavailable,
+    MillstreamError,
+    NotLeader,
+    PublishFailed,
+    RequestTimedOut,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,6 +54,16 @@ KeySeparator = Annotated[
 Headers = Annotated[
     list[str] | None,
     typer.Option("--header", "-H", metavar="NAME=VALUE", help="A header of every message; may be repeated."),
+]
+DelaySeconds = Annotated[
+    float | None,
+    typer.Option(
+        "--delay",
+        metavar="SECONDS",
+        min=0.0,
+        help="Have subscriptions deliver every message only so long after it is published.",
+        show_default=False,
+    ),
 ]
 Partition = Annotated[
     int | None,
@@ -78,6 +95,7 @@ class _Order:
     key: str | None
     key_separator: str | None
     headers: tuple[tuple[str, bytes], ...]
+    delay_s: float | None
     partition: int | None
     compression: str
     timeout_s: float
@@ -86,12 +104,15 @@ class _Order:
 
 
 def publish(
-    topic: Annotated[str, typer.Argument(help="The topic to publish to.", show_default=False)],
+    topic: Annotated[
+        str, typer.Argument(autocompletion=complete_topics, help="The topic to publish to.", show_default=False)
+    ],
     value: Value = None,
     file: InputFile = None,
     key: Key = None,
     key_separator: KeySeparator = None,
     header: Headers = None,
+    delay: DelaySeconds = None,
     partition: Partition = None,
     compression: Compression = "none",
     ids: Ids = None,
@@ -118,6 +139,7 @@ def publish(
         key=key,
         key_separator=key_separator,
         headers=_headers(header or []),
+        delay_s=delay,
         partition=partition,
         compression=compression,
         timeout_s=timeout,
@@ -144,15 +166,15 @@ async def _publish(client: Client, order: _Order) -> int:
     with _opened(order) as descriptor:
         publisher = Publisher(client, compression=order.compression, timeout_s=order.timeout_s)
 
-        async def publish_group(lines: list[bytes]) -> int:
+        async def publish_group(lines: list[bytes], first: int) -> int:
             try:
-                return await _publish_group(publisher, order, lines)
+                return await _publish_group(publisher, order, lines, first)
             except _PASSING as error:
                 raise await _explained(client, order, error) from error
 
         try:
             if order.value is not None:
-                return await publish_group([os.fsencode(order.value)])
+                return await publish_group([os.fsencode(order.value)], 1)
             return await _publish_lines(publish_group, order, descriptor)
         finally:
             await publisher.close()
@@ -167,13 +189,19 @@ async def _explained(client: Client, order: _Order, error: MillstreamError) -> M
     return error
 
 
-async def _publish_lines(publish_group: Callable[[list[bytes]], Awaitable[int]], order: _Order, descriptor: int) -> int:
+async def _publish_lines(
+    publish_group: Callable[[list[bytes], int], Awaitable[int]], order: _Order, descriptor: int
+) -> int:
     size = os.fstat(descriptor).st_size if order.file is not None else None
     done = 0
     with Progress(f"publishing to {order.topic}", total_bytes=size, wanted=not order.print_ids) as progress:
-        async for group in _groups(descriptor):
+        groups = _groups(descriptor)
+        while True:
             try:
-                done += await publish_group(group.lines)
+                group = await anext(groups, None)
+                if group is None:
+                    break
+                done += await publish_group(group.lines, done + 1)
             except (MillstreamError, CommandFailed) as error:
                 known = f"the first {counted(done, 'message')} of the input" if done else "nothing of the input"
                 raise CommandFailed(f"{error} ({known} is stored for certain)", exit_code_of(error)) from error
@@ -189,33 +217,44 @@ def _groups(descriptor: int) -> AsyncIterator[LineGroup]:
     return read_line_groups(descriptor)
 
 
-async def _publish_group(publisher: Publisher, order: _Order, lines: list[bytes]) -> int:
-    records = _records(order, lines)
+async def _publish_group(publisher: Publisher, order: _Order, lines: list[bytes], first: int) -> int:
+    """Publish lines that are read together, of which the first has this number in the input."""
+    records = _records(order, lines, first)
     try:
         receipts = await publisher.publish_many(order.topic, records, partition=order.partition)
     except PublishFailed as failed:
-        raise next((one for one in failed.outcomes if isinstance(one, MillstreamError)), failed) from failed
+        refused = [(at, one) for at, one in enumerate(failed.outcomes, first) if isinstance(one, MillstreamError)]
+        number, error = next(iter(refused), (0, failed))
+        if isinstance(error, BatchTooLarge) and order.value is None:
+            raise CommandFailed(f"line {number} of the input: {error}", exit_code_of(error)) from failed
+        raise error from failed
     if order.as_json or order.print_ids:
         # In one write: an input of a million lines has a million ids.
         print_line("\n".join(_told(order, receipt) for receipt in receipts))
     return len(records)
 
 
-def _records(order: _Order, lines: list[bytes]) -> list[NewRecord]:
+def _records(order: _Order, lines: list[bytes], first: int) -> list[NewRecord]:
+    from millstream.client.payload import DELIVER_AT, due_ms
     from millstream.records.record import NewRecord
 
     now_ms = time.time_ns() // 1_000_000
+    headers = order.headers
+    if order.delay_s is not None:
+        headers += ((DELIVER_AT, b"%d" % due_ms(order.delay_s)),)
     if order.key_separator is None:
         key = None if order.key is None else os.fsencode(order.key)
-        return [NewRecord(key, line, order.headers, now_ms) for line in lines]
+        return [NewRecord(key, line, headers, now_ms) for line in lines]
     separator = os.fsencode(order.key_separator)
     records = []
-    for line in lines:
+    for number, line in enumerate(lines, first):
         line_key, found, value = line.partition(separator)
         if not found:
             shown = line[:60].decode(errors="replace")
-            raise CommandFailed(f"a line has no {order.key_separator!r} between key and value: {shown!r}")
-        records.append(NewRecord(line_key, value, order.headers, now_ms))
+            raise CommandFailed(
+                f"line {number} of the input has no {order.key_separator!r} between key and value: {shown!r}"
+            )
+        records.append(NewRecord(line_key, value, headers, now_ms))
     return records
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
 from millstream.admin.position import HELP
 from millstream.admin.subscriptions import HIDDEN_PREFIX, place_of, start_of, summary_of
-from millstream.cli.connection import ask, ask_through
+from millstream.cli.connection import ask, ask_through, complete_subscriptions, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import (
     DEFAULT_BROKERS,
@@ -39,7 +41,10 @@ from millstream.cli.output import (
 )
 from millstream.cli.push_address import push_note
 from millstream.cli.push_options import PushHeaders, PushSecret, PushUrl, print_push, push_overrides
-from millstream.model.errors import SubscriptionExists
+from millstream.model.errors import InvalidSetting, SubscriptionExists
+from millstream.model.push import HEADERS as PUSH_HEADERS
+from millstream.model.push import SECRET as PUSH_SECRET
+from millstream.model.push import URL as PUSH_URL
 from millstream.model.subscription import (
     ATTEMPTS,
     BACKOFF_MAX,
@@ -53,6 +58,7 @@ from millstream.model.subscription import (
     ORDERED,
     PAUSED,
     START,
+    SubscriptionSettings,
     shown,
 )
 from millstream.model.verb import Verb
@@ -60,6 +66,23 @@ from millstream.model.verb import Verb
 if TYPE_CHECKING:
     from millstream.wire.client import Client
     from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
+
+_FLAGS: Final = {
+    FILTER: "--filter",
+    LEASE: "--lease",
+    ATTEMPTS: "--attempts",
+    BACKOFF_MIN: "--backoff MIN",
+    BACKOFF_MAX: "--backoff MAX",
+    DEAD_LETTER_TOPIC: "--dead-letter",
+    ORDERED: "--ordered",
+    DELIVERY: "--delivery",
+    IN_FLIGHT_MAX: "--in-flight",
+    EXPIRES: "--expires",
+    PUSH_URL: "--push",
+    PUSH_SECRET: "--push-secret",
+    PUSH_HEADERS: "--push-header",
+}
+"""By setting, the flag for it."""
 
 _SETTLED = {Verb.ACCEPT: "Accepted", Verb.RELEASE: "Gave back", Verb.REJECT: "Rejected"}
 
@@ -69,10 +92,19 @@ app = typer.Typer(
     help="Create, list, describe, update, delete, pull, seek, pause and resume subscriptions.", no_args_is_help=True
 )
 
-Name = Annotated[str, typer.Argument(help="The name of the subscription.", show_default=False)]
+NewName = Annotated[str, typer.Argument(metavar="NAME", help="The name of the subscription.", show_default=False)]
+Name = Annotated[
+    str, typer.Argument(autocompletion=complete_subscriptions, help="The name of the subscription.", show_default=False)
+]
 Topics = Annotated[
     list[str] | None,
-    typer.Option("--topic", metavar="TOPIC", help="A topic to deliver; may be repeated.", show_default=False),
+    typer.Option(
+        "--topic",
+        autocompletion=complete_topics,
+        metavar="TOPIC",
+        help="A topic to deliver; may be repeated.",
+        show_default=False,
+    ),
 ]
 Filter = Annotated[
     str | None,
@@ -125,7 +157,7 @@ ExpiresSeconds = Annotated[
 
 @app.command("create")
 def create(
-    name: Name,
+    name: NewName,
     topic: Topics = None,
     filter_: Filter = None,
     start: Annotated[
@@ -153,6 +185,7 @@ def create(
         raise typer.BadParameter("name at least one topic with --topic")
     overrides = _overrides(filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires)
     overrides.update(push_overrides(push, push_secret, push_header))
+    by_flags = dict(overrides)
     overrides.update({START: start_of(start), **parse_assignments(settings or [], flag="--set")})
 
     async def question(client: Client) -> tuple[bool, list[str], str | None]:
@@ -168,7 +201,8 @@ def create(
             return False, missing, None
         return True, missing, await push_note(client, overrides)
 
-    created, missing, note = ask(brokers, timeout, question)
+    with _named_by_flags(by_flags):
+        created, missing, note = ask(brokers, timeout, question)
     if as_json:
         print_json({"subscription": name, "topics": topic, "created": created, "missing_topics": missing})
     else:
@@ -255,9 +289,12 @@ def update(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Change a subscription; what is not named stays. Messages that were filtered already stay so."""
-    changes: dict[str, str | None] = {
+    by_flags = {
         **_overrides(filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires),
         **push_overrides(push, push_secret, push_header),
+    }
+    changes: dict[str, str | None] = {
+        **by_flags,
         **parse_assignments(settings or [], flag="--set"),
         **dict.fromkeys(unset or []),
     }
@@ -270,7 +307,8 @@ def update(
         await SubscriptionClient(client).alter(name, changes, topics=topic)
         return await push_note(client, changes)
 
-    note = ask(brokers, timeout, question)
+    with _named_by_flags(by_flags):
+        note = ask(brokers, timeout, question)
     if as_json:
         given = shown({setting: value for setting, value in changes.items() if value is not None})
         print_json({"subscription": name, "changes": {**changes, **given}, "topics": topic})
@@ -322,7 +360,10 @@ def seek(
     name: Name,
     to: Annotated[str, typer.Option("--to", metavar="POSITION", help=f"Where to go on: {HELP}.", show_default=False)],
     topic: Annotated[
-        str | None, typer.Option("--topic", metavar="TOPIC", help="Only this topic.", show_default=False)
+        str | None,
+        typer.Option(
+            "--topic", autocompletion=complete_topics, metavar="TOPIC", help="Only this topic.", show_default=False
+        ),
     ] = None,
     partition: Annotated[
         int | None, typer.Option("--partition", "-p", min=0, help="Only this partition.", show_default=False)
@@ -436,23 +477,49 @@ def _overrides(
     in_flight: int | None,
     expires: float | None,
 ) -> dict[str, str]:
-    given = {
+    given: dict[str, Any] = {
         FILTER: filter_,
-        LEASE: None if lease is None else str(int(lease * 1000)),
-        ATTEMPTS: None if attempts is None else str(attempts),
+        LEASE: lease,
+        ATTEMPTS: attempts,
         DEAD_LETTER_TOPIC: dead_letter,
-        ORDERED: None if ordered is None else str(ordered).lower(),
+        ORDERED: ordered,
         DELIVERY: delivery,
-        IN_FLIGHT_MAX: None if in_flight is None else str(in_flight),
-        EXPIRES: None if expires is None else str(int(expires * 1000)),
+        IN_FLIGHT_MAX: in_flight,
+        EXPIRES: expires,
     }
-    found = {name: value for name, value in given.items() if value is not None}
     if backoff is not None:
         least, _, most = backoff.partition(":")
         try:
-            found[BACKOFF_MIN] = str(int(float(least) * 1000))
-            if most:
-                found[BACKOFF_MAX] = str(int(float(most) * 1000))
+            given[BACKOFF_MIN], given[BACKOFF_MAX] = float(least), float(most) if most else None
         except ValueError:
             raise typer.BadParameter(f"--backoff takes seconds, as in 1 or 1:60, not {backoff!r}") from None
-    return found
+    return {name: _setting_text(name, value) for name, value in given.items() if value is not None}
+
+
+def _setting_text(name: str, value: Any) -> str:
+    """The value of a flag as its setting has it; an error names the flag, in the flag's unit."""
+    declared = replace(SubscriptionSettings.declared()[name], name=_FLAGS[name])
+    if not isinstance(value, float):
+        declared.check(value)
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    # The flag is in seconds, the setting in milliseconds; a setting below zero has a meaning of its own.
+    in_seconds = replace(
+        declared,
+        name=f"{declared.name} (in seconds)",
+        minimum=max(0.0, declared.minimum or 0.0) / 1000,
+        maximum=None if declared.maximum is None else declared.maximum / 1000,
+    )
+    in_seconds.check(int(value) if value.is_integer() else value)
+    return str(round(value * 1000))
+
+
+@contextmanager
+def _named_by_flags(given: Mapping[str, str]) -> Iterator[None]:
+    """Name the flags that were typed where the broker names their settings."""
+    try:
+        yield
+    except InvalidSetting as error:
+        said = str(error)
+        for name in given:
+            said = said.replace(name, _FLAGS.get(name, name))
+        raise InvalidSetting(said) from error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.admin.position import HELP, Kind, Position, parse_position
-from millstream.cli.connection import ask
+from millstream.cli.connection import ask, complete_topics
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, Partitions, TimeoutSeconds
 from millstream.cli.output import as_json_text, print_bytes, print_note
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 LAST_DEFAULT = 10
 LAST_MAX = 100_000
 
+Topic = Annotated[str, typer.Argument(autocompletion=complete_topics, help="The topic to show.", show_default=False)]
 Show = Callable[["Message"], bytes]
 
 
@@ -42,7 +43,7 @@ class Isolation(StrEnum):
 
 
 def tail(
-    topic: Annotated[str, typer.Argument(help="The topic to show.", show_default=False)],
+    topic: Topic,
     position: Annotated[
         str | None,
         typer.Option(
@@ -108,7 +109,7 @@ def tail(
         if follow and left != 0:
             await _show_new(tailer, left, show)
         if tailer.lost:
-            raise CommandFailed(f"not everything could be shown: {'; '.join(map(str, tailer.lost))}")
+            raise CommandFailed(f"not everything could be shown: {'; '.join(tailer.lost)}")
 
     ask(brokers, timeout, question)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from millstream.admin.topic_document import CARD, describe_topic, replication_of
-from millstream.cli.connection import ask
+from millstream.cli.connection import ask, complete_topics
 from millstream.cli.options import (
     DEFAULT_BROKERS,
     DEFAULT_TIMEOUT_S,
@@ -32,7 +32,8 @@ _LIST_ADVICE = "millstream topic list shows those that do"
 
 app = typer.Typer(help="Create, list, describe, alter and delete topics.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(help="The name of the topic.", show_default=False)]
+NewName = Annotated[str, typer.Argument(metavar="NAME", help="The name of the topic.", show_default=False)]
+Name = Annotated[str, typer.Argument(autocompletion=complete_topics, help="The name of the topic.", show_default=False)]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A setting, such as retention.ms=86400000; may be repeated."),
@@ -75,7 +76,7 @@ Land = Annotated[
 
 @app.command("create")
 def create(
-    name: Name,
+    name: NewName,
     partitions: Partitions = None,
     replication: Replication = None,
     owner: Owner = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from millstream.cli.connection import ask
+from millstream.cli.connection import ask, complete_topics
 from millstream.cli.options import (
     DEFAULT_BROKERS,
     DEFAULT_TIMEOUT_S,
@@ -106,7 +106,14 @@ def abort(
         str | None, typer.Argument(help="The transactional id, if a coordinator knows it.", show_default=False)
     ] = None,
     topic: Annotated[
-        str | None, typer.Option("--topic", metavar="TOPIC", help="The topic on which one hangs.", show_default=False)
+        str | None,
+        typer.Option(
+            "--topic",
+            autocompletion=complete_topics,
+            metavar="TOPIC",
+            help="The topic on which one hangs.",
+            show_default=False,
+        ),
     ] = None,
     partition: Annotated[
         int | None, typer.Option("--partition", "-p", metavar="NUMBER", min=0, help="Its partition.")

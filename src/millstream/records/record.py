@@ -10,10 +10,10 @@ A length of -1 means null; a header's key cannot be null. Bulk work on many reco
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from millstream.model.errors import CorruptBatch, InvalidBatch
+from millstream.model.errors import BatchRejected, CorruptBatch, InvalidBatch
 from millstream.model.ids import NO_TIMESTAMP_MS, Offset
 from millstream.records.aborted_batches import Aborted, AbortedBatches
 from millstream.records.batch import (
@@ -123,11 +123,13 @@ def decode_records(
     control: bool = False,
     verify_crc: bool = True,
     decompressed_bytes_max: int = DECOMPRESSED_BYTES_MAX,
+    skip: Callable[[BatchHeader, BatchRejected], None] | None = None,
 ) -> Iterator[Record]:
     """Yield the records of a fetch answer, without those of the aborted transactions that came with it.
 
     A last batch that is cut off is ignored. Control batches are skipped unless asked for. The first batch may hold
-    records below the offset that was fetched: dropping them is the caller's job.
+    records below the offset that was fetched: dropping them is the caller's job. A batch that cannot be read raises, or
+    is handed to `skip`, and what is behind it follows.
     """
     left_out = AbortedBatches(aborted)
     for header in iterate_whole_headers(buffer):
@@ -135,9 +137,14 @@ def decode_records(
             continue
         if header.is_control and not control:
             continue
-        if verify_crc:
-            check_crc(buffer, header)
-        yield from decode_batch(buffer, header, decompressed_bytes_max=decompressed_bytes_max)
+        try:
+            if verify_crc:
+                check_crc(buffer, header)
+            yield from decode_batch(buffer, header, decompressed_bytes_max=decompressed_bytes_max)
+        except BatchRejected as error:
+            if skip is None:
+                raise
+            skip(header, error)
 
 
 def decode_batch(

@@ -74,7 +74,7 @@ async def test_input_that_cannot_be_waited_for_is_read_at_once() -> None:
 
 async def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(input_lines, "LINE_BYTES_MAX", 10)
-    descriptor = opened(tmp_path / "input", b"x" * 11)
-    with pytest.raises(CommandFailed, match="longer than 10 bytes"):
+    descriptor = opened(tmp_path / "input", b"one\ntwo\n" + b"x" * 11)
+    with pytest.raises(CommandFailed, match="line 3 of the input is longer than 10 bytes"):
         await read_all(descriptor)
     os.close(descriptor)

@@ -53,7 +53,16 @@ def test_no_command_is_answered_with_help(arguments: list[str]) -> None:
         (["topic", "lst"], "Did you mean 'list'?"),
         (["tail"], "Missing argument"),
         (["tail", "x", "--nope"], "No such option: --nope"),
-        (["tail", "x", "-n", "many"], "-n"),
+        (["tail", "x", "-n", "many"], "Invalid value for '-n' / '--number': 'many' is not a whole number ("),
+        (["tail", "x", "-n", "-1"], "Invalid value for '-n' / '--number': -1 is below 0 ("),
+        (["tail", "x", "-n", "1000000"], "Invalid value for '-n' / '--number': 1000000 is above 100000 ("),
+        (["publish", "x", "v", "--delay", "soon"], "Invalid value for '--delay': 'soon' is not a number ("),
+        (
+            ["publish", "x", "v", "--compression", "zip"],
+            "'zip' is not one of 'none', 'gzip', 'snappy', 'lz4', 'zstd' (",
+        ),
+        (["--brokers", "127.0.0.1:1", "launch"], "No such command 'launch'"),
+        (["--brokers", "127.0.0.1:1", "serve"], "No such option: --brokers (see millstream serve --help)"),
     ],
 )
 def test_mistakes_in_usage_are_one_sentence(arguments: list[str], said: str) -> None:
@@ -61,6 +70,27 @@ def test_mistakes_in_usage_are_one_sentence(arguments: list[str], said: str) -> 
     assert (told.code, told.out, told.err.count("\n")) == (2, "", 1)
     assert said in told.err
     assert "--help)" in told.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--brokers", "host:1", "--timeout", "3", "--json", "topic", "list"],
+        ["--brokers=host:1", "topic", "--timeout=3", "--json", "list"],
+        ["--brokers", "other:1", "topic", "list", "--brokers", "host:1", "--timeout", "3", "--json"],
+    ],
+)
+def test_shared_options_may_stand_before_the_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def note(*given: object) -> list[object]:
+        asked.extend(given[:2])
+        return []
+
+    monkeypatch.setattr(topic, "ask", note)
+    told = call_command(arguments)
+    assert (told.code, told.document) == (0, {"topics": []})
+    assert asked == ["host:1", 3.0]
 
 
 def test_serve_has_a_flag_for_every_setting() -> None:

@@ -44,6 +44,7 @@ async def said(monkeypatch: pytest.MonkeyPatch, error: Exception, status: Any) -
         key=None,
         key_separator=None,
         headers=(),
+        delay_s=None,
         partition=None,
         compression="none",
         timeout_s=1.0,
