@@ -40,6 +40,8 @@ func streams(t *trial, r *report) {
 	r.check("a topic is created by use", t.autoCreate)
 	r.check("a transaction is read when committed, not when aborted", t.transaction,
 		need{"ADD_PARTITIONS_TO_TXN", 24, 0}, need{"END_TXN", 26, 0})
+	r.check("transactions follow each other at once, every other one given up", t.followingTransactions,
+		need{"ADD_PARTITIONS_TO_TXN", 24, 0}, need{"END_TXN", 26, 0})
 }
 
 func (t *trial) roundTrip(ctx context.Context) error {
@@ -247,4 +249,37 @@ func (t *trial) transaction(ctx context.Context) error {
 	defer consumer.Close()
 	records, err := take(ctx, consumer, 1)
 	return errors.Join(err, inOrder(records, 0))
+}
+
+// followingTransactions ends a transaction while the markers of the one before it are being written.
+func (t *trial) followingTransactions(ctx context.Context) error {
+	topic, err := t.topic(ctx, 20, nil)
+	if err != nil {
+		return err
+	}
+	client, err := t.client(kgo.DefaultProduceTopic(topic), kgo.TransactionalID(t.name("following")),
+		kgo.RecordPartitioner(kgo.RoundRobinPartitioner()))
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	for round := 0; round < 50; round++ {
+		if err := client.BeginTransaction(); err != nil {
+			return err
+		}
+		for number := 0; number < 20; number++ {
+			client.Produce(ctx, kgo.StringRecord("kept"), nil)
+		}
+		if err := errors.Join(client.Flush(ctx), client.EndTransaction(ctx, kgo.TryCommit)); err != nil {
+			return fmt.Errorf("commit of round %d: %w", round, err)
+		}
+		if err := client.BeginTransaction(); err != nil {
+			return err
+		}
+		client.Produce(ctx, kgo.StringRecord("given up"), nil)
+		if err := errors.Join(client.AbortBufferedRecords(ctx), client.EndTransaction(ctx, kgo.TryAbort)); err != nil {
+			return fmt.Errorf("abort of round %d: %w", round, err)
+		}
+	}
+	return nil
 }
