@@ -1,12 +1,13 @@
 """Messages that came together and are held until each of them is settled.
 
 What they have in common is kept once. Leases are renewed for all of them that are still open when half of their time
-is over, so a long handler, or a message that waits behind one, keeps its lease.
+is over, so a long handler, or a message that waits behind one, keeps its lease. Times are of the monotonic clock.
 """
 
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 from uuid import UUID
 
@@ -32,6 +33,7 @@ class Held:
         "accepting",
         "attempt",
         "deadline_ms",
+        "fresh_until",
         "is_leased",
         "lease_s",
         "left",
@@ -57,6 +59,7 @@ class Held:
         node: NodeId | None = None,
         received: float = 0.0,
         lease_s: float | None = None,
+        fresh_until: float = inf,
         deadline_ms: int | None = None,
         attempt: int | None = None,
     ) -> None:
@@ -71,8 +74,10 @@ class Held:
         self.lease_s = lease_s
         """How long leases last, and are extended for; None if nothing is leased."""
         self.is_leased = lease_s is not None
-        self.valid_until = float("inf") if lease_s is None else received + lease_s
-        """By the clock of the loop."""
+        self.fresh_until = fresh_until
+        """Until when the leases hold for certain, so that a message may be handed out; moved by answers alone."""
+        self.valid_until = inf if lease_s is None else received + lease_s
+        """Until when it is worth repeating what is said of them; moved when an extension is sent."""
         self.deadline_ms = deadline_ms
         """By the clock of the broker."""
         self.attempt = attempt

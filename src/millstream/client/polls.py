@@ -11,17 +11,17 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
+from math import inf
+from time import monotonic
 from typing import Final
-
-import msgspec
 
 from millstream.client.settling import REPEATED
 from millstream.model.errors import MillstreamError, ProtocolViolation
 from millstream.model.ids import NodeId
 from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
-from millstream.wire.codec import response_body_at
+from millstream.wire.leasing import Leased, LeaseRequests
 from millstream.wire.refusal import refusal
-from millstream.wire.subscription_messages import RECEIVE_KEY, PartitionMessages, Receive, ReceiveAnswer
+from millstream.wire.subscription_messages import Receive
 
 _logger = logging.getLogger(__name__)
 
@@ -31,14 +31,14 @@ _BYTES_MAX: Final = 1024 * 1024
 _NODES_S: Final = 5.0
 """How often the nodes of the cluster are asked for at most."""
 
-_LAST_ANSWER_S: Final = 0.1
-"""How long the end waits for an answer that may be on its way with messages."""
+_LAST_ANSWER_S: Final = 1.0
+"""How long the end waits for an answer that may be on its way with messages; nodes hang up sooner if there is none."""
 
 Share = Callable[[int, int], int]
 """How many messages one more node may be asked for, while so many are asked for already, of so many nodes."""
 
-TakeIn = Callable[[NodeId, list[PartitionMessages], float], None]
-"""Called with what a node gives, and when it was asked."""
+TakeIn = Callable[[NodeId, Leased], None]
+"""Called with what a node gives."""
 
 
 class Polls:
@@ -69,6 +69,9 @@ class Polls:
         self.asked = 0
         """How many messages are asked for."""
         self._tasks: dict[NodeId, asyncio.Task[None]] = {}
+        self._requests = LeaseRequests()
+        self._sent: dict[NodeId, float] = {}
+        """When the requests that have no answer yet were begun."""
         self._asked_nodes = 0.0
 
     async def follow_nodes(self) -> Collection[NodeId]:
@@ -89,10 +92,15 @@ class Polls:
                 self.asked += share
                 waiting.set_result(share)
 
+    def oldest_sent(self) -> float:
+        """When the oldest request was begun that has no answer yet; infinity if there is none."""
+        return min(self._sent.values(), default=inf)
+
     async def stop(self) -> None:
-        """Ask for no more."""
+        """Ask for no more; what nodes have leased by then is taken in, or returned if it comes too late."""
         self.is_stopping = True
         tasks = list(self._tasks.values())
+        self._requests.withdraw()
         for waiting in self.hungry:
             if not waiting.done():
                 waiting.set_result(0)
@@ -103,6 +111,10 @@ class Polls:
             for task in tasks:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Return what arrives too late."""
+        await self._requests.close(_LAST_ANSWER_S)
 
     def _ended(self, node: NodeId, task: asyncio.Task[None]) -> None:
         self._tasks.pop(node, None)
@@ -117,17 +129,19 @@ class Polls:
             wanted = await self._reserve()
             if not wanted:
                 continue
-            partitions: list[PartitionMessages] = []
-            asked = self._loop.time()
+            leased: Leased | None = None
+            self._sent[node] = monotonic()
             try:
-                partitions = await self._ask(node, wanted)
+                leased = await self._ask(node, wanted)
                 pause_s = 0.0
             except REPEATED as error:
                 _logger.debug("node %s gives nothing of %r for now: %s", node, self._subscription, error)
                 pause_s = min(max(BACKOFF_S_MIN, pause_s * 2), BACKOFF_S_MAX)
             finally:
                 self.asked -= wanted
-            self._take_in(node, partitions, asked)
+                del self._sent[node]
+            if leased is not None:
+                self._take_in(node, leased)
             # What this node did not give may be asked of another one.
             self.feed()
             if not await self._is_there(node):
@@ -151,17 +165,10 @@ class Polls:
         self.feed()
         return await waiting
 
-    async def _ask(self, node: NodeId, wanted: int) -> list[PartitionMessages]:
+    async def _ask(self, node: NodeId, wanted: int) -> Leased:
         request = Receive(self._subscription, self._worker, wanted, _BYTES_MAX, WAIT_MS)
         pool = await self._client.pool_of(node)
-        async with pool.borrowed() as channel:
-            frame = await channel.exchange(
-                RECEIVE_KEY, 0, [msgspec.msgpack.encode(request)], timeout_s=WAIT_MS / 1000 + _ANSWER_S_MAX
-            )
-        try:
-            answer = msgspec.msgpack.decode(frame[response_body_at(RECEIVE_KEY, 0, frame) :], type=ReceiveAnswer)
-        except msgspec.MsgspecError as error:
-            raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
-        if answer.error:
-            raise refusal(answer.error, answer.message, about=f"subscription {self._subscription!r}")
-        return answer.partitions
+        leased = await self._requests.ask(pool, request, timeout_s=WAIT_MS / 1000 + _ANSWER_S_MAX)
+        if leased.answer.error:
+            raise refusal(leased.answer.error, leased.answer.message, about=f"subscription {self._subscription!r}")
+        return leased

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
+from time import monotonic
 from typing import Final
 
 from millstream.client.held import Held
@@ -23,6 +24,7 @@ from millstream.model.ids import NodeId
 from millstream.model.subscription import AT_MOST_ONCE
 from millstream.model.verb import Verb
 from millstream.wire.client import Client
+from millstream.wire.leasing import Leased, fresh_until
 from millstream.wire.subscription_messages import LeasedRange, PartitionMessages
 
 _logger = logging.getLogger(__name__)
@@ -60,11 +62,10 @@ class Receiver:
         """How long leases last; every answer tells what is declared then."""
         self._is_settled_at_once = delivery == AT_MOST_ONCE
         self._loop = asyncio.get_running_loop()
-        self._time = self._loop.time
-        self.settling = Settling(client, subscription, worker, lost=self._lost)
         self._buffer: deque[Message] = deque()
         self._held = 0
         self._polls = Polls(client, subscription, worker, share=self._share, take_in=self._take_in, failed=self._failed)
+        self.settling = Settling(client, subscription, worker, lost=self._lost, oldest_sent=self._polls.oldest_sent)
         self._hungry, self._feed = self._polls.hungry, self._polls.feed
         self._idle: deque[asyncio.Future[None]] = deque()
         """Workers that wait for a message."""
@@ -96,7 +97,8 @@ class Receiver:
         if self._lost_in_hand:
             self._out_of_hand(message)
         if not message.is_settled and message not in self._left_alone:
-            self._left_alone[message] = self._loop.call_at(message._held.valid_until, self.done, message)
+            left_s = message._held.valid_until - monotonic()
+            self._left_alone[message] = self._loop.call_later(left_s, self.done, message)
 
     def leave_alone_all(self, messages: Sequence[Message]) -> None:
         """The same of several, of which most are settled."""
@@ -113,9 +115,11 @@ class Receiver:
             message = buffer.popleft()
             if self._hungry and (len(buffer) == self._low or not buffer):
                 self._feed()
-            if message.is_settled or self._time() >= message._held.valid_until:
-                # Its lease is over, so somebody else may have it by now.
-                self.done(message)
+            if message.is_settled:
+                continue
+            if monotonic() >= message._held.fresh_until:
+                # Its lease may be over, and somebody else may have it by now.
+                self._confirm([message])
                 continue
             if self._is_settled_at_once:
                 self.done(message)
@@ -126,13 +130,11 @@ class Receiver:
         """The next messages, at most so many; none if none are here."""
         buffer = self._buffer
         taken = [buffer.popleft() for _ in range(min(count, len(buffer)))]
-        now = self._loop.time()
-        if any(map(_is_settled, taken)) or any(now >= held.valid_until for held in self._helds):
-            # The lease of some is over, so somebody else may have them by now.
-            over = {one for one in taken if one.is_settled or now >= one._held.valid_until}
-            taken = [one for one in taken if one not in over]
-            for message in over:
-                self.done(message)
+        now = monotonic()
+        if any(map(_is_settled, taken)) or any(now >= held.fresh_until for held in self._helds):
+            taken = [one for one in taken if not one.is_settled]
+            self._confirm([one for one in taken if now >= one._held.fresh_until])
+            taken = [one for one in taken if now < one._held.fresh_until]
         if self._is_settled_at_once:
             for message in taken:
                 self.done(message)
@@ -197,11 +199,11 @@ class Receiver:
         if verb != Verb.EXTEND:
             self.done(message)
         else:
-            until = self._loop.time() + (self._lease_s if delay_ms is None else delay_ms / 1000)
-            message._held.valid_until = max(message._held.valid_until, until)
+            lease_s = self._lease_s if delay_ms is None else delay_ms / 1000
+            message._held.valid_until = max(message._held.valid_until, monotonic() + lease_s)
             if self._left_alone and (due := self._left_alone.pop(message, None)) is not None:
                 due.cancel()
-                self._left_alone[message] = self._loop.call_at(until, self.done, message)
+                self._left_alone[message] = self._loop.call_later(lease_s, self.done, message)
         if self._is_settled_at_once:
             answer: asyncio.Future[None] = self._loop.create_future()
             answer.set_result(None)
@@ -263,7 +265,7 @@ class Receiver:
         self._helds.discard(held)
         if not self._helds:
             self._empty.set()
-        took_s = self._loop.time() - held.received
+        took_s = monotonic() - held.received
         if took_s < _QUICK_S:
             self._ahead = min(self._credit, self._ahead * 2)
         elif took_s > _SLOW_S:
@@ -300,6 +302,7 @@ class Receiver:
         """Ask for no more; what is here may still be taken."""
         self._stopping = True
         await self._polls.stop()
+        # Nothing is known of what these would have confirmed: they return it.
         sures = list(self._sures)
         for sure in sures:
             sure.cancel()
@@ -336,6 +339,7 @@ class Receiver:
             for message in list(held.messages):
                 self.done(message)
         self._lost_in_hand.clear()
+        await self._polls.close()
         await self.settling.close()
 
     # -- receiving ------------------------------------------------------------------------------------------
@@ -357,28 +361,29 @@ class Receiver:
         # as many may come too many as there are nodes.
         return 1 if self._idle and not waiting and self._held < self._credit else 0
 
-    def _take_in(self, node: NodeId, partitions: list[PartitionMessages], asked: float) -> None:
+    def _take_in(self, node: NodeId, leased: Leased) -> None:
         before = len(self._buffer)
-        for part in partitions:
+        for part in leased.answer.partitions:
             if part.lease_ms is not None:
                 self._lease_s = part.lease_ms / 1000
             attempts = {lease.attempt for lease in part.leases}
             if len(attempts) == 1:
-                self._buffer += self._hold(node, part, part.leases, asked)
+                self._buffer += self._hold(node, part, part.leases, leased)
                 continue
             messages: list[Message] = []
             for attempt in attempts:
                 leases = [lease for lease in part.leases if lease.attempt == attempt]
-                messages += self._hold(node, part, leases, asked)
+                messages += self._hold(node, part, leases, leased)
             self._buffer += sorted(messages, key=attrgetter("offset"))
         if self._puts_back:
             self.put_back()
         self._wake(len(self._buffer) - before)
 
     def _hold(
-        self, node: NodeId, part: PartitionMessages, leases: list[LeasedRange], asked: float
+        self, node: NodeId, part: PartitionMessages, leases: list[LeasedRange], leased: Leased
     ) -> Sequence[Message]:
         """Read messages and keep their leases, all of the same delivery; says which of them are to be handed out."""
+        now = monotonic()
         held = Held(
             part.topic,
             part.topic_id,
@@ -386,8 +391,9 @@ class Receiver:
             settler=self,
             subscription=self.subscription,
             node=node,
-            received=self._loop.time(),
+            received=now,
             lease_s=None if self._is_settled_at_once else self._lease_s,
+            fresh_until=leased.fresh_until(part),
             deadline_ms=min((lease.deadline_ms for lease in leases), default=None),
             attempt=leases[0].attempt,
         )
@@ -398,11 +404,16 @@ class Receiver:
             self._helds.add(held)
             self._held += len(messages)
             if not self._is_settled_at_once:
-                held.timer = self._loop.call_later(self._lease_s / 2, self._renew, held)
+                # Half of what is left, if the answer was long on its way.
+                left_s = min(self._lease_s, max(0.0, held.fresh_until - now))
+                held.timer = self._loop.call_later(left_s / 2, self._renew, held)
                 last_seen = self._last_seen.get(held.where, -1)
                 self._last_seen[held.where] = max(last_seen, messages[-1].offset)
                 if messages[0].offset <= last_seen:
-                    return self._sifted(held, asked)
+                    messages = self._sifted(held, leased.sent_at)
+                if now >= held.fresh_until:
+                    self._confirm(messages)
+                    return []
         return messages
 
     # -- what comes again -----------------------------------------------------------------------------------
@@ -450,6 +461,14 @@ class Receiver:
         if before.left == 0:
             self._finished(before)
 
+    def _confirm(self, messages: Sequence[Message]) -> None:
+        """Find out whether messages are held before anybody gets them; others that came with them wait as well."""
+        for held in {message._held for message in messages}:
+            waiting = [one for one in self._buffer if one._held is held]
+            if waiting:
+                self._buffer = deque(one for one in self._buffer if one._held is not held)
+            self._set_aside(held, [*(one for one in messages if one._held is held), *waiting])
+
     def _set_aside(self, held: Held, messages: list[Message]) -> None:
         self._unsure.update(messages)
         task = self._loop.create_task(self._make_sure(held, messages))
@@ -459,20 +478,20 @@ class Receiver:
     async def _make_sure(self, held: Held, messages: list[Message]) -> None:
         """Hand out messages that are leased when everything that was said of them has its answer.
 
-        The broker knows that: it extends no lease of a message that is settled. Others have been given it anew, as by a
-        seek.
+        The broker knows that: it extends no lease of a message that is settled, or another worker's by now.
         """
         offsets = {message.offset for message in messages}
         try:
             while orders := self.settling.open_about(held, offsets):
                 await orders[0].ended()
-            awaited = Awaited(None)
-            lease_ms = int((held.lease_s or self._lease_s) * 1000)
-            self.settling.tell(Order(held, sorted(offsets), Verb.EXTEND, lease_ms, awaited=awaited))
-            await awaited.ended()
-        finally:
+            await self._extend(held).ended()
+        except asyncio.CancelledError:
             self._unsure.difference_update(messages)
-        # Those that are not have been given up by `_lost`.
+            for message in messages:
+                self.tell(message, Verb.RETURN, 0, "the worker was stopped")
+            raise
+        self._unsure.difference_update(messages)
+        # Those that are not leased any more have been given up by `_lost`.
         leased = [message for message in messages if not message.is_settled]
         self._buffer += leased
         if self._puts_back:
@@ -481,17 +500,33 @@ class Receiver:
 
     def _renew(self, held: Held) -> None:
         """Half of the time is over: extend the leases of what is not settled."""
-        left_alone = self._left_alone
-        open_messages = [one for one in held.messages if not one.is_settled and one not in left_alone]
-        if not open_messages:
-            return
+        if not self._extend(held).is_ended:
+            lease_s = held.lease_s or self._lease_s
+            held.timer = self._loop.call_later(lease_s / 2, self._renew, held)
+
+    def _extend(self, held: Held) -> Awaited:
+        """Extend the leases of what is not settled; when the broker has answered, they hold from now on."""
+        sent_at, left_alone = monotonic(), self._left_alone
         # The time is named: another lease may have been declared meanwhile, and these go on as they began.
         lease_s = held.lease_s or self._lease_s
-        self.settling.tell(Order(held, [message.offset for message in open_messages], Verb.EXTEND, int(lease_s * 1000)))
-        held.valid_until = self._loop.time() + lease_s
-        if held.deadline_ms is not None:
-            held.deadline_ms += int(lease_s * 500)
-        held.timer = self._loop.call_later(lease_s / 2, self._renew, held)
+        lease_ms = int(lease_s * 1000)
+
+        def extended() -> None:
+            # Messages that could not be extended have been given up by `_lost`.
+            longer_s = fresh_until(sent_at, lease_ms) - held.fresh_until
+            if longer_s > 0:
+                held.fresh_until += longer_s
+                if held.deadline_ms is not None:
+                    held.deadline_ms += int(longer_s * 1000)
+
+        awaited = Awaited(None, when_ended=extended)
+        offsets = [one.offset for one in held.messages if not one.is_settled and one not in left_alone]
+        if offsets:
+            held.valid_until = max(held.valid_until, sent_at + lease_s)
+            self.settling.tell(Order(held, offsets, Verb.EXTEND, lease_ms, awaited=awaited))
+        else:
+            awaited.told(None)
+        return awaited
 
     def _wake(self, count: int) -> None:
         idle = self._idle

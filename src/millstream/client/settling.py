@@ -11,12 +11,13 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
 from typing import Final, NamedTuple
 
 import msgspec
 
+from millstream.client.accepted_ranges import AcceptedRanges
 from millstream.client.held import Held
-from millstream.client.lately_accepted import LatelyAccepted
 from millstream.client.message import Message
 from millstream.model.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
 from millstream.model.ids import NodeId
@@ -44,11 +45,13 @@ ACCEPTED: Final = "accepted"
 class Awaited:
     """An answer that somebody waits for; an order that is told in parts has it when each of them was told."""
 
-    __slots__ = ("_ended", "answer", "error", "parts")
+    __slots__ = ("_ended", "answer", "error", "parts", "when_ended")
 
-    def __init__(self, answer: asyncio.Future[None] | None) -> None:
+    def __init__(self, answer: asyncio.Future[None] | None, *, when_ended: Callable[[], None] | None = None) -> None:
         self.answer = answer
         """None if nobody wants to know what the answer is."""
+        self.when_ended = when_ended
+        """Called when every part was told, whatever the answer is."""
         self._ended: asyncio.Future[None] | None = None
         self.parts = 1
         self.error: MillstreamError | None = None
@@ -60,6 +63,8 @@ class Awaited:
         self.error = self.error or error
         if self.parts:
             return
+        if self.when_ended is not None:
+            self.when_ended()
         if self._ended is not None:
             self._ended.set_result(None)
         if self.answer is None or self.answer.done():
@@ -71,8 +76,15 @@ class Awaited:
             # A caller that was cancelled does not look at it.
             self.answer.exception()
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether every part was told."""
+        return not self.parts
+
     async def ended(self) -> None:
         """Wait until every part was told, whatever the answer is."""
+        if self.is_ended:
+            return
         if self._ended is None:
             self._ended = asyncio.get_running_loop().create_future()
         # Several may wait for it.
@@ -328,7 +340,15 @@ def _read(body: memoryview) -> SettleAnswer:
 class Settling:
     """Settles the messages of one worker, wherever their partitions are led."""
 
-    def __init__(self, client: Client, subscription: str, worker: str, *, lost: Callable[[Order], None]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        subscription: str,
+        worker: str,
+        *,
+        lost: Callable[[Order], None],
+        oldest_sent: Callable[[], float],
+    ) -> None:
         self._client = client
         self._subscription = subscription
         self._worker = worker
@@ -344,7 +364,7 @@ class Settling:
         self._idle: list[asyncio.Future[None]] = []
         self._open: set[Order] = set()
         """What has no answer yet."""
-        self._lately_accepted = LatelyAccepted()
+        self._accepted = AcceptedRanges(oldest_sent)
         self._unsettled: dict[str, tuple[int, int, MillstreamError]] = {}
 
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
@@ -410,7 +430,7 @@ class Settling:
 
         Something was said of them and has no answer yet, or they are known to be accepted since.
         """
-        found = self._lately_accepted.since(asked, held.where, offsets)
+        found = self._accepted.since(asked, held.where, offsets)
         for order in self.open_about(held, offsets):
             found |= offsets.intersection(order.offsets)
         return found
@@ -424,7 +444,7 @@ class Settling:
         self._open.discard(order)
         if error is None:
             if order.verb == Verb.ACCEPT and order.offsets:
-                self._lately_accepted.add(self._loop.time(), order.held.where, order.offsets[0], order.offsets[-1])
+                self._accepted.add(monotonic(), order.held.where, order.offsets[0], order.offsets[-1])
         else:
             self._lost(order)
             if order.verb != Verb.EXTEND and not order.is_awaited:
@@ -453,7 +473,7 @@ class Settling:
     # -- when leaders move ----------------------------------------------------------------------------------
 
     def _elsewhere(self, order: Order, error: MillstreamError | None) -> None:
-        if self._loop.time() < order.held.valid_until:
+        if monotonic() < order.held.valid_until:
             order.is_repeated = True
             self._moving.append(order)
             self._begin_to_move()

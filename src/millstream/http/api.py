@@ -96,14 +96,21 @@ class Api:
         """Serve a route that may wait; it is told when the client hangs up."""
         gone = asyncio.ensure_future(_hang_up(receive))
         asked.gone = gone
+        is_delivered = False
         try:
             answer = await route.handle(self._parts, asked)
             if isinstance(answer, Streamed):
                 self._pressure.count(HTTPStatus.OK)
                 await send_events(send, answer.pieces, gone, self._parts.stopping)
-            elif not gone.done():
+                return
+            # A connection that was lost in this turn of the loop is heard of in the next.
+            await asyncio.sleep(0)
+            if not gone.done():
                 await self._send_answer(send, route, answer)
+                is_delivered = not gone.done()
         finally:
+            if asked.undelivered is not None and not is_delivered:
+                await asked.undelivered()
             gone.cancel()
             with suppress(asyncio.CancelledError):
                 await gone

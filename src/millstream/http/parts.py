@@ -70,6 +70,7 @@ class Parts:
         self.stop()
         self.unpacking.close()
         await self.publisher.close()
+        await self.leasing.close()
         for client in (self.publishing, self.reading, self.client):
             await client.close()
 

@@ -58,6 +58,8 @@ class Asked(Generic[Q, B]):
     room: Room
     gone: Future[None] | None = None
     """Done when the client has hung up; only for those that wait."""
+    undelivered: Callable[[], Awaitable[None]] | None = None
+    """Set by a route that waits: awaited if the client does not get the answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from millstream.model.ids import NodeId, Offset
 from millstream.records.batch import BatchHeader, Buffer, check_crc, iterate_whole_headers
 from millstream.records.compression import DECOMPRESSED_BYTES_MAX
 from millstream.records.record import OversizedRecord, Record, decode_batch
-from millstream.wire.subscription_messages import LeasedRange, ReceiveAnswer
+from millstream.wire.leasing import Leased
+from millstream.wire.subscription_messages import LeasedRange
 from millstream.wire.subscriptions import LeasedMessage
 
 INLINE_BYTES_MAX: Final = 1024 * 1024
@@ -45,7 +46,7 @@ class Slice(NamedTuple):
     oversized: str = ""
 
 
-class Leased(NamedTuple):
+class Unpacked(NamedTuple):
     """What an answer of a node leases, by what is done with it."""
 
     messages: list[LeasedMessage]
@@ -91,12 +92,13 @@ class Unpacking:
             raise CorruptBatch(found.oversized)
         return found.records[0] if found.records else None
 
-    async def read_leased(self, node: NodeId | None, answer: ReceiveAnswer, bytes_max: int) -> Leased:
+    async def read_leased(self, node: NodeId | None, leased: Leased, bytes_max: int) -> Unpacked:
         """Read the messages that an answer leases until they take `bytes_max`, at least one."""
-        leased = Leased([], [], [])
+        unpacked = Unpacked([], [], [])
         left = bytes_max
-        for part in answer.partitions:
+        for part in leased.answer.partitions:
             place = (node, part.topic, UUID(bytes=part.topic_id), part.partition)
+            lasts = (part.lease_ms, leased.fresh_until(part))
             at = 0
             for header in iterate_whole_headers(part.batches):
                 while at < len(part.leases) and part.leases[at].last < header.base_offset:
@@ -104,15 +106,15 @@ class Unpacking:
                 leases = list(_overlapping(part.leases, at, header))
                 if header.is_control or not leases:
                     continue
-                batch = _LeasedBatch(place, leases)
-                if leased.messages and left <= 0:
-                    leased.surplus.extend(batch.held(leases[0].first))
+                batch = _LeasedBatch(place, leases, lasts)
+                if unpacked.messages and left <= 0:
+                    unpacked.surplus.extend(batch.held(leases[0].first))
                 else:
-                    left -= await self._read_leased_batch(part.batches, header, batch, left, leased)
-        return leased
+                    left -= await self._read_leased_batch(part.batches, header, batch, left, unpacked)
+        return unpacked
 
     async def _read_leased_batch(
-        self, batches: bytes, header: BatchHeader, batch: _LeasedBatch, bytes_max: int, leased: Leased
+        self, batches: bytes, header: BatchHeader, batch: _LeasedBatch, bytes_max: int, unpacked: Unpacked
     ) -> int:
         """Read the leased messages of one batch; returns how many bytes those that are kept take."""
         start = batch.leases[0].first
@@ -121,23 +123,29 @@ class Unpacking:
             check_crc(batches, header)
             while True:
                 found = await self.read(batches, header, batch.spans(start), bytes_max - used)
-                leased.messages.extend(map(batch.message, found.records))
+                unpacked.messages.extend(map(batch.message, found.records))
                 used += sum(map(message_bytes, found.records))
                 start = found.next_offset
                 if not found.oversized:
                     break
-                leased.unreadable.append((batch.stub(start - 1), found.oversized))
-            leased.surplus.extend(batch.held(start))
+                unpacked.unreadable.append((batch.stub(start - 1), found.oversized))
+            unpacked.surplus.extend(batch.held(start))
         except CorruptBatch as error:
-            leased.unreadable.extend((one, str(error)) for one in batch.held(start))
+            unpacked.unreadable.extend((one, str(error)) for one in batch.held(start))
         return used
 
 
 class _LeasedBatch:
     """The leases of one batch's messages."""
 
-    def __init__(self, place: tuple[NodeId | None, str, UUID, int], leases: Sequence[LeasedRange]) -> None:
+    def __init__(
+        self,
+        place: tuple[NodeId | None, str, UUID, int],
+        leases: Sequence[LeasedRange],
+        lasts: tuple[int | None, float],
+    ) -> None:
         self._place = place
+        self._lasts = lasts
         self.leases = leases
         self._by_offset = {offset: one for one in leases for offset in range(one.first, one.last + 1)}
 
@@ -148,7 +156,7 @@ class _LeasedBatch:
     def message(self, record: Record) -> LeasedMessage:
         """A record with its lease."""
         lease = self._by_offset[record.offset]
-        return LeasedMessage(*self._place, lease.attempt, lease.deadline_ms, record)
+        return LeasedMessage(*self._place, lease.attempt, lease.deadline_ms, record, *self._lasts)
 
     def stub(self, offset: int) -> LeasedMessage:
         """A leased message without its contents."""
@@ -157,14 +165,6 @@ class _LeasedBatch:
     def held(self, start: int) -> Iterator[LeasedMessage]:
         """Every leased message from an offset on, without its contents."""
         return (self.stub(offset) for offset in self._by_offset if offset >= start)
-
-
-def leased_stubs(node: NodeId | None, answer: ReceiveAnswer) -> list[LeasedMessage]:
-    """Every message that an answer leases, without its contents."""
-    stubs: list[LeasedMessage] = []
-    for part in answer.partitions:
-        stubs += _LeasedBatch((node, part.topic, UUID(bytes=part.topic_id), part.partition), part.leases).held(0)
-    return stubs
 
 
 def _overlapping(leases: Sequence[LeasedRange], at: int, header: BatchHeader) -> Iterator[LeasedRange]:

@@ -109,6 +109,8 @@ class Connection(asyncio.BufferedProtocol):
         self._flush_is_due = False
         self._unsent_bytes = 0
         self._draining = False
+        self._is_flushing = False
+        """Whether the connection was closed after its last answer, so that it ends when that has left."""
         self._write_paused = False
         self._read_paused = False
         self._muted: asyncio.TimerHandle | None = None
@@ -135,6 +137,8 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Give back whatever the connection held."""
         self._closed(self)
+        if exc is None and self._is_flushing:
+            self.presence.delivered()
         self._watch_for_end(wanted=False)
         self._budget.stop_waiting(self)
         self._budget.hand_on_pass(self)
@@ -163,6 +167,8 @@ class Connection(asyncio.BufferedProtocol):
         """Take in what has arrived."""
         self._traffic.bytes_in += nbytes
         self.last_activity = self._loop.time()
+        if self.presence.has_undelivered:
+            self._note_delivered()
         # Replies to requests that arrived together leave together: a system call for each costs more than they do.
         self._gathering = True
         self._served_at_once = 0
@@ -185,6 +191,7 @@ class Connection(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         """Let replies that are under way leave before the connection closes, and wait for nothing else."""
         self._draining = True
+        self._note_delivered()
         self.presence.leave()
         self._close_when_drained()
         return self._transport is not None
@@ -202,6 +209,7 @@ class Connection(asyncio.BufferedProtocol):
         self.last_activity = self._loop.time()
         self._hold_out(0)
         self._go_on_sending()
+        self._note_delivered()
 
     # -- what the listener and the service use --------------------------------------------------------------
 
@@ -269,6 +277,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """Close at once."""
+        self._is_flushing = False
         if self._transport is not None:
             self._transport.abort()
 
@@ -537,6 +546,18 @@ class Connection(asyncio.BufferedProtocol):
             transport.writelines(out)
         if self._write_paused:
             self._hold_out(transport.get_write_buffer_size())
+        if self.presence.has_undelivered:
+            # The transport writes at the end of this turn of the loop.
+            self._loop.call_soon(self._note_delivered)
+
+    def _note_delivered(self) -> None:
+        """Learn whether everything that was answered has left for the client."""
+        transport = self._transport
+        if transport is None or self._ready or self._outgoing or any(reply.is_kept for reply in self._replies):
+            return
+        # One that was reset has thrown away what it could not write.
+        if not transport.is_closing() and not transport.get_write_buffer_size():
+            self.presence.delivered()
 
     def _hold_out(self, size_bytes: int) -> None:
         """Count the bytes that the client has not read yet."""
@@ -597,4 +618,5 @@ class Connection(asyncio.BufferedProtocol):
         if not self._draining or self._transport is None:
             return
         if not (self._replies or self._ready or self._outgoing or self._waiting or self._task):
+            self._is_flushing = True
             self._transport.close()

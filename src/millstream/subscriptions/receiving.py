@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
+from time import monotonic
 from typing import Any, Final, NamedTuple
 
 from millstream.model.errors import MillstreamError
@@ -25,6 +26,8 @@ class Given(NamedTuple):
 
     delivery: Delivery
     received: Received
+    granted_at: float
+    """By the monotonic clock, when the leases began, or a moment before."""
 
 
 class _Room:
@@ -59,12 +62,14 @@ class _Waiting:
         self.found: asyncio.Future[Given | None] = asyncio.get_running_loop().create_future()
         self._deliveries = deliveries
         self._room = room
+        self._asked_at = monotonic()
 
     @property
     def is_done(self) -> bool:
         return self.found.done()
 
     def wanted_now(self) -> Wanted | None:
+        self._asked_at = monotonic()
         fitting = self._room.fit(self.wanted)
         if fitting is None:
             self._room.budget.wait(self, self._room_again)
@@ -72,7 +77,7 @@ class _Waiting:
 
     def give(self, delivery: Delivery, received: Received) -> None:
         self._room.take(received)
-        self.found.set_result(Given(delivery, received))
+        self.found.set_result(Given(delivery, received, self._asked_at))
 
     def refuse(self, reason: MillstreamError) -> None:
         # Others may go on; whoever asks again is told.
@@ -135,6 +140,7 @@ def _look_round(deliveries: Sequence[Delivery], asked: Wanted, first: int, room:
         return []
     given: list[Given] = []
     errors: list[MillstreamError] = []
+    granted_at = monotonic()
     for delivery in chain(deliveries[first:], deliveries[:first]):
         try:
             received = delivery.try_receive(wanted)
@@ -142,7 +148,7 @@ def _look_round(deliveries: Sequence[Delivery], asked: Wanted, first: int, room:
             errors.append(error)
             continue
         if received.leases:
-            given.append(Given(delivery, received))
+            given.append(Given(delivery, received, granted_at))
             records = wanted.max_records - sum(lease.last - lease.first + 1 for lease in received.leases)
             left_bytes = wanted.max_bytes - room.take(received)
             if records <= 0 or left_bytes <= 0:
@@ -167,7 +173,7 @@ async def _wait(
         await asyncio.wait(ends, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
         if waiting.found.done() and (found := waiting.found.result()) is not None:
-            _give_back([found], waiting.wanted.worker)
+            give_back([found], waiting.wanted.worker)
         raise
     finally:
         waiting.end()
@@ -191,16 +197,16 @@ async def _certain(given: list[Given], worker: str, beside: asyncio.Future[Any] 
             else:
                 certain.append(one)
     except asyncio.CancelledError:
-        _give_back(given, worker)
+        give_back(given, worker)
         raise
     if errors and not certain:
         raise errors[0]
     return certain
 
 
-def _give_back(given: list[Given], worker: str) -> None:
-    """The worker went in the moment in which it was served; nobody will ever settle these leases."""
-    for delivery, received in given:
-        verbs = [Settle(lease.first, lease.last, Verb.RETURN, 0) for lease in received.leases]
+def give_back(given: Sequence[Given], worker: str) -> None:
+    """Return leases whose worker never learns of them; that does not count as a delivery."""
+    for delivery, received, _ in given:
+        verbs = [Settle(lease.first, lease.last, Verb.RETURN, 0, "", lease.attempt) for lease in received.leases]
         with suppress(MillstreamError):
             delivery.settle_now(worker, verbs)

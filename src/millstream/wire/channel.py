@@ -174,6 +174,11 @@ class Channel(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def end_writing(self) -> None:
+        """Send nothing more: the broker answers what it can answer at once, and hangs up."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write_eof()
+
     def _gone(self) -> MillstreamError:
         return BrokerUnreachable(f"the connection to {self.address} was lost ({self._cause}); is the broker running?")
 

@@ -48,7 +48,7 @@ class PartitionMessages(msgspec.Struct, frozen=True, array_like=True):
     leases: list[LeasedRange]
     batches: bytes
     lease_ms: int | None = None
-    """How long the leases last from now on, since a worker's clock may be another one than the broker's."""
+    """How long the leases last from when they were granted; None if nothing is leased (at most once)."""
 
 
 class ReceiveAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +59,8 @@ class ReceiveAnswer(msgspec.Struct, frozen=True, array_like=True):
     partitions: list[PartitionMessages] = []
     throttle_ms: int = 0
     """How long the client's quota keeps messages from it yet; then there are none."""
+    waited_ms: int = 0
+    """How long the request waited here, at least, before the first of the messages was leased."""
 
     @property
     def held_back(self) -> QuotaExceeded | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from time import monotonic
 from typing import Any, Final, NamedTuple, TypeVar
 from uuid import UUID
 
@@ -12,9 +14,11 @@ import msgspec
 
 from millstream.model.errors import MillstreamError, ProtocolViolation
 from millstream.model.ids import NodeId
+from millstream.model.verb import Verb
 from millstream.records.batch import check_crc, iterate_whole_headers
 from millstream.records.record import Record, decode_batch
 from millstream.wire.client import Client
+from millstream.wire.leasing import Leased, fresh_until
 from millstream.wire.refusal import refusal
 from millstream.wire.subscription_messages import (
     ALTER_KEY,
@@ -51,6 +55,19 @@ class LeasedMessage(NamedTuple):
     attempt: int
     deadline_ms: int
     record: Record
+    lease_ms: int | None = None
+    """How long the lease was granted for; None if nothing is leased."""
+    fresh_until: float = math.inf
+    """Until when the lease holds for certain, by the monotonic clock."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nobody else can have got it."""
+        return monotonic() < self.fresh_until
+
+    def extended(self, sent_at: float, lease_ms: int | None = None) -> LeasedMessage:
+        """The same after an extension for so long, else for as long as before, that was sent then."""
+        return self._replace(fresh_until=fresh_until(sent_at, self.lease_ms if lease_ms is None else lease_ms))
 
 
 class SubscriptionClient:
@@ -120,7 +137,8 @@ class SubscriptionClient:
         """Lease messages, from whichever node has some."""
         nodes = await self._nodes()
         if len(nodes) == 1:
-            return await self._receive_from(nodes[0], Receive(name, worker, max_records, max_bytes, wait_ms))
+            asked = Receive(name, worker, max_records, max_bytes, wait_ms)
+            return await self.confirmed(name, worker, await self._receive_from(nodes[0], asked))
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_ms / 1000
         while True:
@@ -128,6 +146,7 @@ class SubscriptionClient:
             left_ms = max(0, int((deadline - loop.time()) * 1000))
             request = Receive(name, worker, max_records, max_bytes, min(left_ms, _TURN_MS) // len(nodes))
             messages, failed = await self._receive_from_all(nodes, request)
+            messages = await self.confirmed(name, worker, messages)
             # Messages that some have leased are not thrown away because others have gone.
             if not messages and failed is not None:
                 raise failed
@@ -155,6 +174,21 @@ class SubscriptionClient:
             except MillstreamError as error:
                 failed = error
         return messages, failed
+
+    async def confirmed(self, name: str, worker: str, messages: Sequence[LeasedMessage]) -> list[LeasedMessage]:
+        """The messages that are held for certain: if leases may be over, all are extended, and the others left out."""
+        if all(message.is_fresh for message in messages):
+            return list(messages)
+        sent_at = monotonic()
+        lease_ms = min(message.lease_ms for message in messages if message.lease_ms is not None)
+        outcomes = await self.settle(name, worker, messages, Verb.EXTEND, delay_ms=lease_ms)
+        extended = [message.extended(sent_at, lease_ms) for message in messages]
+        held = [error is None and message.is_fresh for message, error in zip(extended, outcomes, strict=True)]
+        lost = [message for message, is_held in zip(messages, held, strict=True) if not is_held]
+        if lost:
+            # Some may be held all the same, if the node could not be asked in time.
+            await self.settle(name, worker, lost, Verb.RETURN, delay_ms=0)
+        return [message for message, is_held in zip(extended, held, strict=True) if is_held]
 
     async def settle(
         self,
@@ -234,6 +268,7 @@ class SubscriptionClient:
         return refused
 
     async def _receive_from(self, node: NodeId | None, request: Receive) -> list[LeasedMessage]:
+        sent_at = monotonic()
         try:
             body = await self._client.private(
                 node, RECEIVE_KEY, msgspec.msgpack.encode(request), waits=request.wait_ms > 0
@@ -247,7 +282,7 @@ class SubscriptionClient:
             # There may be other nodes by now.
             self._known_nodes = []
             raise
-        return leased_messages(node, answer)
+        return leased_messages(node, Leased(answer, sent_at))
 
     async def _nodes(self) -> list[NodeId | None]:
         loop = asyncio.get_running_loop()
@@ -285,14 +320,14 @@ def _follows(before: LeasedMessage, after: LeasedMessage) -> bool:
     )
 
 
-def leased_messages(node: NodeId | None, answer: ReceiveAnswer) -> list[LeasedMessage]:
+def leased_messages(node: NodeId | None, leased: Leased) -> list[LeasedMessage]:
     """The messages that an answer of a node leases."""
     messages: list[LeasedMessage] = []
-    for part in answer.partitions:
-        topic_id = UUID(bytes=part.topic_id)
+    for part in leased.answer.partitions:
+        place = (node, part.topic, UUID(bytes=part.topic_id), part.partition)
+        lasts = (part.lease_ms, leased.fresh_until(part))
         for lease, record in _leased_records(part):
-            place = (node, part.topic, topic_id, part.partition)
-            messages.append(LeasedMessage(*place, lease.attempt, lease.deadline_ms, record))
+            messages.append(LeasedMessage(*place, lease.attempt, lease.deadline_ms, record, *lasts))
     return messages
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -57,11 +59,11 @@ def settling_at(node: Any, lost: list[int] | None = None) -> Settling:
         if lost is not None:
             lost.extend(order.offsets)
 
-    return Settling(node, "billing", "worker", lost=note)
+    return Settling(node, "billing", "worker", lost=note, oldest_sent=lambda: math.inf)
 
 
 def held() -> Held:
-    now = asyncio.get_running_loop().time()
+    now = time.monotonic()
     return Held("orders", b"0" * 16, 0, settler=NoSettler(), node=NodeId(1), received=now, lease_s=30.0)
 
 

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from millstream.client import accepted_ranges
 from millstream.client import polls as module
+from millstream.client.accepted_ranges import AcceptedRanges
 from millstream.client.held import Held
-from millstream.client.lately_accepted import LatelyAccepted
 from millstream.client.message_stream import MessageStream
 from millstream.client.receiver import Receiver
-from millstream.model.errors import InvalidRecordState
+from millstream.model.errors import BrokerUnreachable, InvalidRecordState
 from millstream.model.ids import NodeId
 from millstream.model.verb import Verb
 from millstream.records.record import NewRecord, encode_batch
+from millstream.wire.leasing import Leased
 from millstream.wire.subscription_messages import (
     LeasedRange,
     PartitionMessages,
+    ReceiveAnswer,
     SettleAnswer,
     SettledRange,
     SettleRequest,
@@ -41,6 +48,7 @@ class Cluster:
         self.asked: dict[int, list[int]] = {node: [] for node in nodes}
         self._answers: dict[int, asyncio.Queue[list[PartitionMessages]]] = {}
         self._offset = 0
+        self._hung_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.settled: list[tuple[int, int]] = []
         """Verbs and offsets, as they were told."""
         self.extended_ms: list[int | None] = []
@@ -55,9 +63,20 @@ class Cluster:
     async def metadata(self, topics: object) -> Any:
         return SimpleNamespace(nodes={NodeId(node): None for node in self.nodes}, topics={})
 
-    async def ask(self, node: NodeId, wanted: int) -> list[PartitionMessages]:
+    async def ask(self, node: NodeId, wanted: int) -> Leased:
         self.asked.setdefault(node, []).append(wanted)
-        return await self._queue(node).get()
+        sent_at = monotonic()
+        given = asyncio.ensure_future(self._queue(node).get())
+        ends: list[asyncio.Future[Any]] = [given, self._hung_up]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not given.done():
+            given.cancel()
+            raise BrokerUnreachable("closed by the broker")
+        return Leased(ReceiveAnswer(0, None, given.result()), sent_at)
+
+    def hang_up(self) -> None:
+        if not self._hung_up.done():
+            self._hung_up.set_result(None)
 
     async def private(self, node: NodeId | None, key: int, body: bytes) -> memoryview:
         request = msgspec.msgpack.decode(body, type=SettleRequest)
@@ -107,10 +126,11 @@ def leased(
 
 
 @asynccontextmanager
-async def receiving(cluster: Cluster, **given: Any) -> AsyncIterator[Receiver]:
+async def receiving(cluster: Cluster, **options: Any) -> AsyncIterator[Receiver]:
     client: Any = cluster
-    receiver = Receiver(client, "billing", "worker", **{"credit": 1000, "lease_s": 30.0, **given})
+    receiver = Receiver(client, "billing", "worker", **{"credit": 1000, "lease_s": 30.0, **options})
     receiver._polls._ask = cluster.ask  # type: ignore[method-assign]
+    receiver._polls._requests.withdraw = cluster.hang_up  # type: ignore[method-assign]
     await receiver.start()
     try:
         yield receiver
@@ -236,7 +256,7 @@ async def test_what_is_left_unsettled_is_given_up_when_its_lease_is_over() -> No
         await receiver.arrival()
         first, *others = receiver.take_many(5)
         assert len(cluster.asked[1]) == 1
-        first._held.valid_until = asyncio.get_running_loop().time()
+        first._held.valid_until = monotonic()
         for message in [first, *others]:
             receiver.leave_alone(message)
         extended = others[-1]
@@ -286,7 +306,7 @@ async def test_messages_keep_their_order_whichever_delivery_they_are() -> None:
         records = [NewRecord(None, b"%d" % number) for number in range(4)]
         leases = [LeasedRange(0, 0, 1, 0), LeasedRange(1, 2, 3, 0), LeasedRange(3, 3, 1, 0)]
         part = PartitionMessages("orders", b"0" * 16, 0, leases, bytes(encode_batch(records, base_offset=0)))
-        receiver._take_in(NodeId(1), [part], 0.0)
+        receiver._take_in(NodeId(1), Leased(ReceiveAnswer(0, None, [part]), monotonic()))
         messages = receiver.take_many(4)
         assert [(one.offset, one.attempt, one._held.attempt) for one in messages] == [
             (0, 1, 1),
@@ -303,14 +323,13 @@ async def test_a_lease_that_was_changed_is_followed() -> None:
         cluster.give(1, 1, lease_ms=5000)
         await until(lambda: len(receiver._buffer) == 2)
         old, new = receiver.take_many(2)
-        loop = asyncio.get_running_loop()
         assert (old._held.lease_s, new._held.lease_s) == (30.0, 5.0)
-        assert new._held.valid_until <= loop.time() + 5
+        assert new._held.valid_until <= monotonic() + 5
         for message in (old, new):
             receiver._renew(message._held)
         await receiver.settling.flush()
         assert cluster.extended_ms == [30_000, 5000]
-        assert old._held.valid_until > loop.time() + 5 >= new._held.valid_until
+        assert old._held.valid_until > monotonic() + 5 >= new._held.valid_until
 
 
 @pytest.mark.parametrize(("delivery", "kept"), [("at-least-once", 0), ("at-most-once", 3)])
@@ -460,17 +479,137 @@ async def test_what_was_left_unsettled_comes_again() -> None:
 async def test_a_topic_made_anew_has_other_messages() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
-        receiver._take_in(NodeId(1), [leased(0, 2, 0)], 0.0)
-        receiver._take_in(NodeId(1), [leased(0, 2, 0, topic_id=b"1" * 16)], 0.0)
+        for topic_id in (b"0" * 16, b"1" * 16):
+            answer = ReceiveAnswer(0, None, [leased(0, 2, 0, topic_id=topic_id)])
+            receiver._take_in(NodeId(1), Leased(answer, monotonic()))
         assert len(receiver.take_many(10)) == 4
 
 
-def test_what_was_accepted_lately_is_bounded() -> None:
-    lately, here, there = LatelyAccepted(), (b"a", 0), (b"a", 1)
-    for at in range(5000):
-        lately.add(float(at), (here, there)[at % 2], at, at)
-    assert len(lately._ranges) == 1000
-    assert lately.since(4990.0, here, range(5000)) == {4990, 4992, 4994, 4996, 4998}
-    for at in range(5000):
-        lately.add(5000.0, here, at, at)
-    assert lately.since(5000.0, here, [7, 5000]) == {7}
+# -- what may be another worker's by now -----------------------------------------------------------------------
+
+
+def late(lease_ms: int, *, waited_ms: int = 0, ago_s: float = 1.0) -> Leased:
+    """Two messages that were asked for a while ago."""
+    answer = ReceiveAnswer(0, None, [leased(0, 2, 0, lease_ms=lease_ms)], waited_ms=waited_ms)
+    return Leased(answer, monotonic() - ago_s)
+
+
+@pytest.mark.parametrize(("waited_ms", "is_asked"), [(0, True), (60_000, False)])
+async def test_an_answer_that_was_on_its_way_for_longer_than_its_lease_is_confirmed_first(
+    waited_ms: int, is_asked: bool
+) -> None:
+    cluster = Cluster(1)
+    # Another worker has accepted the first of them.
+    cluster.done = {0} if is_asked else set()
+    async with receiving(cluster, ahead=10) as receiver:
+        cluster.answering.clear()
+        receiver._take_in(NodeId(1), late(30_000, waited_ms=waited_ms, ago_s=60.0))
+        if is_asked:
+            await until(lambda: cluster.settled)
+            assert receiver.take() is None
+            cluster.answering.set()
+            await receiver.arrival()
+            assert (cluster.settled[0], set(cluster.extended_ms)) == ((Verb.EXTEND, 0), {30_000})
+        assert [one.offset for one in receiver.take_many(10)] == ([1] if is_asked else [0, 1])
+
+
+async def test_what_has_waited_here_for_longer_than_its_lease_is_confirmed_first() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=10) as receiver:
+        receiver._take_in(NodeId(1), late(30_000))
+        (first,) = receiver.take_many(1)
+        # Extensions are sent, and have no answer: nobody knows whether the broker has got them.
+        cluster.answering.clear()
+        receiver._renew(first._held)
+        first._held.fresh_until = monotonic()
+        assert receiver.take() is None
+        cluster.done = {1}
+        cluster.answering.set()
+        await until(lambda: not receiver._unsure)
+        assert receiver.take() is None
+        assert (receiver._held, len(receiver._buffer)) == (1, 0)
+        await first.ack()
+
+
+async def test_an_extension_counts_from_when_it_was_sent_and_once_it_is_answered() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=10) as receiver:
+        receiver._take_in(NodeId(1), late(30_000))
+        held = receiver.take_many(1)[0]._held
+        before, deadline_ms = held.fresh_until, held.deadline_ms
+        cluster.answering.clear()
+        sent_at = monotonic()
+        receiver._renew(held)
+        await until(lambda: cluster.extended_ms)
+        assert held.fresh_until == before
+        cluster.answering.set()
+        await receiver.settling.flush()
+        assert before < held.fresh_until < sent_at + 30
+        assert (held.deadline_ms or 0) > (deadline_ms or 0)
+
+
+async def test_what_is_not_confirmed_when_the_worker_stops_goes_back() -> None:
+    cluster = Cluster(1)
+    async with receiving(cluster, ahead=10) as receiver:
+        cluster.answering.clear()
+        receiver._take_in(NodeId(1), late(30_000, ago_s=60.0))
+        await until(lambda: cluster.settled)
+        stopping = asyncio.create_task(receiver.give_back())
+        await until(lambda: not receiver._unsure)
+        cluster.answering.set()
+        await stopping
+        assert [one for one in cluster.settled if one[0] == Verb.RETURN] == [(Verb.RETURN, 0), (Verb.RETURN, 1)]
+        assert receiver._held == 0
+
+
+HERE, THERE = (b"a", 0), (b"a", 1)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("send"), st.integers(0, 3)),
+        st.tuples(st.just("answer"), st.integers(0, 3)),
+        st.tuples(st.just("accept"), st.sampled_from([HERE, THERE]), st.integers(0, 40), st.integers(0, 3)),
+    ),
+    max_size=80,
+)
+
+
+@given(STEPS, st.integers(1, 8))
+def test_what_was_accepted_while_a_request_was_open_is_known_or_in_doubt(
+    steps: list[tuple[Any, ...]], ranges_max: int
+) -> None:
+    polls: dict[int, float] = {}
+    accepted: list[tuple[float, tuple[bytes, int], int]] = []
+    ranges = AcceptedRanges(lambda: min(polls.values(), default=math.inf))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accepted_ranges, "RANGES_MAX", ranges_max)
+        for now, (kind, *rest) in enumerate(steps):
+            if kind == "send":
+                polls.setdefault(rest[0], float(now))
+            elif kind == "accept":
+                where, first, more = rest
+                ranges.add(float(now), where, first, first + more)
+                accepted += [(float(now), where, offset) for offset in range(first, first + more + 1)]
+                assert len(ranges) <= ranges_max
+            elif (asked := polls.pop(rest[0], None)) is not None:
+                for where in (HERE, THERE):
+                    found = ranges.since(asked, where, range(50))
+                    assert {offset for time, place, offset in accepted if place == where and time >= asked} <= found
+                    if found != {*range(50)}:
+                        # In doubt is also what stands right before a range that was accepted since.
+                        assert found <= {offset for _, place, offset in accepted if place == where}
+
+
+def test_ranges_that_no_open_request_needs_are_forgotten_first() -> None:
+    open_since = [0.0]
+    ranges = AcceptedRanges(lambda: open_since[0])
+    for at in range(accepted_ranges.RANGES_MAX):
+        ranges.add(float(at), (HERE, THERE)[at % 2], at, at)
+    open_since[0] = 990.0
+    ranges.add(1000.0, HERE, 5000, 5000)
+    assert len(ranges) == 11
+    assert ranges.since(990.0, HERE, range(6000)) == {990, 992, 994, 996, 998, 5000}
+    # A request that stays open while too much is accepted: everything that it brings is in doubt, later ones know.
+    for at in range(1001, 2001):
+        ranges.add(float(at), (HERE, THERE)[at % 2], at, at)
+    assert ranges.since(990.0, HERE, [7, 8]) == {7, 8}
+    assert ranges.since(1999.0, HERE, range(6000)) == {2000}

@@ -9,12 +9,15 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from millstream.http import leasing as module
 from millstream.http.leasing import Leasing
 from millstream.http.unpacking import Unpacking
 from millstream.model.errors import BrokerUnreachable, NotFound, QuotaExceeded, RequestTimedOut
+from millstream.model.verb import Verb
 from millstream.records.record import NewRecord, encode_batch
 from millstream.wire.client import Client
 from millstream.wire.subscription_messages import (
+    SETTLE_KEY,
     LeasedRange,
     PartitionMessages,
     Receive,
@@ -39,12 +42,20 @@ class Node:
         self.hung_up = 0
         self.hangs = False
         self.throttle_ms = 0
+        self.address = f"node-{number}:9092"
+        self.lease_ms: int | None = None
+        self.waits_no_more = asyncio.Event()
+        """The client has ended its half of the connection."""
+        self.returned: list[SettleRequest] = []
 
     @asynccontextmanager
     async def borrowed(self) -> AsyncIterator[Node]:
         yield self
 
     async def exchange(self, key: int, version: int, body: list[bytes], *, timeout_s: float) -> memoryview:
+        if key == SETTLE_KEY:
+            self.returned.append(msgspec.msgpack.decode(body[0], type=SettleRequest))
+            return memoryview(HEADER)
         request = msgspec.msgpack.decode(body[0], type=Receive)
         self.asked.append(request)
         if isinstance(self.error, Exception):
@@ -52,15 +63,20 @@ class Node:
         if self.hangs:
             await asyncio.Event().wait()
         if request.wait_ms and not self.messages:
-            try:
-                async with asyncio.timeout(request.wait_ms / 1000):
-                    await self.came.wait()
-            except TimeoutError:
-                pass
-            except asyncio.CancelledError:
-                self.hung_up += 1
-                raise
+            ends = [asyncio.ensure_future(self.came.wait()), asyncio.ensure_future(self.waits_no_more.wait())]
+            await asyncio.wait(ends, timeout=request.wait_ms / 1000, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                end.cancel()
+            if self.waits_no_more.is_set() and not self.messages:
+                raise BrokerUnreachable("closed by the broker")
         return memoryview(HEADER + msgspec.msgpack.encode(self._answer(request)))
+
+    def end_writing(self) -> None:
+        self.hung_up += 1
+        self.waits_no_more.set()
+
+    async def shared(self) -> Node:
+        return self
 
     def _answer(self, request: Receive) -> ReceiveAnswer:
         if isinstance(self.error, int):
@@ -71,7 +87,7 @@ class Node:
             return ReceiveAnswer(0, None, [], self.throttle_ms)
         batch = bytes(encode_batch([NewRecord(None, b"x", (), 1)] * count))
         lease = LeasedRange(0, count - 1, 1, 1000)
-        return ReceiveAnswer(0, None, [PartitionMessages("t", bytes(16), self.number, [lease], batch)])
+        return ReceiveAnswer(0, None, [PartitionMessages("t", bytes(16), self.number, [lease], batch, self.lease_ms)])
 
 
 class Cluster:
@@ -218,3 +234,45 @@ async def test_a_node_that_hangs_keeps_nobody_from_the_others_and_is_left_alone_
     cluster.nodes[1].error = RequestTimedOut("nothing within 15 s")
     with pytest.raises(RequestTimedOut):
         await asks.receive(request(wait_ms=0))
+
+
+async def test_whoever_waits_while_no_node_can_be_asked_is_told_so() -> None:
+    cluster = Cluster(2)
+    for node in cluster.nodes.values():
+        node.error = BrokerUnreachable("gone")
+    with pytest.raises(BrokerUnreachable):
+        await leasing(cluster).receive(request(wait_ms=20))
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_what_arrives_after_its_caller_has_left_goes_back(
+    is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(1)
+    node = cluster.nodes[1]
+    node.lease_ms = 30_000
+    asks = leasing(cluster)
+    if not is_cancelled:
+        monkeypatch.setattr(module, "ANSWER_S", -0.9)
+    asking = asyncio.create_task(asks.receive(request(wait_ms=1000)))
+    while not node.asked:
+        await asyncio.sleep(0)
+    # It is leased in the moment in which the request is withdrawn.
+    node.messages = 4
+    if is_cancelled:
+        asking.cancel()
+    await asyncio.wait([asking])
+    assert asking.cancelled() if is_cancelled else isinstance(asking.exception(), RequestTimedOut)
+    await asks.close()
+    (returned,) = node.returned
+    assert (returned.subscription, returned.worker) == ("s", "w")
+    assert [(one.first, one.last, one.verb, one.attempt) for one in returned.partitions[0].verbs] == [(0, 3, 5, 1)]
+
+
+async def test_an_answer_that_was_on_its_way_for_longer_than_its_lease_is_confirmed_first() -> None:
+    cluster = Cluster(1)
+    cluster.nodes[1].messages, cluster.nodes[1].lease_ms = 3, 0
+    asks = leasing(cluster)
+    # Even the extension is not answered before the lease is over, so nobody gets them.
+    assert await asks.receive(request(wait_ms=0)) == []
+    assert [part.verbs[0].verb for one in cluster.released for part in one.partitions] == [Verb.EXTEND, Verb.RETURN]

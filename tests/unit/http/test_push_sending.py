@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from time import time
+from time import monotonic, time
 from uuid import UUID
 
 import pytest
@@ -29,6 +29,7 @@ from millstream.model.subscription import AT_MOST_ONCE, Subscription, Subscripti
 from millstream.model.verb import Verb
 from millstream.records.record import Record
 from millstream.testing.webhook import Reply, Request, Webhook
+from millstream.wire.leasing import fresh_until
 from millstream.wire.subscription_messages import Receive
 from millstream.wire.subscriptions import LeasedMessage
 
@@ -189,13 +190,15 @@ class Ledger(Settler):
     def __init__(self) -> None:
         self.said: list[tuple[int, int, int | None]] = []
         self.reasons: list[str] = []
+        self.lost: set[int] = set()
+        """Messages that somebody else has."""
         self.changed = asyncio.Event()
 
     async def settle(self, message: LeasedMessage, verb: int, *, delay_ms: int | None = None, reason: str = "") -> bool:
         self.said.append((message.record.offset, verb, delay_ms))
         self.reasons.append(reason)
         self.changed.set()
-        return True
+        return message.record.offset not in self.lost
 
     async def until(self, is_enough: Callable[[], bool]) -> None:
         async with asyncio.timeout(WAIT_S):
@@ -230,7 +233,8 @@ class Shelf:
 
 def _message(offset: int, lease_ms: int) -> LeasedMessage:
     record = Record(Offset(offset), 0, None, b"%d" % offset, ())
-    return LeasedMessage(None, "orders", UUID(int=7), 0, 1, int(time() * 1000) + lease_ms, record)
+    place = (None, "orders", UUID(int=7), 0, 1, int(time() * 1000) + lease_ms)
+    return LeasedMessage(*place, record, lease_ms, fresh_until(monotonic(), lease_ms))
 
 
 def _declared(hook: Webhook, **settings: str) -> PushSubscription:
@@ -375,8 +379,35 @@ async def test_the_lease_of_what_is_under_way_is_extended_until_push_has_ended(h
     await run.ledger.until(lambda: len(run.ledger.said) >= before + 2)
     run.pusher.hurry()
     await asyncio.wait_for(run.running, WAIT_S)
-    assert set(run.ledger.said[:-1]) == {(0, Verb.EXTEND, None)}
+    assert set(run.ledger.said[:-1]) == {(0, Verb.EXTEND, 100)}
     assert run.ledger.said[-1] == (0, Verb.RELEASE, 0)
+
+
+async def test_an_answer_that_was_on_its_way_for_longer_than_its_lease_is_confirmed_first(hook: Webhook) -> None:
+    run = Run(hook, 0)
+    run.ledger.lost = {1}
+    for offset in range(3):
+        run.shelf.add(_message(offset, 60_000)._replace(fresh_until=monotonic()))
+    await run.ledger.until(lambda: len(run.ledger.of(Verb.ACCEPT)) == 2)
+    await run.end()
+    assert sorted(run.ledger.of(Verb.EXTEND)) == [0, 1, 2]
+    assert sorted(request.body for request in hook.requests) == [b"0", b"2"]
+
+
+async def test_a_message_that_somebody_else_has_is_not_sent_again(
+    hook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "REST_S_MIN", 0.01)
+    monkeypatch.setattr(pace, "REST_S_MAX", 0.01)
+    await hook.stop()
+    run = Run(hook, 2, share_record_lock_duration_ms="100")
+    await run.ledger.until(lambda: run.ledger.of(Verb.EXTEND) == [0])
+    run.ledger.lost = {0}
+    await run.ledger.until(lambda: 1 in run.ledger.of(Verb.EXTEND))
+    await hook.start()
+    await run.ledger.until(lambda: bool(run.ledger.of(Verb.ACCEPT)))
+    await run.end()
+    assert [request.body for request in hook.requests] == [b"1"]
 
 
 async def test_an_endpoint_that_asks_for_patience_gets_it(hook: Webhook) -> None:

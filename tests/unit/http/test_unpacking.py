@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from millstream.http import unpacking as bounds
-from millstream.http.unpacking import Leased, Span, Unpacking
+from millstream.http.unpacking import Span, Unpacked, Unpacking
 from millstream.model.errors import CorruptBatch
 from millstream.records.batch import (
     COMPRESSION_GZIP,
@@ -19,6 +19,7 @@ from millstream.records.batch import (
     iterate_whole_headers,
 )
 from millstream.records.record import NewRecord, encode_batch
+from millstream.wire.leasing import Leased
 from millstream.wire.subscription_messages import LeasedRange, PartitionMessages, ReceiveAnswer
 
 CODECS = (COMPRESSION_NONE, COMPRESSION_GZIP, COMPRESSION_SNAPPY, COMPRESSION_LZ4, COMPRESSION_ZSTD)
@@ -40,12 +41,12 @@ def header_of(batches: bytes) -> BatchHeader:
     return next(iter(iterate_whole_headers(batches)))
 
 
-def answer(batches: bytes, *leases: tuple[int, int]) -> ReceiveAnswer:
+def answer(batches: bytes, *leases: tuple[int, int]) -> Leased:
     ranges = [LeasedRange(first, last, 1, 1000) for first, last in leases]
-    return ReceiveAnswer(0, None, [PartitionMessages("t", bytes(16), 0, ranges, batches)])
+    return Leased(ReceiveAnswer(0, None, [PartitionMessages("t", bytes(16), 0, ranges, batches, 1000)]), 0.0)
 
 
-def offsets(leased: Leased) -> tuple[list[int], list[int], list[int]]:
+def offsets(leased: Unpacked) -> tuple[list[int], list[int], list[int]]:
     return (
         [one.record.offset for one in leased.messages],
         [one.record.offset for one in leased.surplus],

@@ -32,6 +32,8 @@ class Polls:
         self.polls = 0
         self.given_up = 0
         self.promises: list[Promise] = []
+        self.undone = 0
+        """Answers that never left."""
 
     def handle(self, frame: memoryview, connection: Connection) -> Answer:
         name = bytes(frame)
@@ -39,6 +41,8 @@ class Polls:
             return self._poll(connection.presence)
         if name == b"join":
             return self._join(connection.presence)
+        if name.startswith(b"lease"):
+            return self._lease(connection.presence, int(name[5:]))
         if name == b"promise":
             self.promises.append(Promise())
             return self.promises[-1]
@@ -54,6 +58,17 @@ class Polls:
             return [framed(b"what there is")]
 
         return poll()
+
+    def _lease(self, presence: Presence, size: int) -> Coroutine[Any, Any, Buffers | None]:
+        async def lease() -> Buffers:
+            self.polls += 1
+            presence.when_undelivered(self._undo)
+            return [framed(b"x" * size)]
+
+        return lease()
+
+    def _undo(self) -> None:
+        self.undone += 1
 
     def _join(self, presence: Presence) -> Coroutine[Any, Any, Buffers | None]:
         async def join() -> Buffers:
@@ -119,6 +134,32 @@ async def test_a_client_that_closes_leaves_nothing_that_waits(kind: bytes) -> No
         writer.close()
         await asyncio.wait_for(until_closed(listener), 60)
         assert service.given_up == (kind == b"join")
+
+
+@pytest.mark.parametrize("ends_its_side", [True, False])
+async def test_an_answer_that_was_read_is_not_undone(ends_its_side: bool) -> None:
+    service = Polls()
+    async with listening(service) as (listener, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        # Large enough to be sent in pieces; behind it, one more waits for its turn.
+        writer.write(framed(b"lease1000000") + framed(b"lease5"))
+        if ends_its_side:
+            writer.write_eof()
+        assert len(await asyncio.wait_for(reader.readexactly(1_000_004 + 9), 60)) == 1_000_013
+        writer.close()
+        await asyncio.wait_for(until_closed(listener), 60)
+        assert service.undone == 0
+
+
+async def test_an_answer_that_did_not_leave_is_undone() -> None:
+    service = Polls()
+    async with listening(service) as (listener, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
+        writer.write(framed(b"lease50000000"))
+        await asyncio.wait_for(reader.readexactly(4), 60)
+        writer.transport.abort()
+        await asyncio.wait_for(until_closed(listener), 60)
+        assert service.undone == 1
 
 
 async def test_what_is_given_up_has_no_answer_and_what_comes_behind_it_has() -> None:

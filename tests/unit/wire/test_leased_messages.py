@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from millstream.records.batch import COMPRESSION_NONE, COMPRESSION_ZSTD, HEADER_BYTES, iterate_headers, seal_batch
 from millstream.records.record import NewRecord, decode_batch, decode_records, encode_batch
+from millstream.wire.leasing import Leased
 from millstream.wire.subscription_messages import LeasedRange, PartitionMessages, ReceiveAnswer
 from millstream.wire.subscriptions import leased_messages
 
@@ -46,7 +47,7 @@ def test_exactly_what_is_leased_is_read(sizes: list[tuple[int, int]], spans: lis
         for lease in leases
         if lease.first <= record.offset <= lease.last
     ]
-    found = leased_messages(None, ReceiveAnswer(0, None, [part]))
+    found = leased_messages(None, Leased(ReceiveAnswer(0, None, [part]), 0.0))
     assert [(one.attempt, one.deadline_ms, one.record) for one in found] == wanted
     assert all((one.topic, one.topic_id, one.partition) == ("orders", TOPIC_ID, 2) for one in found)
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -23,17 +22,16 @@ from millstream.http.push.pusher import Pusher
 from millstream.http.push.sender import Sender, Target, trusted
 from millstream.http.push.settler import Settler
 from millstream.kafka.push_board import PushReport
-from millstream.model.errors import ProtocolViolation
 from millstream.model.log_line import set_up_logging
 from millstream.model.push import headers_of, keys_of
 from millstream.model.subscription import AT_MOST_ONCE
-from millstream.wire.channel import Channel
 from millstream.wire.client import Client
 from millstream.wire.codec import response_body_at
 from millstream.wire.lean_kio import import_lean_kio
+from millstream.wire.leasing import LeaseRequests
 from millstream.wire.pool import Pool
 from millstream.wire.refusal import refusal
-from millstream.wire.subscription_messages import RECEIVE_KEY, Receive, ReceiveAnswer
+from millstream.wire.subscription_messages import Receive
 from millstream.wire.subscriptions import LeasedMessage, leased_messages
 
 _logger = logging.getLogger(__name__)
@@ -45,6 +43,8 @@ REPORT_S: Final = 0.5
 """How often what has changed is told at most."""
 RATES_S: Final = 2.0
 ANSWER_S: Final = 30.0
+WAITING_MAX: Final = 10_000
+"""How many subscriptions are pushed at once, each with a connection while it waits for messages."""
 LINE_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
@@ -74,8 +74,9 @@ class Line:
     """The connections to this node."""
 
     def __init__(self, address: str) -> None:
-        self._host, self._port = parse_address(address, name="kafka")
-        self._pool = Pool(self._host, self._port, client_id="push", connect_s=ANSWER_S)
+        host, port = parse_address(address, name="kafka")
+        self._pool = Pool(host, port, client_id="push", connect_s=ANSWER_S, borrowed_max=WAITING_MAX)
+        self._requests = LeaseRequests()
 
     async def ask(self, key: int, body: bytes) -> memoryview:
         """Send a request that is answered at once."""
@@ -83,47 +84,21 @@ class Line:
         frame = await channel.exchange(key, 0, [body], timeout_s=ANSWER_S)
         return frame[response_body_at(key, 0, frame) :]
 
-    async def open(self) -> Channel:
-        """A connection for requests whose answers may take their time."""
-        return await Channel.open(self._host, self._port, client_id="push", timeout_s=ANSWER_S)
-
-    async def close(self) -> None:
-        """Close what is shared."""
-        await self._pool.close()
-
-
-class Inbox:
-    """Leases messages over a connection of its own, which is made anew when it is lost or a request is given up."""
-
-    def __init__(self, line: Line) -> None:
-        self._line = line
-        self._channel: Channel | None = None
-
     async def receive(self, wanted: Receive) -> list[LeasedMessage]:
-        """Wait for messages of this node."""
-        if self._channel is None or not self._channel.is_open:
-            self._channel = await self._line.open()
-        channel = self._channel
+        """Wait for messages of this node; one that is given up leaves nothing leased."""
+        leased = await self._requests.ask(self._pool, wanted, timeout_s=wanted.wait_ms / 1000 + ANSWER_S)
+        if leased.answer.error:
+            raise refusal(leased.answer.error, leased.answer.message)
         try:
-            body = msgspec.msgpack.encode(wanted)
-            frame = await channel.exchange(RECEIVE_KEY, 0, [body], timeout_s=wanted.wait_ms / 1000 + ANSWER_S)
+            return leased_messages(None, leased)
         except BaseException:
-            self._channel = None
-            await channel.close()
+            self._requests.give_back(self._pool, wanted, leased.answer.partitions)
             raise
-        try:
-            told = frame[response_body_at(RECEIVE_KEY, 0, frame) :]
-            answer = msgspec.msgpack.decode(told, type=ReceiveAnswer)
-        except msgspec.MsgspecError as error:
-            raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
-        if answer.error:
-            raise refusal(answer.error, answer.message)
-        return leased_messages(None, answer)
 
     async def close(self) -> None:
-        """Close the connection."""
-        if self._channel is not None:
-            await self._channel.close()
+        """Return what arrives late, and close all connections."""
+        await self._requests.close()
+        await self._pool.close()
 
 
 class PushProcess:
@@ -178,17 +153,16 @@ class PushProcess:
 
     def _begin(self, known: str, declared: PushSubscription) -> None:
         worker = self._options.worker
-        inbox = Inbox(self._line)
         pusher = Pusher(
             declared,
             worker,
-            inbox.receive,
+            self._line.receive,
             Settler(declared.name, worker, self._line.ask, self._client),
             self._sender(declared),
             when_changed=self._news.set,
         )
         self._pushers[known] = pusher
-        task = asyncio.get_running_loop().create_task(_closing(pusher.run(), inbox), name=f"push {declared.name}")
+        task = asyncio.get_running_loop().create_task(pusher.run(), name=f"push {declared.name}")
         self._running[task] = pusher
         task.add_done_callback(self._ended)
 
@@ -209,13 +183,6 @@ class PushProcess:
             # The broker starts another process, which begins anew with everything.
             _logger.critical("push failed", extra={"subscription": pusher.declared.name}, exc_info=error)
             sys.exit(1)
-
-
-async def _closing(running: Coroutine[Any, Any, None], inbox: Inbox) -> None:
-    try:
-        await running
-    finally:
-        await inbox.close()
 
 
 async def push(options: Options) -> None:

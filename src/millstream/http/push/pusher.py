@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from time import time
+from time import monotonic, time
 from typing import Final
 
 from millstream.http.push.endpoint import Endpoint
@@ -66,7 +66,6 @@ class Pusher:
         self._endpoint = Endpoint(declared.in_flight_max)
         self._statistics = Statistics(declared.name)
         self._in_flight: dict[asyncio.Task[None], LeasedMessage] = {}
-        self._deadlines_ms: dict[asyncio.Task[None], int] = {}
         self._bytes = 0
         self._probe: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -129,7 +128,7 @@ class Pusher:
                 await self._wait(self._endpoint.rest_left(self._now) or None)
                 continue
             try:
-                messages = await self._take(room)
+                messages = await self._confirmed(await self._take(room))
             except MillstreamError as error:
                 # It moves to another node, or the broker is about to end; whoever declares it anew is heard of.
                 _logger.debug("no messages to push", extra={"subscription": self.declared.name, "error": str(error)})
@@ -163,6 +162,20 @@ class Pusher:
             return await taking
         return []
 
+    async def _confirmed(self, messages: list[LeasedMessage]) -> list[LeasedMessage]:
+        """The messages that nobody else can have got, however long their answer was on its way."""
+        if all(message.is_fresh for message in messages):
+            return messages
+        extended = await asyncio.gather(*map(self._extended, messages))
+        return [message for message in extended if message is not None]
+
+    async def _extended(self, message: LeasedMessage) -> LeasedMessage | None:
+        """The same message with a longer lease; None if it is not held any more."""
+        sent_at = monotonic()
+        is_held = await self._settler.settle(message, Verb.EXTEND, delay_ms=message.lease_ms)
+        extended = message.extended(sent_at)
+        return extended if is_held and extended.is_fresh else None
+
     async def _wait(self, seconds: float | None) -> None:
         self._changed.clear()
         with suppress(TimeoutError):
@@ -174,14 +187,12 @@ class Pusher:
     def _begin(self, message: LeasedMessage) -> None:
         task = asyncio.get_running_loop().create_task(self._deliver(message))
         self._in_flight[task] = message
-        self._deadlines_ms[task] = message.deadline_ms
         self._bytes += _size(message)
         self._busy.set()
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._bytes -= _size(self._in_flight.pop(task))
-        del self._deadlines_ms[task]
         if not self._in_flight:
             self._busy.clear()
         if self._probe is task:
@@ -209,6 +220,9 @@ class Pusher:
                 await self._rest(endpoint)
                 if self._stopping.is_set() and not sent:
                     await self._give_back(message, sent)
+                    return
+                if not await self._is_held():
+                    # Whoever has it now sends it.
                     return
             await self._settle(message, answer)
         except asyncio.CancelledError:
@@ -278,15 +292,27 @@ class Pusher:
                 # Another length of leases counts at once.
                 async with asyncio.timeout(self.declared.lease_ms / 3000):
                     await self._redeclared.wait()
-            lease_ms = self.declared.lease_ms
             if self.declared.delivery == AT_MOST_ONCE:
                 continue
-            now_ms = int(time() * 1000)
-            due = [task for task, until_ms in self._deadlines_ms.items() if until_ms < now_ms + lease_ms / 2]
-            extended = await asyncio.gather(*(self._settler.settle(self._in_flight[task], Verb.EXTEND) for task in due))
-            for task, holds in zip(due, extended, strict=True):
-                if holds and task in self._in_flight:
-                    self._deadlines_ms[task] = now_ms + lease_ms
+            soon = monotonic() + self.declared.lease_ms / 2000
+            due = [task for task, message in self._in_flight.items() if message.fresh_until < soon]
+            for task, extended in zip(due, await asyncio.gather(*map(self._extend, due)), strict=True):
+                if extended is not None and task in self._in_flight:
+                    self._in_flight[task] = extended
+
+    async def _extend(self, task: asyncio.Task[None]) -> LeasedMessage | None:
+        # Another length of leases may have been declared.
+        return await self._extended(self._in_flight[task]._replace(lease_ms=self.declared.lease_ms))
+
+    async def _is_held(self) -> bool:
+        """Whether the message of this task may be sent again."""
+        task = asyncio.current_task()
+        if task is None or self._in_flight[task].is_fresh:
+            return True
+        extended = await self._extended(self._in_flight[task])
+        if extended is not None:
+            self._in_flight[task] = extended
+        return extended is not None
 
     @property
     def _now(self) -> float:

@@ -173,13 +173,17 @@ async def _leased(
             continue
         is_refused = False
         try:
-            room.resize(READ_BYTES + sum(held_bytes(one.record) for one in left))
-            while left:
+            # A client that reads slowly keeps messages waiting here, perhaps for longer than their leases last.
+            while left := await parts.subscriptions.confirmed(request.subscription, request.worker, left):
+                room.resize(READ_BYTES + sum(held_bytes(one.record) for one in left))
                 piece, count = b"", 0
                 while count < len(left) and len(piece) < PIECE_BYTES:
                     piece += event("message", one_line(_encode(leased(left[count], request.worker))))
                     count += 1
                 yield piece
+                if gone is not None and gone.done():
+                    # The connection was lost before the piece was written to it.
+                    break
                 del left[:count]
         except Refused:
             is_refused = True

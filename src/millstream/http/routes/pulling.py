@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Final
 
 import msgspec
@@ -13,7 +14,7 @@ from millstream.admin.message_document import utc
 from millstream.http.lease_token import read_token, token_of
 from millstream.http.message import LeasedDocument, held_bytes, members_of
 from millstream.http.parts import Parts
-from millstream.http.problem import Refused, invalid, status_of
+from millstream.http.problem import invalid, status_of
 from millstream.http.route import Asked, Lane, Nothing, Route
 from millstream.http.settling import Verdict, settle
 from millstream.model.errors import MillstreamError
@@ -97,17 +98,14 @@ class SettledLeases(msgspec.Struct, frozen=True):
 
 
 async def pull(parts: Parts, asked: Asked[Nothing, Pull]) -> PulledMessages:
-    """Lease messages; a client that hangs up while it waits leases none."""
+    """Lease messages; a client that hangs up before it has its answer leases none."""
     wanted = asked.body
     name, worker = asked.path["subscription"], parts.new_worker(wanted.worker)
     asked.room.reserve(wanted.max_bytes)
     request = Receive(name, worker, wanted.max, wanted.max_bytes, wanted.wait_ms)
     messages = await receive_until(parts, request, asked.gone)
-    try:
-        asked.room.resize(sum(held_bytes(message.record) for message in messages))
-    except Refused:
-        await parts.leasing.give_back(name, worker, messages)
-        raise
+    asked.undelivered = partial(parts.leasing.give_back, name, worker, messages)
+    asked.room.resize(sum(held_bytes(message.record) for message in messages))
     return PulledMessages([leased(message, worker) for message in messages])
 
 

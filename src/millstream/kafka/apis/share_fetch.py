@@ -178,7 +178,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             first=session.turn % max(1, len(deliveries)),
             beside=confirming,
         )
-        for delivery, received in given:
+        for delivery, received, _ in given:
             place = places[delivery.key]
             told.leases[place] = received.leases
             told.records[place] = b"".join(received.batches)

@@ -2,9 +2,11 @@
 
     [subscription, worker, max records, max bytes, wait ms, [[topic, partition], …] or nil for all that are led here]
     answer: [error, message, [[topic, topic id, partition, [[first, last, attempt, deadline ms], …], batches], …],
-    throttle ms]
+    throttle ms, waited ms]
 
-Messages are leased to the worker until the deadline. The batches hold the leased messages, and others that are not
+Messages are leased to the worker until the deadline. The worker's clock may differ from the broker's, so it is told
+how long its request waited before they were leased. Leases of an answer that never leaves the connection are returned
+at once. The batches hold the leased messages, and others that are not
 this worker's. Without any, the answer waits up to `wait ms`. A client that is in debt to its `consumer_byte_rate` gets
 no messages before that is paid; if the wait is over before, `throttle ms` tells how much longer it takes.
 
@@ -15,6 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,7 +28,7 @@ from millstream.kafka.packed import PackedApi
 from millstream.kafka.quota_meter import QuotaMeter
 from millstream.kafka.subscription_service import SubscriptionService
 from millstream.model.errors import InvalidRequest
-from millstream.model.subscription import Subscription
+from millstream.model.subscription import AT_MOST_ONCE, Subscription
 from millstream.replication.partition import Partition
 from millstream.wire.subscription_messages import (
     RECEIVE_KEY,
@@ -62,10 +66,11 @@ class SubscriptionReceive(PackedApi[Receive]):
 
     async def handle_from(self, client: ClientInfo, request: Receive) -> ReceiveAnswer:
         """Lease what is there, or wait for it, once the client's quota lets it."""
+        arrived = monotonic()
+        _check(request)
         if not self._quota.is_limiting:
-            answer = await self.handle(request)
+            given = await self._lease(request)
         else:
-            _check(request)
             left_ms = min(request.wait_ms, WAIT_MS_MAX)
             while owed_ms := self._quota.owed_ms(client):
                 if owed_ms > left_ms:
@@ -74,7 +79,10 @@ class SubscriptionReceive(PackedApi[Receive]):
                 await asyncio.sleep(owed_ms / 1000)
                 left_ms -= owed_ms
             bytes_max = self._quota.allowance(client, request.max_bytes)
-            answer = await self.handle(msgspec.structs.replace(request, wait_ms=left_ms, max_bytes=max(1, bytes_max)))
+            given = await self._lease(msgspec.structs.replace(request, wait_ms=left_ms, max_bytes=max(1, bytes_max)))
+        if given:
+            client.presence.when_undelivered(partial(self._give_back, given, request.worker))
+        answer = _answer(given, arrived)
         size = sum(len(one.batches) for one in answer.partitions)
         client.fetch_requests += 1
         client.fetched_bytes += size
@@ -83,8 +91,12 @@ class SubscriptionReceive(PackedApi[Receive]):
         return answer
 
     async def handle(self, request: Receive) -> ReceiveAnswer:
-        """Lease what is there, or wait for it."""
+        """Lease what is there, or wait for it, whoever asks."""
+        arrived = monotonic()
         _check(request)
+        return _answer(await self._lease(request), arrived)
+
+    async def _lease(self, request: Receive) -> list[Given]:
         subscription = await self._subscriptions.find(request.subscription)
         engine = await self._service.engine()
         loop = asyncio.get_running_loop()
@@ -94,7 +106,7 @@ class SubscriptionReceive(PackedApi[Receive]):
             opening = engine.next_opening(subscription)
             given = await self._receive(engine, subscription, request, deadline - loop.time(), opening)
             if given or not opening.done() or loop.time() >= deadline:
-                return ReceiveAnswer(0, None, [_told(one) for one in given])
+                return given
             subscription = await self._subscriptions.find(request.subscription)
 
     async def _receive(
@@ -116,6 +128,12 @@ class SubscriptionReceive(PackedApi[Receive]):
             until=opening,
         )
 
+    @staticmethod
+    def _give_back(given: list[Given], worker: str) -> None:
+        from millstream.subscriptions.receiving import give_back
+
+        give_back(given, worker)
+
     def _partitions(self, topics: tuple[str, ...], wanted: list[tuple[str, int]] | None) -> list[Partition]:
         if wanted is not None:
             return [self._topics.partition(name, index) for name, index in wanted]
@@ -130,13 +148,18 @@ def _check(request: Receive) -> None:
         raise InvalidRequest("at least one record and one byte are asked for, and no wait is negative")
 
 
+def _answer(given: list[Given], arrived: float) -> ReceiveAnswer:
+    waited_s = min((one.granted_at for one in given), default=arrived) - arrived
+    return ReceiveAnswer(0, None, [_told(one) for one in given], waited_ms=max(0, int(waited_s * 1000)))
+
+
 def _told(given: Given) -> PartitionMessages:
-    partition = given.delivery.partition
+    partition, settings = given.delivery.partition, given.delivery.settings
     return PartitionMessages(
         partition.topic.name,
         partition.topic.topic_id.bytes,
         partition.index,
         [LeasedRange(*lease) for lease in given.received.leases],
         b"".join(given.received.batches),
-        given.delivery.settings.lease_ms,
+        None if settings.delivery == AT_MOST_ONCE else settings.lease_ms,
     )

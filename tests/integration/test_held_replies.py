@@ -1,0 +1,323 @@
+"""Answers that arrive late: nobody handles a message that another worker may have, and nothing stays leased to nobody.
+
+A proxy stands between clients and broker, and keeps the broker's answers to requests for messages for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+import pytest
+
+import millstream
+from millstream.testing.server import Server
+from millstream.wire.codec import request_head
+from millstream.wire.subscription_messages import RECEIVE_KEY, Receive
+
+HANG_S = 60
+SHORT_S, LONG_S = 1.0, 3600.0
+GATEWAY = "millstream-gateway"
+StartServer = Callable[..., Server]
+
+
+class Proxy:
+    """Passes everything on, except answers to one client's requests for messages while they are held."""
+
+    def __init__(self) -> None:
+        self.upstream = ""
+        self.address = ""
+        self.is_held = asyncio.Event()
+        """An answer has come, and is kept."""
+        self._asked: dict[str, asyncio.Event] = {}
+        self._client_id = ""
+        self._released = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._open = 0
+
+    async def hold(self, client_id: str) -> None:
+        """Keep the answer to the request that the client has sent, or sends next."""
+        self._client_id = client_id
+        self._released.clear()
+        await self._asked.setdefault(client_id, asyncio.Event()).wait()
+
+    def release(self) -> None:
+        self._client_id = ""
+        self._released.set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self.upstream.rpartition(":")
+        self._open += 1
+        there = await asyncio.open_connection(host, int(port))
+        whose: list[str] = []
+        pumps = [
+            asyncio.create_task(self._to_broker(reader, there[1], whose)),
+            asyncio.create_task(self._to_client(there[0], writer, whose)),
+        ]
+        self._tasks.update(pumps)
+        try:
+            await asyncio.wait(pumps)
+        finally:
+            for one in (writer, there[1]):
+                one.close()
+                with suppress(ConnectionError):
+                    await one.wait_closed()
+            self._open -= 1
+
+    async def _to_broker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, whose: list[str]) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if data[4:6] == struct.pack(">h", RECEIVE_KEY):
+                    (length,) = struct.unpack_from(">h", data, 12)
+                    whose[:] = [data[14 : 14 + length].decode()]
+                    self._asked.setdefault(whose[0], asyncio.Event()).set()
+                writer.write(data)
+                await writer.drain()
+            writer.write_eof()
+
+    async def _to_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, whose: list[str]) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if whose and whose[0] == self._client_id:
+                    self.is_held.set()
+                    await self._released.wait()
+                writer.write(data)
+                await writer.drain()
+            writer.close()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._open:
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def proxied(start_server: StartServer) -> AsyncIterator[tuple[Proxy, Server]]:
+    proxy = Proxy()
+    listening = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+    host, port = listening.sockets[0].getsockname()
+    proxy.address = f"{host}:{port}"
+    server = await asyncio.to_thread(start_server, advertise=proxy.address)
+    proxy.upstream = server.kafka
+    try:
+        async with asyncio.timeout(HANG_S):
+            yield proxy, server
+    finally:
+        listening.close()
+        await proxy.close()
+
+
+class Http:
+    """One request over HTTP, which can be hung up on at any time."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def send(cls, server: Server, method: str, path: str, body: object = None) -> Http:
+        host, _, port = server.http.rpartition(":")
+        http = cls(*await asyncio.open_connection(host, int(port)))
+        content = b"" if body is None else json.dumps(body).encode()
+        head = f"{method} /v1/{path} HTTP/1.1\r\nhost: {server.http}\r\ncontent-length: {len(content)}\r\n\r\n"
+        http._writer.write(head.encode() + content)
+        return http
+
+    async def answer(self) -> list[dict[str, object]]:
+        """The messages of a pull."""
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200"), head
+        length = int(head.lower().partition(b"content-length:")[2].split()[0])
+        messages: list[dict[str, object]] = json.loads(await self._reader.readexactly(length))["messages"]
+        return messages
+
+    async def event(self) -> dict[str, object]:
+        """The next message of a stream."""
+        while not (line := await self._reader.readline()).startswith(b"data: "):
+            assert line
+        event: dict[str, object] = json.loads(line.removeprefix(b"data: "))
+        return event
+
+    async def hang_up(self) -> None:
+        self._writer.close()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+def pull(server: Server, name: str, wait_ms: int = HANG_S * 1000) -> Awaitable[Http]:
+    return Http.send(server, "POST", f"subscriptions/{name}/messages:pull", {"wait_ms": wait_ms})
+
+
+# -- nobody handles what another worker may have ------------------------------------------------------------------
+
+
+async def overtake(proxy: Proxy, server: Server, topic: str, client_id: str, **wanted: object) -> None:
+    """Have another worker accept a message whose answer to the client is kept, then let the answer go."""
+    handled = asyncio.Event()
+
+    async def handle(_message: millstream.Message) -> None:
+        handled.set()
+
+    async with millstream.connect(server.kafka, client_id="other") as ms:
+        await proxy.hold(client_id)
+        receipt = await ms.publish(topic, "first", key="k")
+        await proxy.is_held.wait()
+        worker = await ms.subscribe(topic, handle, name=topic, lease=SHORT_S, **wanted)  # type: ignore[arg-type]
+        await handled.wait()
+        assert (await ms.delivery(receipt, subscription=topic, wait=HANG_S)).state == "accepted"
+        await worker.drain()
+        proxy.release()
+        await ms.publish(topic, "last", key="k")
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"delivery": "exactly-once"}, {"delivery": "at-least-once", "ordered": True}], ids=["exactly", "ordered"]
+)
+async def test_a_handler_gets_no_message_that_another_worker_has_accepted(
+    start_server: StartServer, topic: str, wanted: dict[str, object]
+) -> None:
+    handled: list[str] = []
+    last = asyncio.Event()
+
+    async def handle(message: millstream.Message) -> None:
+        handled.append(message.text)
+        if message.text == "last":
+            last.set()
+
+    async with proxied(start_server) as (proxy, server), millstream.connect(proxy.address, client_id="late") as ms:
+        await ms.publish(topic, "before")
+        await ms.subscribe(topic, handle, name=topic, lease=SHORT_S, **wanted)  # type: ignore[arg-type]
+        await overtake(proxy, server, topic, "late", **wanted)
+        await last.wait()
+        assert handled == ["last"]
+
+
+async def test_an_iteration_without_a_loop_gets_none_either(start_server: StartServer, topic: str) -> None:
+    def first(address: str) -> str:
+        with millstream.connect_sync(address, client_id="late") as ms:
+            for message in ms.subscription(topic, name=topic, lease=SHORT_S, start="earliest"):
+                message.ack()
+                if message.text != "before":
+                    return message.text
+        raise AssertionError
+
+    async with proxied(start_server) as (proxy, server):
+        async with millstream.connect(server.kafka) as ms:
+            receipt = await ms.publish(topic, "before")
+            taking = asyncio.create_task(asyncio.to_thread(first, proxy.address))
+            async with asyncio.timeout(HANG_S):
+                while (await asyncio.gather(state(ms, receipt, topic)))[0] != "accepted":
+                    await asyncio.sleep(0.01)
+        await overtake(proxy, server, topic, "late")
+        assert await taking == "last"
+
+
+async def state(ms: millstream.Connection, receipt: millstream.Receipt, name: str) -> str | None:
+    try:
+        return (await ms.delivery(receipt, subscription=name, wait=0.1)).state
+    except millstream.MillstreamError:
+        return None
+
+
+async def test_a_pull_gets_none_either(start_server: StartServer, topic: str) -> None:
+    async with proxied(start_server) as (proxy, server):
+        await declare(server, topic, SHORT_S)
+        pulling = await pull(server, topic)
+        await overtake(proxy, server, topic, GATEWAY)
+        assert [message["value"] for message in await pulling.answer()] == ["last"]
+        await pulling.hang_up()
+
+
+async def test_an_event_stream_gets_none_either(start_server: StartServer, topic: str) -> None:
+    async with proxied(start_server) as (proxy, server):
+        await declare(server, topic, SHORT_S)
+        stream = await Http.send(server, "GET", f"subscriptions/{topic}/events")
+        await overtake(proxy, server, topic, GATEWAY)
+        assert (await stream.event())["value"] == "last"
+        await stream.hang_up()
+
+
+# -- nothing stays leased to nobody -------------------------------------------------------------------------------
+
+
+async def declare(server: Server, topic: str, lease_s: float) -> None:
+    async with millstream.connect(server.kafka) as ms:
+        await ms.publish(topic, "before")
+        async with ms.subscription(topic, name=topic, lease=lease_s):
+            pass
+
+
+async def taken(server: Server, topic: str, count: int = 1) -> list[int]:
+    """The attempts with which a worker gets messages, whose leases do not end during the test."""
+    attempts: list[int] = []
+    async with millstream.connect(server.kafka, client_id="next") as ms, ms.subscription(topic, name=topic) as stream:
+        async for message in stream:
+            attempts.append(message.attempt)
+            await message.ack()
+            if len(attempts) == count:
+                break
+    return attempts
+
+
+@pytest.mark.parametrize("path", ["pull", "events"])
+async def test_what_is_leased_for_a_client_that_hung_up_goes_back(
+    start_server: StartServer, topic: str, path: str
+) -> None:
+    async with proxied(start_server) as (proxy, server):
+        await declare(server, topic, LONG_S)
+        asked = await (
+            pull(server, topic) if path == "pull" else Http.send(server, "GET", f"subscriptions/{topic}/events")
+        )
+        await proxy.hold(GATEWAY)
+        async with millstream.connect(server.kafka) as ms:
+            await ms.publish(topic, "first")
+        await proxy.is_held.wait()
+        await asked.hang_up()
+        # The gateway hears of that at about the time at which the answer arrives.
+        proxy.release()
+        assert await taken(server, topic) == [1]
+
+
+async def test_what_is_leased_while_a_worker_leaves_goes_back(start_server: StartServer, topic: str) -> None:
+    async with proxied(start_server) as (proxy, server):
+        await declare(server, topic, LONG_S)
+        async with millstream.connect(proxy.address, client_id="late") as ms:
+            stream = ms.subscription(topic, name=topic)
+            first = asyncio.create_task(anext(aiter(stream)))
+            await proxy.hold("late")
+            async with millstream.connect(server.kafka) as other:
+                await other.publish(topic, "first")
+            await proxy.is_held.wait()
+            first.cancel()
+            leaving = asyncio.create_task(stream.close())
+            await asyncio.sleep(0)
+            proxy.release()
+            await leaving
+        assert await taken(server, topic) == [1]
+
+
+async def test_what_a_broker_has_leased_for_a_client_that_reads_no_answer_goes_back(
+    start_server: StartServer, topic: str
+) -> None:
+    server = await asyncio.to_thread(start_server)
+    await declare(server, topic, LONG_S)
+    count = 16
+    async with asyncio.timeout(HANG_S), millstream.connect(server.kafka) as ms:
+        await ms.publish_many(topic, [b"x" * 900_000] * count)
+        host, _, port = server.kafka.rpartition(":")
+        asking = socket.create_connection((host, int(port)))
+        asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = msgspec.msgpack.encode(Receive(topic, "gone", 10_000, 64 << 20, 0))
+        head = request_head(RECEIVE_KEY, 0, 1, "gone")
+        asking.sendall(struct.pack(">i", len(head) + len(body)) + bytes(head) + body)
+        assert await asyncio.to_thread(asking.recv, 4)
+        # Closed with most of the answer unread, so that the broker is told of a reset.
+        asking.close()
+        assert await taken(server, topic, count) == [1] * count
