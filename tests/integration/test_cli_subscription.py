@@ -46,6 +46,13 @@ def test_a_seek_in_a_partition_that_is_not_there_finds_nothing(millstream: Comma
     assert millstream("subscription", "seek", name, "--to", "start", "--partition", 0).code == 0
 
 
+def test_a_pull_of_what_is_delivered_at_most_once_holds_nothing(millstream: CommandLine, name: str) -> None:
+    assert millstream("subscription", "update", name, "--delivery", "at-most-once").code == 0
+    assert millstream.process("publish", name, stdin=b"a\n").code == 0
+    said = millstream("subscription", "pull", name, "--wait", 60).err
+    assert said == "1 message taken, at most once: nobody gets them again.\n"
+
+
 def test_a_pull_tells_what_became_of_the_messages(millstream: CommandLine, name: str) -> None:
     assert millstream.process("publish", name, stdin=b"a\nb\nc\n").code == 0
     pull = ("subscription", "pull", name, "--wait", 60)

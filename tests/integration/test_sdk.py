@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 import millstream
-from millstream.admin.topics import create_topic, delete_topic
+from millstream.admin.topics import create_topic, delete_topic, grow_topic
+from millstream.client import publisher as publisher_module
+from millstream.client import subscriber as subscriber_module
 from millstream.model.errors import (
     InvalidRecordState,
     InvalidRequest,
@@ -424,3 +426,104 @@ async def test_a_subscriber_may_be_told_twice_to_stop(ms: millstream.Connection,
     assert ms._subscribers == []
     for delete in (False, False, True, True):
         await subscriber.unsubscribe(delete=delete)
+
+
+# -- a handler that fails for everything -------------------------------------------------------------------------
+
+
+async def test_a_handler_that_is_down_for_a_while_uses_up_no_message(
+    server: Server, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriber_module, "REST_S_MIN", 0.05)
+    monkeypatch.setattr(subscriber_module, "REST_S_MAX", 0.05)
+    monkeypatch.setattr(subscriber_module, "PARKED_S", 1.0)
+    count, accepted, failures = 300, Gathering(300), 0
+
+    async def handle(message: millstream.Message) -> None:
+        nonlocal failures
+        # A database that is away until it was asked thirty times, as the first ten messages would be thrice.
+        if failures < 30:
+            failures += 1
+            raise ConnectionError("the database is down")
+        await accepted(message)
+
+    async with asyncio.timeout(HANG_S), millstream.connect(server.kafka) as ms:
+        await ms.publish_many(topic, [str(number) for number in range(count)])
+        settings: dict[str, Any] = {"attempts": 3, "backoff": (0, 0)}
+        await ms.subscribe(topic, handle, name=topic, start="earliest", **settings)
+        messages = await accepted.enough()
+        assert {message.text for message in messages} == {str(number) for number in range(count)}
+        # What waited here while nothing succeeded was given back without counting as delivered.
+        assert sum(message.attempt > 1 for message in messages) <= 20
+
+
+async def test_a_worker_whose_handler_fails_leaves_the_messages_to_others(
+    server: Server, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriber_module, "REST_S_MIN", HANG_S)
+    failed = 0
+
+    async def fail(message: millstream.Message) -> None:
+        nonlocal failed
+        failed += 1
+        raise ConnectionError("the database is down")
+
+    count = 200
+    async with (
+        asyncio.timeout(HANG_S),
+        millstream.connect(server.kafka) as broken,
+        millstream.connect(server.kafka) as well,
+    ):
+        await well.publish_many(topic, [str(number) for number in range(count)])
+        settings: dict[str, Any] = {"attempts": 30, "backoff": (0, 0), "start": "earliest"}
+        await broken.subscribe(topic, fail, name=topic, **settings)
+        handle = Gathering(count)
+        await well.subscribe(topic, handle, name=topic, **settings)
+        assert {message.text for message in await handle.enough()} == {str(number) for number in range(count)}
+        assert failed <= 30
+
+
+async def test_a_handler_without_parameters_is_refused(ms: millstream.Connection, topic: str) -> None:
+    handle: Any = lambda: None  # noqa: E731
+    with pytest.raises(InvalidSubscription, match="handler must take a message"):
+        await ms.subscribe(topic, handle, name=topic)
+
+
+# -- partitions that are added -----------------------------------------------------------------------------------
+
+
+async def test_partitions_that_were_added_are_published_to(
+    ms: millstream.Connection, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "_REFRESH_S", 0.05)
+    await create_topic(ms.client, topic, partitions=1, replication=-1, settings={})
+    assert (await ms.publish(topic, "a")).partition == 0
+    await grow_topic(ms.client, topic, 2)
+    # One that is named is looked for at once, others are found soon.
+    assert (await ms.publish(topic, "b", partition=1)).partition == 1
+    assert [one.partition for one in await ms.publish_many(topic, ["c"], partition=1)] == [1]
+    with pytest.raises(UnknownTopic, match="has no partition 5; the last is 1"):
+        await ms.publish(topic, "d", partition=5)
+    await grow_topic(ms.client, topic, 3)
+    async with asyncio.timeout(HANG_S):
+        while (await ms.publish(topic, "e")).partition != 2:
+            await asyncio.sleep(0.01)
+
+
+def test_without_a_loop_a_subscription_is_a_block(server: Server, topic: str) -> None:
+    with millstream.connect_sync(server.kafka) as ms:
+        ms.publish(topic, "before")
+        with ms.subscription(topic, name=topic) as messages:
+            # It is declared when the block begins.
+            ms.publish_many(topic, ["first", "second"])
+            message = next(messages)
+            message.ack()
+            assert message.text == "first"
+        with ms.subscription(topic, name=topic) as messages:
+            for message in messages:
+                message.ack()
+                assert (message.text, message.attempt) == ("second", 1)
+                break
+        with ms.listen(topic) as live:
+            ms.publish(topic, "news")
+            assert next(live).text == "news"

@@ -423,12 +423,15 @@ def pull(
 
     messages = _ask(brokers, timeout + wait, question)
     if not as_json:
-        print_note(_pulled(len(messages), verb))
+        is_leased = any(message.lease_ms is not None for message in messages)
+        print_note(_pulled(len(messages), verb, is_leased=is_leased))
 
 
-def _pulled(count: int, verb: Verb | None) -> str:
+def _pulled(count: int, verb: Verb | None, *, is_leased: bool) -> str:
     if not count:
         return "No messages now."
+    if not is_leased:
+        return f"{counted(count, 'message')} taken, at most once: nobody gets them again."
     if verb is None:
         return f"{counted(count, 'message')} held until the lease has run out (--accept ends it)."
     return f"{_SETTLED[verb]} {counted(count, 'message')}."

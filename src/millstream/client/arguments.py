@@ -23,7 +23,7 @@ def check_number(name: str, value: object, least: float = 0.0, told: type[Invali
 def check_pair(name: str, value: object, told: type[InvalidRequest] = InvalidRequest) -> None:
     """The least and the most of something, in seconds."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != 2:
-        raise told(f"{name} must be two numbers of seconds, the least and the most, not {value!r}")
+        raise told(f"{name} must be a number of seconds, or two: the least and the most, not {value!r}")
     for number in value:
         check_number(name, number, told=told)
 

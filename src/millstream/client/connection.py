@@ -10,6 +10,7 @@ What it does by itself is little: payloads become bytes here, and the parts that
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import uuid
@@ -315,10 +316,7 @@ class Connection:
         `dead_letter`, `start`, `expires`) must be as declared, or is changed with `update`. With `live`, nothing is
         declared: the handler gets what is published from now on.
         """
-        if not callable(handler):
-            raise InvalidSubscription(
-                f"handler must be a function that takes a message, not {handler!r}; give it without calling it"
-            )
+        _check_handler(handler)
         check_whole("concurrency", concurrency, 1, InvalidSubscription)
         check_whole("in_flight", in_flight, 1, InvalidSubscription)
         check_truth("live", live, InvalidSubscription)
@@ -453,6 +451,24 @@ def _check_topic(topic: object) -> None:
 
 
 _check_name = lru_cache(maxsize=1024)(check_topic_name)
+
+
+def _check_handler(handler: object) -> None:
+    if not callable(handler):
+        raise InvalidSubscription(
+            f"handler must be a function that takes a message, not {handler!r}; give it without calling it"
+        )
+    try:
+        signature = inspect.signature(handler)
+    except ValueError:
+        return  # Python does not know what a function of another language takes.
+    try:
+        signature.bind(None)
+    except TypeError:
+        name = getattr(handler, "__qualname__", repr(handler))
+        raise InvalidSubscription(
+            f"handler must take a message and nothing else that has no default, but {name} takes {signature}"
+        ) from None
 
 
 def _refuse_declared(asked: Mapping[str, object]) -> None:

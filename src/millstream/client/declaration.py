@@ -56,8 +56,8 @@ class Wanted(TypedDict, total=False):
     """How long a message belongs to a worker that is not heard of."""
     attempts: int | None
     """How often a message is delivered at most; 0 for no limit."""
-    backoff: tuple[Seconds, Seconds] | None
-    """How long the pause before the next attempt is at least, and at most."""
+    backoff: Seconds | tuple[Seconds, Seconds] | None
+    """How long the pause before the next attempt is at first, or at first and at most; it doubles."""
     dead_letter: str | None
     """The topic for messages that nobody could handle."""
     start: Start | None
@@ -153,6 +153,8 @@ def _seconds(setting: str) -> _Reading:
 
 
 def _backoff(name: str, value: Any) -> dict[str, str]:
+    if isinstance(value, int | float):
+        return _seconds(BACKOFF_MIN)(name, value)
     check_pair(name, value, InvalidSubscription)
     least, most = (str(int(seconds * 1000)) for seconds in value)
     return {BACKOFF_MIN: least, BACKOFF_MAX: most}

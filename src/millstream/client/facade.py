@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from contextlib import AbstractAsyncContextManager
 from types import MethodType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 from millstream.client.loop_thread import LoopThread
 
@@ -75,26 +76,63 @@ def wrapping(
     return _Delegate(method, call)
 
 
+class Iteration(Generic[W]):
+    """An asynchronous iterator gone through without `await`; as a context manager it begins and ends with the block."""
+
+    def __init__(self, thread: LoopThread, items: AsyncIterator[Any], facade_class: type[W]) -> None:
+        self._thread = thread
+        self._items = items
+        self._each = _each(thread, items, facade_class)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> W:
+        return next(self._each)
+
+    def __enter__(self) -> Self:
+        if isinstance(self._items, AbstractAsyncContextManager):
+            self._thread.call(_entered(self._items))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._each.close()
+        if isinstance(self._items, AbstractAsyncContextManager):
+            self._thread.call(_left(self._items))
+
+    def close(self) -> None:
+        """End the iteration; what was got of it may still be settled."""
+        self._each.close()
+
+
 def iterating(
     method: Callable[Concatenate[A, P], AsyncIterator[Any]], facade_class: type[W]
-) -> _Delegate[A, P, Iterator[W]]:
+) -> _Delegate[A, P, Iteration[W]]:
     """Go through the asynchronous iterator that a method returns, and wrap each of its items."""
 
     @functools.wraps(method)
-    def call(facade: Facade[A], *args: P.args, **kwargs: P.kwargs) -> Iterator[W]:
+    def call(facade: Facade[A], *args: P.args, **kwargs: P.kwargs) -> Iteration[W]:
         thread = facade._thread
-        return _each(thread, thread.call(_called(method, facade._wrapped, *args, **kwargs)), facade_class)
+        return Iteration(thread, thread.call(_called(method, facade._wrapped, *args, **kwargs)), facade_class)
 
     return _Delegate(method, call)
 
 
-def _each(thread: LoopThread, items: AsyncIterator[Any], facade_class: type[W]) -> Iterator[W]:
+def _each(thread: LoopThread, items: AsyncIterator[Any], facade_class: type[W]) -> Generator[W, None, None]:
     each = thread.each(items)
     try:
         for item in each:
             yield facade_class(item, thread)
     finally:
         each.close()
+
+
+async def _entered(items: AbstractAsyncContextManager[Any]) -> None:
+    await items.__aenter__()
+
+
+async def _left(items: AbstractAsyncContextManager[Any]) -> None:
+    await items.__aexit__(None, None, None)
 
 
 async def _called(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

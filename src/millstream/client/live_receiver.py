@@ -114,6 +114,9 @@ class LiveReceiver:
     def leave_alone_all(self, messages: Sequence[Message]) -> None:
         """There is nothing to renew."""
 
+    def throttle(self, limit: int | None) -> None:
+        """What waits here is nobody else's, and stays."""
+
     def put_back(self) -> None:
         """There is nobody to give it to."""
 

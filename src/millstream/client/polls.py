@@ -92,6 +92,10 @@ class Polls:
                 self.asked += share
                 waiting.set_result(share)
 
+    def withdraw(self) -> None:
+        """Have nodes answer at once; there may be nothing that messages could be asked for with."""
+        self._requests.withdraw()
+
     def oldest_sent(self) -> float:
         """When the oldest request was begun that has no answer yet; infinity if there is none."""
         return min(self._sent.values(), default=inf)

@@ -8,9 +8,11 @@ callers wait on. When a node is gone or a leader has moved, one task finds out w
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -35,6 +37,8 @@ from millstream.wire.cluster_metadata import TopicMetadata
 from millstream.wire.primitives import Buffer
 from millstream.wire.refusal import TRANSIENT, refusal
 
+_logger = logging.getLogger(__name__)
+
 ACKS_ALL: Final = -1
 BATCH_BYTES: Final = 512 * 1024
 """Well below the largest batch that a topic takes unless it is told otherwise."""
@@ -53,6 +57,10 @@ _TURN: Final = 2048
 
 _UNKNOWN_MAX: Final = 3
 """How often a topic that was there is found missing until it counts as deleted: a node may not have heard of it yet."""
+
+_REFRESH_S: Final = 5.0
+"""So long after a publish it is looked up whether its topic has more partitions by now; while nothing is published,
+nothing is asked."""
 
 _RECORD_BYTES: Final = 32
 """What a record takes beside its key, value and headers, about."""
@@ -92,6 +100,9 @@ class Publisher:
         self._mending: asyncio.Task[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
         """Runs while anything is under way, and ends what takes longer than it may."""
+        self._refresh: asyncio.TimerHandle | None = None
+        """Runs after a publish."""
+        self._refreshing: asyncio.Task[None] | None = None
         self._buffered = 0
         self._waiting_for_room: deque[asyncio.Future[None]] = deque()
         self._closed = False
@@ -119,6 +130,8 @@ class Publisher:
         route = self._topics.get(topic)
         if route is None or self._buffered >= self._buffer_bytes:
             route = await self._ready(topic)
+        if partition is not None:
+            route = await self._with_partition(route, partition)
         if type(value) is not bytes or type(key) is not bytes:
             key, value = _plain(key), _plain(value)
         queue = route.choose(key, partition)
@@ -129,6 +142,8 @@ class Publisher:
         self._buffered += queue.write(batch, key, value, headers, timestamp_ms)
         if self._expiry is None:
             self._expiry = self._loop.call_at(batch.deadline, self._expire)
+        if self._refresh is None:
+            self._refresh = self._loop.call_later(_REFRESH_S, self._begin_refresh)
         future: asyncio.Future[Receipt] = self._loop.create_future()
         batch.singles.append((position, future, timestamp_ms, _given_id(headers) if headers else None))
         if queue.lane is not None:
@@ -159,7 +174,10 @@ class Publisher:
         )
         route = await self._ready(topic)
         if partition is not None:
+            route = await self._with_partition(route, partition)
             route.choose(None, partition)
+        if self._refresh is None:
+            self._refresh = self._loop.call_later(_REFRESH_S, self._begin_refresh)
         index = 0
         try:
             for index, (key, value, headers, _) in enumerate(records):
@@ -235,12 +253,13 @@ class Publisher:
             await self._end(routes)
 
     async def _end(self, routes: Sequence[TopicRoute]) -> None:
-        tasks = [*self._opening.values(), *([] if self._mending is None else [self._mending])]
+        tasks = [*self._opening.values(), *(one for one in (self._mending, self._refreshing) if one is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._expiry is not None:
-            self._expiry.cancel()
+        for timer in (self._expiry, self._refresh):
+            if timer is not None:
+                timer.cancel()
         for lane in self._lanes.values():
             lane.close()
         given_up = RequestTimedOut("the publisher was closed before this was acknowledged")
@@ -352,6 +371,37 @@ class Publisher:
             hint = f"create it with: millstream topic create {topic}"
             raise UnknownTopic(f"topic {topic!r} does not exist and the broker does not create it; {hint}")
         raise error
+
+    async def _with_partition(self, route: TopicRoute, partition: int) -> TopicRoute:
+        """The route of a topic that has the partition, which may have been added since it was looked up."""
+        if not isinstance(partition, int) or partition < len(route.queues):
+            return route
+        self._renew(route.name, await self._ask_topic(route.name, create=False))
+        return await self._ready(route.name)
+
+    def _begin_refresh(self) -> None:
+        """Find out, beside what is published, whether topics have more partitions by now."""
+        self._refresh = None
+        used = [route for route in self._topics.values() if route.is_used]
+        for route in used:
+            route.is_used = False
+        if used and self._refreshing is None:
+            self._refreshing = self._loop.create_task(self._look_for_more([route.name for route in used]))
+            self._refreshing.add_done_callback(self._refreshed)
+
+    def _refreshed(self, task: asyncio.Task[None]) -> None:
+        self._refreshing = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _logger.warning("topics could not be looked up again", exc_info=error)
+
+    async def _look_for_more(self, topics: Sequence[str]) -> None:
+        # If nobody can be asked, whoever publishes meets the same trouble and deals with it.
+        with suppress(MillstreamError):
+            found = await self._client.metadata(topics)
+            for name, topic in found.topics.items():
+                route = self._topics.get(name)
+                if route is not None and route.topic_id == str(topic.topic_id):
+                    self._renew(name, topic)
 
     def _new_queues(self, found: TopicMetadata, first: int) -> list[PartitionQueue]:
         queues = [

@@ -83,6 +83,8 @@ class Receiver:
         """What finds that out."""
         self._lost_in_hand: dict[tuple[bytes, int, int], Message] = {}
         """Messages that somebody works on although their lease was lost."""
+        self._limit: int | None = None
+        """How many messages may wait here, while the handler fails for everything."""
         self._stopping = False
         self._puts_back = False
         self.error: MillstreamError | None = None
@@ -290,6 +292,20 @@ class Receiver:
         if self._lost_in_hand.get(key) is message:
             del self._lost_in_hand[key]
 
+    def throttle(self, limit: int | None) -> None:
+        """Have at most so many messages wait here, and return the others; None for as many as usual."""
+        self._limit = limit
+        if limit is None or limit > 0:
+            self._feed()
+        else:
+            self._polls.withdraw()
+        self._return_excess()
+
+    def _return_excess(self) -> None:
+        if self._limit is not None and not self._is_settled_at_once:
+            while len(self._buffer) > self._limit:
+                self.tell(self._buffer.pop(), Verb.RETURN, 0, "the handler fails for every message")
+
     # -- the end --------------------------------------------------------------------------------------------
 
     def put_back(self) -> None:
@@ -352,6 +368,8 @@ class Receiver:
     def _share(self, asked: int, nodes: int) -> int:
         """How many messages one more node may be asked for, while others are; 0 if too few to be worth a request."""
         waiting = len(self._buffer)
+        if self._limit is not None:
+            return int(self._held < self._credit and waiting + len(self._unsure) + asked < self._limit)
         room = self._ahead - waiting - asked
         credit = self._credit - self._held - asked
         free = min(room, credit)
@@ -375,6 +393,7 @@ class Receiver:
                 leases = [lease for lease in part.leases if lease.attempt == attempt]
                 messages += self._hold(node, part, leases, leased)
             self._buffer += sorted(messages, key=attrgetter("offset"))
+        self._return_excess()
         if self._puts_back:
             self.put_back()
         self._wake(len(self._buffer) - before)
@@ -494,6 +513,7 @@ class Receiver:
         # Those that are not leased any more have been given up by `_lost`.
         leased = [message for message in messages if not message.is_settled]
         self._buffer += leased
+        self._return_excess()
         if self._puts_back:
             self.put_back()
         self._wake(len(leased))

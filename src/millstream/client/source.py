@@ -58,6 +58,9 @@ class Source(Protocol):
     def leave_alone_all(self, messages: Sequence[Message]) -> None:
         """The same of several, of which most are settled."""
 
+    def throttle(self, limit: int | None) -> None:
+        """Have at most so many messages wait here, and return the others; None for as many as usual."""
+
     def put_back(self) -> None:
         """Return what waits here and is delivered again, now and as it comes; the rest is still to be taken."""
 

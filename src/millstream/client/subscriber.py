@@ -1,4 +1,9 @@
-"""A handler at work: messages of a subscription go to it, and what it returns or raises settles them."""
+"""A handler at work: messages of a subscription go to it, and what it returns or raises settles them.
+
+A handler that fails for everything, as when a service that it needs is down, would use up the attempts of all messages
+within a moment. Its circuit breaker then opens: messages that wait here go back without counting as delivered, for
+other workers, and one message at a time is tried after pauses that double, until one succeeds.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from time import monotonic
 from typing import Any, Final
 
 from millstream.client import tracing
@@ -31,6 +37,144 @@ _GIVE_BACK_S: Final = 5.0
 """How long the end waits at most for the broker to hear what is given back."""
 
 _REASON_LENGTH_MAX: Final = 1000
+
+FAILURES_MAX: Final = 10
+"""So many failures in a row open the circuit breaker, if they are of several messages: one alone may be to blame."""
+FAILED_MESSAGES_MIN: Final = 3
+REST_S_MIN: Final = 1.0
+REST_S_MAX: Final = 60.0
+PROBES_MAX: Final = 5
+"""How often one message is tried without counting as delivered, before another one gets its turn."""
+PARKED_S: Final = 60.0
+"""How long a message that was tried so often is put off."""
+
+LOGGED_EVERY_S: Final = 60.0
+"""A failure is logged with its traceback once in this time; others of the same kind are counted."""
+_KINDS_MAX: Final = 100
+
+
+class Breaker:
+    """Stops a handler that fails for everything, and lets it try one message from time to time."""
+
+    def __init__(self, name: str, throttle: Callable[[int | None], None]) -> None:
+        self._name = name
+        self._throttle = throttle
+        """Has at most so many messages wait for the handler; None for as many as usual."""
+        self.is_open = False
+        self.failures = 0
+        self._failed: set[tuple[object, int]] = set()
+        self._probe: Message | None = None
+        self._probed: tuple[object, int] | None = None
+        self._probes = 0
+        """How often that message was tried in a row."""
+        self._may_probe = False
+        self._rest_s = REST_S_MIN
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+
+    async def turn(self) -> None:
+        """Wait until the handler may have a message."""
+        while self.is_open and not self._may_probe:
+            self._changed.clear()
+            await self._changed.wait()
+        self._may_probe = False
+
+    def taken(self, message: Message) -> None:
+        """A message is tried while the breaker is open; no other one comes meanwhile."""
+        self._probe = message
+        self._may_probe = False
+        self._throttle(0)
+
+    def succeeded(self) -> None:
+        """The handler has decided about a message."""
+        self.failures = 0
+        self._failed.clear()
+        if self.is_open:
+            _logger.info("the handler of %r works again", self._name)
+            self.close()
+
+    def failed(self, message: Message) -> tuple[int, int | None]:
+        """Note a failure; how the message is settled, and after which delay it comes again."""
+        place = (message._held.where, message.offset)
+        if self.is_open:
+            if message is not self._probe:
+                return Verb.RETURN, 0
+            self._rest_s = min(2 * self._rest_s, REST_S_MAX)
+            self._rest()
+            self._probes = self._probes + 1 if place == self._probed else 1
+            self._probed = place
+            # It may be the message after all.
+            return (Verb.RETURN, 0) if self._probes < PROBES_MAX else (Verb.RELEASE, int(PARKED_S * 1000))
+        self.failures += 1
+        if len(self._failed) < FAILED_MESSAGES_MIN:
+            self._failed.add(place)
+        if self.failures >= FAILURES_MAX and len(self._failed) >= FAILED_MESSAGES_MIN:
+            self.is_open = True
+            self._throttle(0)
+            _logger.warning(
+                "the handler of %r fails for every message, %d in a row: messages that wait go back, and one is tried "
+                "after %g s, then after longer pauses",
+                self._name,
+                self.failures,
+                self._rest_s,
+            )
+            self._rest()
+        return Verb.RELEASE, None
+
+    def close(self) -> None:
+        """Let messages through."""
+        self.is_open = False
+        self._probe = None
+        self._rest_s = REST_S_MIN
+        if self._timer is not None:
+            self._timer.cancel()
+        self._throttle(None)
+        self._changed.set()
+
+    def _rest(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._rest_s, self._try_again)
+
+    def _try_again(self) -> None:
+        self._may_probe = True
+        self._throttle(1)
+        self._changed.set()
+
+
+class FailureLog:
+    """Logs failures of a handler, each kind once in a while."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._kinds: dict[object, list[float]] = {}
+        """By kind: when it was last logged, and how many were not since."""
+
+    def failed(self, message: Message, error: BaseException) -> None:
+        """Log a failure, or count it."""
+        now, kind = monotonic(), _kind(error)
+        known = self._kinds.get(kind)
+        if known is not None and now - known[0] < LOGGED_EVERY_S:
+            known[1] += 1
+            return
+        if known is None and len(self._kinds) >= _KINDS_MAX:
+            self._kinds.pop(next(iter(self._kinds)))
+        self._kinds[kind] = [now, 0]
+        more = f" (and {known[1]:.0f} times before, not logged)" if known is not None and known[1] else ""
+        _logger.warning("the handler of %r failed at message %s%s", self._name, message.id, more, exc_info=error)
+
+    def close(self) -> None:
+        """Log how many were not logged."""
+        count = sum(count for _, count in self._kinds.values())
+        self._kinds.clear()
+        if count:
+            _logger.warning("the handler of %r failed %.0f times more, not logged", self._name, count)
+
+
+def _kind(error: BaseException) -> object:
+    """What failures have in common: the type of the error, and where it was raised."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return type(error), None if at is None else (at.tb_frame.f_code, at.tb_lineno)
 
 
 class Subscriber:
@@ -57,6 +201,8 @@ class Subscriber:
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._draining = False
         self._is_deleted = False
+        self._breaker = Breaker(source.subscription, source.throttle)
+        self._failure_log = FailureLog(source.subscription)
 
     @property
     def name(self) -> str:
@@ -87,6 +233,7 @@ class Subscriber:
         try:
             async with asyncio.timeout(timeout):
                 self._source.put_back()
+                self._breaker.close()
                 await self._source.stop()
                 if self._workers:
                     await asyncio.wait(self._workers)  # Unlike `gather`, it cancels none of them when the time is up.
@@ -132,6 +279,8 @@ class Subscriber:
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
+        self._breaker.close()
+        self._failure_log.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(_GIVE_BACK_S):
                 await self._source.give_back()
@@ -150,19 +299,21 @@ class Subscriber:
     # -- handling -------------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        source, handler, working_on = self._source, self._handler, tracing.working_on
+        source, handler, working_on, breaker = self._source, self._handler, tracing.working_on, self._breaker
         take, accept, cancelling = source.take, source.accept, _cancelling()
         handled = 0
         is_plain = self._is_async and not tracing.is_on()
         while True:
-            message = take()
-            if message is None:
+            if breaker.is_open:
+                await breaker.turn()
+            while (message := take()) is None:
                 if source.is_over:
                     return
                 await source.arrival()
                 handled = 0
                 is_plain = self._is_async and not tracing.is_on()
-                continue
+            if breaker.is_open:
+                breaker.taken(message)
             try:
                 if is_plain:
                     working_on(message)
@@ -182,6 +333,8 @@ class Subscriber:
                 self._failed(message, error)
             else:
                 accept(message)
+                if breaker.failures:
+                    breaker.succeeded()
             if cancelling() and not await self._goes_on():
                 return
             handled += 1
@@ -221,14 +374,17 @@ class Subscriber:
 
     def _tell(self, message: Message, error: BaseException) -> None:
         tell = self._source.tell
+        if isinstance(error, Reject | RetryLater):
+            self._breaker.succeeded()
         if isinstance(error, Reject):
             tell(message, Verb.REJECT, None, _reason(error))
         elif isinstance(error, RetryLater):
             tell(message, Verb.RELEASE, milliseconds(error.seconds), _reason(error))
         else:
             reason = _reason(error)
-            _logger.warning("the handler of %r failed at message %s", self.name, message.id, exc_info=error)
-            tell(message, Verb.RELEASE, None, reason)
+            verb, delay_ms = self._breaker.failed(message)
+            self._failure_log.failed(message, error)
+            tell(message, verb, delay_ms, reason)
 
 
 def _cancelling() -> Callable[[], int]:

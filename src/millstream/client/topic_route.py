@@ -18,17 +18,20 @@ _KEYS_MAX: Final = 10_000
 class TopicRoute:
     """The partitions of one topic: a key always leads to the same; messages without go together, batch by batch."""
 
-    __slots__ = ("_by_key", "_sticky", "name", "queues", "topic_id")
+    __slots__ = ("_by_key", "_sticky", "is_used", "name", "queues", "topic_id")
 
     def __init__(self, name: str, topic_id: str, queues: Sequence[PartitionQueue]) -> None:
         self.name = name
         self.topic_id = topic_id
         self.queues = list(queues)
+        self.is_used = False
+        """Whether something was published since this was last looked at."""
         self._by_key: dict[bytes, PartitionQueue] = {}
         self._sticky = random.choice(self.queues)
 
     def choose(self, key: bytes | None, partition: int | None) -> PartitionQueue:
         """The queue of the partition for a message."""
+        self.is_used = True
         if partition is not None:
             return self._fixed(partition)
         if key is None:

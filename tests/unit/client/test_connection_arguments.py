@@ -17,6 +17,7 @@ from millstream.model.errors import (
     InvalidSubscription,
     InvalidTopicName,
 )
+from millstream.model.subscription import BACKOFF_MIN
 from millstream.testing.producer_ledger import ProducerLedger
 
 
@@ -100,6 +101,27 @@ async def test_a_handler_can_be_called(ms: Any) -> None:
     called.close()
 
 
+async def test_a_handler_takes_a_message_and_nothing_else(ms: Any) -> None:
+    class Handler:
+        async def handle(self) -> None:
+            pass
+
+        async def __call__(self, message: object, *, dry: bool) -> None:
+            pass
+
+    async def more(message: object, connection: object) -> None:
+        pass
+
+    for handler in (lambda: None, Handler().handle, Handler(), more):
+        with pytest.raises(InvalidSubscription, match="handler must take a message"):
+            await ms.subscribe("orders", handler, name="billing")
+
+
+@pytest.mark.parametrize(("backoff", "settings"), [(5, {BACKOFF_MIN: "5000"}), (0.25, {BACKOFF_MIN: "250"})])
+def test_a_backoff_may_be_one_number_as_on_the_command_line(backoff: float, settings: dict[str, str]) -> None:
+    assert wanted_settings({"backoff": backoff}) == settings
+
+
 @pytest.mark.parametrize(
     "asked",
     [
@@ -181,8 +203,8 @@ async def test_a_publish_is_refused_by_the_name_of_what_is_wrong(given: dict[str
         ({"lease": math.nan}, "lease must be"),
         ({"expires": math.inf}, "expires must be"),
         ({"attempts": "3"}, "attempts must be a whole number"),
-        ({"backoff": 5}, "backoff must be two numbers"),
-        ({"backoff": (1,)}, "backoff must be two numbers"),
+        ({"backoff": True}, "backoff must be a number of at least 0, not True"),
+        ({"backoff": (1,)}, "backoff must be a number of seconds, or two"),
         ({"backoff": ("1", "2")}, "backoff must be a number of at least 0, not '1'"),
         ({"dead_letter": 5}, "dead_letter must be a text"),
         ({"update": "yes"}, "update must be True or False"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from millstream.client import subscriber as module
 from millstream.client.held import Held
 from millstream.client.idempotent_handler import IdempotentHandler
 from millstream.client.message import Message
@@ -35,20 +36,23 @@ class Given:
         self.told: dict[int, tuple[int, int | None, str]] = {}
         self.is_over = False
         self._count = count
+        self.limits: list[int | None] = []
+        self.limit: int | None = None
+        self._woken = asyncio.Event()
         self._all = asyncio.Event()
-        self._end = asyncio.Event()
 
     async def start(self) -> None:
         pass
 
     def take(self) -> Message | None:
-        return self.messages.pop(0) if self.messages else None
+        return self.messages.pop(0) if self.messages and self.limit != 0 else None
 
     def take_many(self, count: int) -> list[Message]:
         raise NotImplementedError
 
     async def arrival(self) -> None:
-        await self._end.wait()
+        self._woken.clear()
+        await self._woken.wait()
 
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
         raise NotImplementedError
@@ -73,12 +77,17 @@ class Given:
     async def flush(self) -> None:
         pass
 
+    def throttle(self, limit: int | None) -> None:
+        self.limits.append(limit)
+        self.limit = limit
+        self._woken.set()
+
     def put_back(self) -> None:
         pass
 
     async def stop(self) -> None:
         self.is_over = True
-        self._end.set()
+        self._woken.set()
 
     async def give_back(self) -> None:
         await self.stop()
@@ -241,3 +250,120 @@ async def test_as_many_plain_functions_run_at_once_as_are_allowed(is_idempotent:
     if idempotent is not None:
         await idempotent.close()
     assert source.told == dict.fromkeys(range(count), (Verb.ACCEPT, None, ""))
+
+
+# -- a handler that fails for everything -------------------------------------------------------------------------
+
+
+def verbs(source: Given) -> list[int]:
+    return [source.told[offset][0] for offset in sorted(source.told)]
+
+
+async def test_a_handler_that_fails_for_everything_tries_one_message_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REST_S_MIN", 0.01)
+    monkeypatch.setattr(module, "REST_S_MAX", 0.02)
+    source, is_well = Given(30), False
+
+    async def handle(message: Message) -> None:
+        nonlocal is_well
+        is_well = is_well or len(source.limits) > 7
+        if not is_well:
+            raise ConnectionError("the database is down")
+
+    subscriber = Subscriber(source, handle, concurrency=1, forget=forget)
+    await subscriber.start()
+    await source.all_told()
+    await subscriber.drain()
+    # None wait, then one is tried and no other comes meanwhile, until one succeeds.
+    assert source.limits[:9] == [0, 1, 0, 1, 0, 1, 0, 1, 0]
+    assert source.limits[9:] == [None, None, None]
+    # What is tried meanwhile does not count as delivered.
+    assert verbs(source) == [Verb.RELEASE] * 10 + [Verb.RETURN] * 3 + [Verb.ACCEPT] * 17
+
+
+async def test_a_message_that_was_tried_often_leaves_its_place_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REST_S_MIN", 0.001)
+    monkeypatch.setattr(module, "REST_S_MAX", 0.001)
+    source, tries = Given(20), 0
+
+    async def handle(message: Message) -> None:
+        nonlocal tries
+        if message.offset == 10:
+            tries += 1
+            if tries < module.PROBES_MAX:
+                # Nobody else takes it, so it comes again.
+                source.messages.insert(0, message)
+        if message.offset <= 10:
+            raise ValueError("this cannot be read")
+
+    subscriber = Subscriber(source, handle, concurrency=1, forget=forget)
+    await subscriber.start()
+    await source.all_told()
+    await subscriber.drain()
+    assert source.told[10][:2] == (Verb.RELEASE, 60_000)
+    assert verbs(source)[11:] == [Verb.ACCEPT] * 9
+
+
+async def test_what_fails_beside_others_while_nothing_succeeds_is_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REST_S_MIN", HANG_S)
+    source, gate = Given(20), asyncio.Event()
+
+    async def handle(message: Message) -> None:
+        await gate.wait()
+        raise ConnectionError("the database is down")
+
+    subscriber = Subscriber(source, handle, concurrency=20, forget=forget)
+    await subscriber.start()
+    while source.messages:
+        await asyncio.sleep(0)
+    gate.set()
+    await source.all_told()
+    assert verbs(source) == [Verb.RELEASE] * 10 + [Verb.RETURN] * 10
+    # Nobody waits for the end of the pause.
+    async with asyncio.timeout(HANG_S / 2):
+        await subscriber.drain()
+
+
+@pytest.mark.parametrize("case", ["one message", "sometimes", "by intent"])
+async def test_a_handler_that_fails_for_some_messages_goes_on(case: str) -> None:
+    async def handle(message: Message) -> None:
+        if case == "one message":
+            raise ValueError("this one cannot be read")
+        if case == "by intent":
+            raise RetryLater(1) if message.offset % 2 else Reject("no")
+        if message.offset % 10 != 9:
+            raise ValueError("most cannot be read")
+
+    source = Given(60)
+    if case == "one message":
+        source.messages = source.messages[:1] * 60
+    subscriber = Subscriber(source, handle, concurrency=1, forget=forget)
+    await subscriber.start()
+    async with asyncio.timeout(HANG_S):
+        while source.messages:
+            await asyncio.sleep(0)
+    assert source.limits == []
+    await subscriber.drain()
+
+
+async def test_failures_of_a_kind_are_logged_once_and_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def handle(message: Message) -> None:
+        if message.offset % 2:
+            raise ValueError(f"{message.offset} cannot be read")
+        if message.offset % 4 == 0:
+            raise KeyError(message.offset)
+
+    await told_of(12, handle)
+    said = [(record.getMessage(), record.exc_info is not None) for record in caplog.records]
+    assert [is_traceback for _, is_traceback in said] == [True, True, False]
+    assert said[-1][0] == "the handler of 'billing' failed 7 times more, not logged"
+    caplog.clear()
+    log = module.FailureLog("billing")
+    message = Given(1).messages[0]
+    for _ in range(3):
+        log.failed(message, ValueError())
+    monkeypatch.setattr(module, "LOGGED_EVERY_S", 0.0)
+    log.failed(message, ValueError())
+    assert caplog.records[-1].getMessage().endswith("(and 2 times before, not logged)")
