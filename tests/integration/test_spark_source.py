@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +19,7 @@ from confluent_kafka.cimpl import NewPartitions, NewTopic
 from millstream.admin.groups import committed_offsets
 from millstream.model.errors import ProducerFenced
 from millstream.spark.bulk import records
+from millstream.spark.java import use_fitting_java
 from millstream.spark.options import write_options
 from millstream.spark.writer import TopicWriter
 from millstream.testing.server import Server
@@ -188,6 +192,7 @@ def test_an_empty_topic_has_no_rows(bench: Bench) -> None:
         ({"subscribe": "nobody-made-this"}, "topic 'nobody-made-this' does not exist"),
         ({"kafka.bootstrap.servers": "127.0.0.1:1"}, "is it running, and is the option kafka.bootstrap.servers right"),
         ({"startingOffset": "earliest"}, "did you mean 'startingOffsets'"),
+        ({"kafka.security.protocol": "SSL"}, "kafka.security.protocol is not supported"),
     ],
 )
 def test_what_cannot_be_read_is_said_at_once(bench: Bench, options: dict[str, str], said: str) -> None:
@@ -222,6 +227,55 @@ def test_offsets_that_retention_deleted_are_told_exactly(bench: Bench) -> None:
     with pytest.raises(PySparkException, match=f"{bench.topic}-0: offsets 5 to 19"):
         bench.read(startingOffsets=start).count()
     assert bench.read(startingOffsets=start, failOnDataLoss="false").count() == 30
+
+
+def test_offsets_beyond_the_end_are_refused_even_if_other_partitions_have_rows(bench: Bench) -> None:
+    from pyspark.errors import PySparkException
+
+    bench.create(partitions=2)
+    bench.produce([{"value": b"first", "partition": 0}, {"value": b"second", "partition": 1}])
+    beyond = json.dumps({bench.topic: {"0": 0, "1": 50}})
+    for option in ("startingOffsets", "endingOffsets"):
+        with pytest.raises(PySparkException, match=f"option {option} names .*{bench.topic}-1 ends at 1, not 50"):
+            bench.read(**{option: beyond}).count()
+    assert bench.read(startingOffsets=beyond, failOnDataLoss="false").count() == 1
+    assert bench.read(endingOffsets=beyond, failOnDataLoss="false").count() == 1
+    at_the_end = json.dumps({bench.topic: {"0": 0, "1": 1}})
+    assert bench.read(startingOffsets=at_the_end).count() == 1
+    query = bench.stream(bench.topic, startingOffsets=beyond).writeStream.format("noop").start()
+    with pytest.raises(PySparkException, match=f"{bench.topic}-1 ends at 1, not 50"):
+        query.awaitTermination(int(WAIT_S))
+
+
+def test_a_session_keeps_what_spark_submit_was_given(tmp_path: Path) -> None:
+    import pyspark
+
+    script = tmp_path / "job.py"
+    script.write_text(
+        "from millstream.spark.session import session\n"
+        "spark = session(settings={'spark.sql.shuffle.partitions': '5'})\n"
+        "conf = spark.sparkContext.getConf()\n"
+        "arrow = spark.conf.get('spark.sql.execution.arrow.pyspark.enabled')\n"
+        "print(conf.get('spark.master'), conf.get('spark.app.name'), arrow,\n"
+        "      spark.conf.get('spark.sql.shuffle.partitions'), conf.get('spark.sql.python.filterPushdown.enabled'))\n"
+        "spark.conf.set('spark.sql.python.filterPushdown.enabled', 'false')\n"
+        "print(session('again').conf.get('spark.sql.python.filterPushdown.enabled'))\n"
+    )
+    given = ["spark.sql.execution.arrow.pyspark.enabled=false", "spark.sql.shuffle.partitions=7"]
+    ran = subprocess.run(
+        [
+            str(Path(pyspark.__file__).parent / "bin" / "spark-submit"),
+            *("--master", "local[3]", "--name", "nightly"),
+            *(word for setting in given for word in ("--conf", setting)),
+            str(script),
+        ],
+        env={**os.environ, "JAVA_HOME": use_fitting_java({**os.environ}), "PYSPARK_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S * 5,
+        check=False,
+    )
+    assert ran.stdout.split("\n")[:2] == ["local[3] nightly false 5 true", "false"], ran.stderr
 
 
 async def test_a_stream_goes_on_where_it_was_and_sees_new_partitions(bench: Bench) -> None:

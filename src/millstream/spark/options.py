@@ -1,7 +1,8 @@
 """The options of `format("millstream")`: the names of Spark's own Kafka source and sink, and ours beside them.
 
-Every option that Spark documents for Kafka is honoured or, where it means nothing here, warned about by name. Anything
-else is refused with the nearest name that is known, so that a slip of the pen never changes what is read.
+Every option is honoured or refused with what to do instead, so that neither a typing error nor an unsupported setting
+changes what is read, where rows go, or who can see them. The exceptions are options that only tune Spark's Kafka
+client: these are warned about by name.
 """
 
 from __future__ import annotations
@@ -78,12 +79,46 @@ _WRITE: Final = (
     "sourceGeneration",
     "kafka.acks",
 )
-_WITHOUT_MEANING: Final = {
+_WITHOUT_EFFECT: Final = {
     "kafkaConsumer.pollTimeoutMs": "a fetch is tried again until kafka.request.timeout.ms is over",
     "fetchOffset.numRetries": "offsets are asked for again until kafka.request.timeout.ms is over",
     "fetchOffset.retryIntervalMs": "offsets are asked for again until kafka.request.timeout.ms is over",
-    "groupIdPrefix": "no consumer group is made up; groupId names the one whose progress is kept",
+    "groupIdPrefix": "no consumer group is created; groupId names the one that progress is committed to",
+    **dict.fromkeys(
+        (
+            "kafka.batch.size",
+            "kafka.buffer.memory",
+            "kafka.check.crcs",
+            "kafka.connections.max.idle.ms",
+            "kafka.default.api.timeout.ms",
+            "kafka.delivery.timeout.ms",
+            "kafka.enable.idempotence",
+            "kafka.fetch.max.bytes",
+            "kafka.fetch.max.wait.ms",
+            "kafka.fetch.min.bytes",
+            "kafka.heartbeat.interval.ms",
+            "kafka.linger.ms",
+            "kafka.max.block.ms",
+            "kafka.max.in.flight.requests.per.connection",
+            "kafka.max.poll.interval.ms",
+            "kafka.max.poll.records",
+            "kafka.max.request.size",
+            "kafka.metadata.max.age.ms",
+            "kafka.receive.buffer.bytes",
+            "kafka.reconnect.backoff.max.ms",
+            "kafka.reconnect.backoff.ms",
+            "kafka.retries",
+            "kafka.retry.backoff.max.ms",
+            "kafka.retry.backoff.ms",
+            "kafka.send.buffer.bytes",
+            "kafka.session.timeout.ms",
+        ),
+        "it tunes Kafka's Java client, which is not used",
+    ),
 }
+"""Options of Spark's Kafka source that change neither rows nor where they go."""
+_PROTOCOL: Final = "kafka.security.protocol"
+_SECURITY: Final = ("kafka.security.", "kafka.sasl.", "kafka.ssl.")
 _SPARKS_OWN: Final = frozenset(
     {
         "checkpointlocation",
@@ -95,10 +130,6 @@ _SPARKS_OWN: Final = frozenset(
     }
 )
 """What Spark itself reads and hands on to the source."""
-
-_LEFT_TO_JVM: Final = re.compile(r"kafka\.[a-z][a-z0-9.]*\Z")
-_NEAR_BROKERS: Final = "kafka.bootstrap.s"
-"""Whoever errs in the name of the brokers would read from another cluster."""
 
 _DURATION: Final = re.compile(r"\s*(\d+)\s*(ms|s|m|h|d)?\s*\Z")
 _UNIT_MS: Final = {None: 1, "ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -246,21 +277,17 @@ class _Given:
     def __init__(self, given: Mapping[str, str], known: tuple[str, ...], doing: str) -> None:
         self._texts: dict[str, str] = {}
         by_lower = {name.lower(): name for name in known}
-        ignored = {name.lower(): (name, why) for name, why in _WITHOUT_MEANING.items()}
+        ignored = {name.lower(): why for name, why in _WITHOUT_EFFECT.items()}
         for name, text in given.items():
             lower = name.lower()
             if lower in by_lower:
                 self._texts[by_lower[lower]] = str(text)
             elif lower in ignored:
-                warnings.warn(f"option {ignored[lower][0]} means nothing here: {ignored[lower][1]}", stacklevel=4)
-            elif lower in _SPARKS_OWN:
+                warnings.warn(f"option {name} has no effect: {ignored[lower]}", stacklevel=4)
+            elif lower in _SPARKS_OWN or (lower, str(text).strip().upper()) == (_PROTOCOL, "PLAINTEXT"):
                 continue
-            elif _LEFT_TO_JVM.match(lower) and not lower.startswith(_NEAR_BROKERS):
-                warnings.warn(f"option {name} is a setting of Kafka's Java client and is not used here", stacklevel=4)
             else:
-                names = sorted({*known, *_WITHOUT_MEANING} - {"path"})
-                meant = suggestion(name, names) or f"; known are: {', '.join(names)}"
-                raise InvalidSetting(f"unknown option {name!r} to {doing} the format 'millstream'{meant}")
+                raise _refusal(name, known, doing)
 
     def text(self, name: str) -> str | None:
         """The text of an option, None if it was not given or is empty."""
@@ -293,6 +320,26 @@ class _Given:
         if text is not None and text.lower() not in choices:
             raise InvalidSetting(f"option {name} is one of {', '.join(choices)}, not {text!r}")
         return None if text is None else text.lower()
+
+
+def _refusal(name: str, known: tuple[str, ...], doing: str) -> InvalidSetting:
+    """Say why an option is not accepted, and what to do."""
+    if name.lower().startswith(_SECURITY):
+        return InvalidSetting(
+            f"option {name} is not supported: there is no TLS and no authentication yet, and rows would travel in "
+            "plaintext. Remove the option if the network between Spark and the brokers is trusted, or read "
+            "through an encrypted tunnel"
+        )
+    names = sorted(set(known) - {"path"})
+    meant = suggestion(name, names)
+    if name.lower().startswith("kafka."):
+        return InvalidSetting(
+            f"option {name} is not supported to {doing} the format 'millstream': Kafka's Java client is not used."
+            f" Remove it; docs/spark.md lists the options that are honoured{meant}"
+        )
+    return InvalidSetting(
+        f"unknown option {name!r} to {doing} the format 'millstream'{meant or '; known options: ' + ', '.join(names)}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

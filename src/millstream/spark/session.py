@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from millstream.spark.java import use_fitting_java
 
@@ -21,22 +21,41 @@ _SETTINGS: Final = {
     "spark.ui.showConsoleProgress": "false",
 }
 _ON_THIS_MACHINE: Final = {"spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1"}
+_SUBMITTED: Final = {"PYSPARK_GATEWAY_PORT", "PYSPARK_SUBMIT_ARGS"}
+"""Variables that are set where spark-submit was called with arguments of the user."""
+_FILLED_IN: Final = {("spark.master", "local[*]"), ("spark.ui.showConsoleProgress", "true")}
+"""What Spark's launcher puts into the configuration of a program that was not submitted."""
 
 
 def session(
-    name: str = "millstream", *, master: str | None = None, settings: Mapping[str, str] | None = None
+    name: str | None = None, *, master: str | None = None, settings: Mapping[str, str] | None = None
 ) -> SparkSession:
-    """Make a session, or give the one that there is; `settings` win over those made here.
+    """Create a session, or return the active one.
 
-    Without a master it runs in this process on all cores but one, since a broker may share the machine.
+    Arguments override the configuration of Spark (spark-submit, spark-defaults.conf), which overrides the defaults of
+    this function. Without any master, Spark runs in this process on all cores but one: a broker may share the machine.
     """
     use_fitting_java()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    from pyspark import SparkConf, SparkContext
     from pyspark.sql import SparkSession
 
-    local = f"local[{max(1, (os.cpu_count() or 2) - 1)}]"
-    builder = SparkSession.builder.appName(name).master(master or local)
-    chosen = {**_SETTINGS, **(_ON_THIS_MACHINE if master is None else {}), **(settings or {})}
-    for key, value in chosen.items():
-        builder = builder.config(key, value)
-    return builder.getOrCreate()
+    named = {"spark.app.name": name, "spark.master": master}
+    asked = {key: value for key, value in named.items() if value is not None} | dict(settings or {})
+    chosen = dict(asked)
+    if SparkSession.getActiveSession() is None:
+        # Memory and options of Java take effect only when it starts, so it starts with what was asked for.
+        SparkContext._ensure_initialized(conf=SparkConf(loadDefaults=False).setAll(list(asked.items())))
+        given = dict(SparkConf().getAll())
+        if not _SUBMITTED & os.environ.keys():
+            given = dict(given.items() - _FILLED_IN)
+            chosen.setdefault("spark.app.name", "millstream")
+        is_local = "spark.master" not in given | asked
+        defaults = {**_SETTINGS, **(_local() if is_local else {})}
+        chosen |= {key: value for key, value in defaults.items() if key not in given | asked}
+    return SparkSession.builder.config(map=dict[str, Any](chosen)).getOrCreate()
+
+
+def _local() -> dict[str, str]:
+    """Settings for a Spark inside this process that leaves a core to others."""
+    return {"spark.master": f"local[{max(1, (os.cpu_count() or 2) - 1)}]", **_ON_THIS_MACHINE}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Mapping, Sequence
 
@@ -22,9 +23,11 @@ from millstream.spark.position import (
     Position,
     Timestamps,
 )
-from millstream.wire.fetching import FetchLimits
+from millstream.wire.fetching import READ_UNCOMMITTED, FetchLimits
 from millstream.wire.offset_listing import ListedOffset
 from millstream.wire.refusal import refusal
+
+_logger = logging.getLogger(__name__)
 
 Partitions = Mapping[str, Sequence[int]]
 
@@ -113,13 +116,43 @@ class Survey:
             for topic, offsets in position.offsets.items()
         }
         looked_up = self._look_up({topic: offsets for topic, offsets in ends.items() if offsets})
-        return {topic: {**offsets, **looked_up.get(topic, {})} for topic, offsets in position.offsets.items()}
+        found = {topic: {**offsets, **looked_up.get(topic, {})} for topic, offsets in position.offsets.items()}
+        return self._within_log(found, partitions, option)
 
-    def _look_up(self, times_ms: Offsets, *, or_latest: bool = True) -> dict[str, dict[int, int]]:
-        return self.link.call(self._look_up_all(times_ms, or_latest))
+    def _within_log(self, found: Offsets, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
+        """Refuse offsets beyond the end of a log; without failOnDataLoss, lower them to it."""
+        latest = {topic: dict.fromkeys(numbers, OFFSET_LATEST) for topic, numbers in partitions.items()}
+        # An open transaction is part of the log, and a query may begin behind it.
+        ends = self._look_up(latest, isolation=READ_UNCOMMITTED)
+        beyond = [
+            f"{topic}-{number} ends at {ends[topic][number]}, not {offset}"
+            for topic, offsets in found.items()
+            for number, offset in offsets.items()
+            if offset > ends[topic][number]
+        ]
+        if beyond:
+            more = f" and {len(beyond) - 5} more partitions" if len(beyond) > 5 else ""
+            said = f"option {option} names offsets beyond the end of the log: {', '.join(beyond[:5])}{more}"
+            if self._options.fail_on_data_loss:
+                raise InvalidSetting(
+                    f"{said}. Name offsets that exist, or -1 for the end; "
+                    "to read what there is instead, set failOnDataLoss to false"
+                )
+            _logger.warning("%s; failOnDataLoss is false, so the end of the log is used there", said)
+        return {
+            topic: {number: min(offset, ends[topic][number]) for number, offset in offsets.items()}
+            for topic, offsets in found.items()
+        }
 
-    async def _look_up_all(self, times_ms: Offsets, or_latest: bool) -> dict[str, dict[int, int]]:
-        found = await asyncio.gather(*(self._list(topic, times) for topic, times in times_ms.items()))
+    def _look_up(
+        self, times_ms: Offsets, *, or_latest: bool = True, isolation: int | None = None
+    ) -> dict[str, dict[int, int]]:
+        return self.link.call(self._look_up_all(times_ms, or_latest, isolation))
+
+    async def _look_up_all(
+        self, times_ms: Offsets, or_latest: bool, isolation: int | None
+    ) -> dict[str, dict[int, int]]:
+        found = await asyncio.gather(*(self._list(topic, times, isolation) for topic, times in times_ms.items()))
         offsets = {
             topic: {n: one.offset for n, one in listed.items()} for topic, listed in zip(times_ms, found, strict=True)
         }
@@ -143,8 +176,11 @@ class Survey:
             if number not in firsts or firsts[number].offset < end.offset:
                 raise nothing_since(topic, number, times_ms[number])
 
-    async def _list(self, topic: str, times_ms: Mapping[int, int]) -> dict[int, ListedOffset]:
-        return await self.link.client.list_offsets(topic, times_ms, isolation=self._options.isolation)
+    async def _list(
+        self, topic: str, times_ms: Mapping[int, int], isolation: int | None = None
+    ) -> dict[int, ListedOffset]:
+        level = self._options.isolation if isolation is None else isolation
+        return await self.link.client.list_offsets(topic, times_ms, isolation=level)
 
     async def _wait(self, ends: Offsets, timeout_s: float) -> None:
         client = self.link.client

@@ -82,10 +82,36 @@ def test_what_cannot_be_is_said(given: dict[str, str], said: str) -> None:
         read_options(given)
 
 
-@pytest.mark.parametrize("name", ["kafkaConsumer.pollTimeoutMs", "fetchOffset.numRetries", "kafka.sasl.mechanism"])
-def test_what_means_nothing_here_is_warned_about_by_name(name: str) -> None:
+@pytest.mark.parametrize("name", ["kafkaConsumer.pollTimeoutMs", "fetchOffset.numRetries", "kafka.FETCH.min.bytes"])
+def test_options_that_only_tune_another_client_are_warned_about_by_name(name: str) -> None:
     with pytest.warns(UserWarning, match=name):
         read_options({"subscribe": "a", name: "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("kafka.security.protocol", "SASL_SSL", "rows would travel in plaintext"),
+        ("kafka.sasl.jaas.config", "secret", "rows would travel in plaintext"),
+        ("kafka.SSL.truststore.location", "/store", "rows would travel in plaintext"),
+        ("kafka.partitioner.class", "Mine", "not supported"),
+        ("kafka.interceptor.classes", "Mine", "not supported"),
+        ("kafka.auto.offset.reset", "latest", "not supported"),
+        ("kafka.transactional.id", "mine", "not supported"),
+    ],
+)
+def test_options_that_are_not_honoured_are_refused(name: str, text: str, said: str) -> None:
+    for check, given in ((read_options, {"subscribe": "a"}), (write_options, {"topic": "a"})):
+        with pytest.raises(InvalidSetting, match=said) as refused:
+            check({**given, name: text})
+        assert name in str(refused.value)
+        assert "secret" not in str(refused.value)
+
+
+def test_plaintext_is_the_protocol_that_is_spoken() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_options({"subscribe": "a", "kafka.security.protocol": "plaintext"})
 
 
 def test_what_spark_hands_on_is_left_to_it() -> None:

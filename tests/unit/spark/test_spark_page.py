@@ -37,9 +37,9 @@ def test_every_option_of_writing_is_on_the_page() -> None:
     assert set(table("Options of writing")) == set(options._WRITE) - OWN_NAME
 
 
-def test_what_means_nothing_is_named_on_the_page() -> None:
+def test_options_without_effect_are_named_on_the_page() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    for name in options._WITHOUT_MEANING:
+    for name in options._WITHOUT_EFFECT:
         assert f"`{name}`" in text
 
 
