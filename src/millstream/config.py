@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millstream.model.errors import InvalidSetting
+from millstream.model.errors import InvalidSetting, NotFound
 from millstream.model.nearest import suggestion
 from millstream.model.setting import Setting, setting, settings_of
 
@@ -407,7 +407,7 @@ def _from_file(file: Path | None) -> dict[str, Any]:
     path = file if file is not None else Path(FILE_NAME)
     if not path.exists():
         if file is not None:
-            raise InvalidSetting(f"config file {file} does not exist")
+            raise NotFound(f"config file {file} does not exist")
         return {}
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))

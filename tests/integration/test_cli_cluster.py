@@ -110,13 +110,16 @@ def test_a_cluster_starts_survives_a_node_and_stops_in_order(up: Callable[..., U
     assert after["without_leader"] == []
     assert [node["state"] for node in after["nodes"]] == ["ready", "ready", "away"]
     assert "node 3 has ended with exit code -9" in cluster.log.read_text()
-    assert "away" in cluster.command("cluster", "status").out
+    degraded = cluster.command("cluster", "status")
+    assert (degraded.code, "away" in degraded.out) == (1, True)
+    assert "millstream: 1 node without an answer" in degraded.err
 
     serve = cluster.ready["nodes"][2]["serve"]
     assert f"start it again with: {serve}" in cluster.log.read_text()
     with by_hand(serve, cluster.log.with_name("by-hand.log")) as node:
         cluster.wait_until(lambda: not cluster.status()["under_replicated"])
         assert [each["state"] for each in cluster.status()["nodes"]] == ["ready"] * 3
+        assert cluster.command("cluster", "status").code == 0
         assert cluster.stop() == 0
         assert cluster.all_gone()
         told = cluster.log.read_text()

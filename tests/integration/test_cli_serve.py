@@ -129,7 +129,6 @@ def test_a_folder_in_use_is_a_conflict(start_server: StartServer) -> None:
     [
         (("--node-id", "one"), "node-id must be a whole number, not 'one'"),
         (("--log-level", "loud"), "log-level must be one of debug, info, warning, error, not 'loud'"),
-        (("--config", "missing.toml"), "config file missing.toml does not exist"),
         (("--no-such-flag",), "--no-such-flag"),
         (("--data", ""), "data cannot be empty"),
         (("--data", " "), "data cannot be empty"),
@@ -144,6 +143,11 @@ def test_a_wrong_setting_is_a_mistake_in_usage(tmp_path: Path, arguments: tuple[
     refused = call_command(["serve", "--data", str(tmp_path), *FREE, *arguments])
     assert (refused.code, refused.out) == (2, "")
     assert said in refused.err
+
+
+def test_a_config_file_that_is_missing_is_not_found(tmp_path: Path) -> None:
+    refused = call_command(["serve", "--data", str(tmp_path), *FREE, "--config", "missing.toml"])
+    assert (refused.code, refused.out, refused.err) == (3, "", "millstream: config file missing.toml does not exist\n")
 
 
 def test_an_address_that_is_none_is_a_mistake_in_usage(tmp_path: Path) -> None:

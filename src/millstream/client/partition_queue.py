@@ -15,7 +15,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from millstream.client.outgoing_batch import RECORDS_MAX, OutgoingBatch
-from millstream.model.errors import BatchTooLarge, MillstreamError, OutOfOrderSequence, RequestTimedOut, UnknownProducer
+from millstream.model.errors import (
+    BatchTooLarge,
+    MillstreamError,
+    NotStoredInTime,
+    OutOfOrderSequence,
+    RequestTimedOut,
+    UnknownProducer,
+)
 from millstream.records.record import Headers
 from millstream.wire.primitives import Buffer
 from millstream.wire.producing import Produced
@@ -206,12 +213,15 @@ class PartitionQueue:
         while (first := self._first()) is not None and first.deadline <= now:
             cause = "the broker does not answer" if first.in_flight else self.cause
             first.maybe_stored |= first.in_flight
-            told = "may have been stored" if first.maybe_stored else "was not stored"
-            self._give_up(first, RequestTimedOut(f"no acknowledgement within {self.timeout_s:g} s ({cause}); {told}"))
+            missed = f"no acknowledgement within {self.timeout_s:g} s ({cause})"
+            if first.maybe_stored:
+                self._give_up(first, RequestTimedOut(f"{missed}; may have been stored"))
+            else:
+                self._give_up(first, NotStoredInTime(f"{missed}; was not stored"))
         while not self.sent and self.waiting and self.waiting[0].deadline <= now:
             batch = self.waiting.popleft()
             self.waiting_bytes -= batch.size
-            batch.failed(RequestTimedOut(f"not sent within {self.timeout_s:g} s ({self.cause}); nothing was stored"))
+            batch.failed(NotStoredInTime(f"not sent within {self.timeout_s:g} s ({self.cause}); nothing was stored"))
         if first is None and self.waiting:
             first = self.waiting[0]
         return None if first is None else first.deadline

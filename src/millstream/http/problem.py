@@ -37,6 +37,7 @@ _STATUSES: Final[tuple[tuple[type[errors.MillstreamError], HTTPStatus], ...]] = 
     (errors.FilterUnavailable, HTTPStatus.SERVICE_UNAVAILABLE),
     (errors.BrokerUnreachable, HTTPStatus.SERVICE_UNAVAILABLE),
     (errors.QuotaExceeded, HTTPStatus.TOO_MANY_REQUESTS),
+    (errors.NotStoredInTime, HTTPStatus.SERVICE_UNAVAILABLE),
     (errors.RequestTimedOut, HTTPStatus.GATEWAY_TIMEOUT),
     (errors.RequestRefused, HTTPStatus.BAD_GATEWAY),
     (errors.ProtocolViolation, HTTPStatus.BAD_GATEWAY),

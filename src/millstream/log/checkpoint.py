@@ -61,7 +61,7 @@ class Checkpoint:
         except OSError as error:
             self.error = error
             return
-        self.index_writes = [write for write in self.index_writes if _store_index(files, write)]
+        self.index_writes = [write for write in self.index_writes if self._store_index(files, write)]
 
     def clear_away(self, files: Files) -> None:
         """Let compacted segments take their place and remove what is deleted, as the ledger says; in a thread."""
@@ -80,6 +80,9 @@ class Checkpoint:
         """Account for what was done; called on the loop."""
         log = self.log
         self.capture.release()
+        if self.error is not None and log.closed:
+            # Its folder went with it.
+            return
         if self.error is not None:
             self.capture.mark_synced_files()
             log.changed = True
@@ -97,6 +100,27 @@ class Checkpoint:
             return
         for write in self.index_writes:
             write.segment.index_stored = write.entries
+
+    def _store_index(self, files: Files, write: IndexWrite) -> bool:
+        """Write the new entries; where that fails, a later start makes the index anew from the batches.
+
+        They are synced once the segment is complete. Until then a lost one costs a scan.
+        """
+        try:
+            for suffix, data in ((INDEX_SUFFIX, write.places), (TIME_INDEX_SUFFIX, write.times)):
+                path = segment_path(write.segment.directory, write.segment.base_offset, suffix)
+                descriptor = files.open(path, create=True)
+                try:
+                    write_fully(files, descriptor, data, write.stored * ENTRY_BYTES)
+                    if write.segment.sealed:
+                        files.sync(descriptor)
+                finally:
+                    files.close(descriptor)
+        except OSError as error:
+            if not self.log.closed:
+                _logger.warning("an index could not be stored", extra={"file": write.segment.path, "error": str(error)})
+            return False
+        return True
 
 
 class Checkpoints:
@@ -118,7 +142,8 @@ class Checkpoints:
     @property
     def failed(self) -> list[Log]:
         """The logs that have to be checkpointed again."""
-        return [log for log, _ in self.unopened] + [one.log for one in self.checkpoints if one.error is not None]
+        logs = [log for log, _ in self.unopened] + [one.log for one in self.checkpoints if one.error is not None]
+        return [log for log in logs if not log.closed]
 
     @property
     def error(self) -> OSError | None:
@@ -178,27 +203,6 @@ def _index_write(segment: Segment) -> IndexWrite:
     return IndexWrite(segment, segment.index_stored, len(index), places, times)
 
 
-def _store_index(files: Files, write: IndexWrite) -> bool:
-    """Write the new entries; where that fails, a later start makes the index anew from the batches.
-
-    They are synced once the segment is complete. Until then a lost one costs a scan.
-    """
-    try:
-        for suffix, data in ((INDEX_SUFFIX, write.places), (TIME_INDEX_SUFFIX, write.times)):
-            path = segment_path(write.segment.directory, write.segment.base_offset, suffix)
-            descriptor = files.open(path, create=True)
-            try:
-                write_fully(files, descriptor, data, write.stored * ENTRY_BYTES)
-                if write.segment.sealed:
-                    files.sync(descriptor)
-            finally:
-                files.close(descriptor)
-    except OSError as error:
-        _logger.warning("an index could not be stored", extra={"file": write.segment.path, "error": str(error)})
-        return False
-    return True
-
-
 def remove_segment(files: Files, segment: Segment) -> None:
     """Remove the files of a segment that is no part of its log any more; called in a thread."""
     try:
@@ -207,6 +211,9 @@ def remove_segment(files: Files, segment: Segment) -> None:
             if files.exists(path):
                 files.rename(path, path + DELETED_SUFFIX)
                 files.remove(path + DELETED_SUFFIX)
+    except FileNotFoundError:
+        # The whole log was deleted meanwhile.
+        return
     except OSError as error:
         _logger.warning(
             "a deleted segment could not be removed; the next start tries again",

@@ -555,7 +555,8 @@ class Log:
     def fail_sync(self, error: OSError, doing: str) -> None:
         """Tell whoever waits for a sync that it did not come about."""
         self._note_failure(f"{doing} failed: {error.strerror or error}")
-        _logger.error("a log could not be synced", extra={"partition": str(self.partition), "error": self.failure})
+        if not self.closed:
+            _logger.error("a log could not be synced", extra={"partition": str(self.partition), "error": self.failure})
         if self.on_sync_failed is not None:
             self.on_sync_failed(
                 StorageFailure(

@@ -95,10 +95,20 @@ def unjournaled_bytes(capture: Capture) -> int:
 
 
 def sync_folders(files: Files, captures: Iterable[Capture]) -> None:
-    """Make the folders of new logs durable in the folders above them; called in a thread."""
-    above = {folder for capture in captures if not capture.folder_synced for folder in capture.folders_above}
-    for folder in sorted(above):
-        files.sync_directory(folder)
+    """Make the folders of new logs durable in the folders above them; called in a thread.
+
+    A folder that went with a deleted log, while this was under way, is no failure of the others.
+    """
+    logs_below: dict[str, list[Log]] = {}
+    for capture in captures:
+        for folder in () if capture.folder_synced else capture.folders_above:
+            logs_below.setdefault(folder, []).append(capture.log)
+    for folder, logs in sorted(logs_below.items()):
+        try:
+            files.sync_directory(folder)
+        except FileNotFoundError:
+            if not all(log.closed for log in logs):
+                raise
 
 
 def sync_segments(files: Files, capture: Capture) -> None:

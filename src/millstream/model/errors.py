@@ -98,7 +98,8 @@ MillstreamError
 ├── LostData                       offsets that a reader was to have are gone
 ├── PublishFailed                  some of the messages that were published together are not stored
 ├── RequestRefused                 an error code that has no class of its own here
-├── RequestTimedOut
+├── RequestTimedOut                no answer in time; it may or may not have been carried out
+│   └── NotStoredInTime            it was not, for certain
 └── ProtocolViolation              fatal to the connection it came from
 """
 
@@ -548,6 +549,10 @@ class RequestRefused(MillstreamError):
 
 class RequestTimedOut(MillstreamError):
     """No answer in time; the request may or may not have been carried out."""
+
+
+class NotStoredInTime(RequestTimedOut):
+    """Messages could not be stored in time, and none of them was: they may be published again."""
 
 
 class ProtocolViolation(MillstreamError):

@@ -189,7 +189,9 @@ class TopicSettings:
     min_insync_replicas: int = setting(
         "min.insync.replicas",
         1,
-        "How many replicas must have a record before `acks=all` is answered.",
+        "How many replicas must have a record before `acks=all` is answered. The default is 2 for topics with three or "
+        "more replicas. A topic never needs more than it has replicas, so that on a single node 1 is in force whatever "
+        "is set.",
         minimum=1,
         needs_restart=False,
     )

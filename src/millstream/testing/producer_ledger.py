@@ -165,6 +165,8 @@ class ProducerLedger:
             return ErrorCode.unknown_topic_or_partition, -1
         if fault == "not leader":
             return ErrorCode.not_leader_or_follower, -1
+        if fault == "too few replicas":
+            return ErrorCode.not_enough_replicas, -1
         if fault == "refused":
             return ErrorCode.topic_authorization_failed, -1
         if fault == "broken sequence":

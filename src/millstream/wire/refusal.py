@@ -20,7 +20,8 @@ _ERRORS: Final[dict[int, type[errors.MillstreamError]]] = {
     16: errors.NotCoordinator,
     17: errors.InvalidTopicName,
     19: errors.NotEnoughReplicas,
-    20: errors.NotEnoughReplicas,
+    # Appended, but not on enough replicas: whether it stays is not known.
+    20: errors.RequestTimedOut,
     22: errors.IllegalGeneration,
     23: errors.InconsistentProtocol,
     24: errors.InvalidGroupId,

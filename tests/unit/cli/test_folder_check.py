@@ -81,9 +81,10 @@ def test_another_format_is_a_problem(folder: Folder) -> None:
     assert folder.check()["format"][0].severity is Severity.PROBLEM
 
 
-def test_an_unclean_stop_is_a_warning(folder: Folder) -> None:
+def test_an_unclean_stop_is_told_but_needs_nobody(folder: Folder) -> None:
     (folder.path / "clean-stop").unlink()
-    assert folder.check()["last stop"][0].severity is Severity.WARNING
+    (found,) = folder.check()["last stop"]
+    assert (found.severity, found.detail[:9]) == (Severity.OK, "not clean")
 
 
 def test_a_folder_in_use_is_not_read(folder: Folder) -> None:
@@ -92,7 +93,8 @@ def test_a_folder_in_use_is_not_read(folder: Folder) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         findings = folder.check()
     assert findings["lock"][0].detail == "a broker is using the folder"
-    assert "not checked" in findings["segments"][0].detail
+    assert "left to the broker" in findings["segments"][0].detail
+    assert {one.severity for one in (*findings["lock"], *findings["segments"])} == {Severity.OK}
 
 
 def test_a_torn_tail_after_a_clean_stop_is_a_problem(folder: Folder) -> None:

@@ -20,7 +20,9 @@ from millstream.http.problem import Refused
 from millstream.http.room import Room
 from millstream.http.route import Asked, Lane, Nothing, Route, Streamed
 from millstream.http.site import Site
+from millstream.http.table import ROUTES
 from millstream.model.errors import MillstreamError, NotLeader, UnknownTopic
+from millstream.testing.producer_ledger import ProducerLedger
 
 
 class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -270,3 +272,23 @@ async def test_paths_are_read_as_they_were_sent(world: World, method: str, path:
         served, names = tree.find(method, path)
         assert served.path == found
         assert names in ({}, {"name": "a/b"}, {"name": "é"})
+
+
+async def test_messages_that_too_few_replicas_can_store_are_told_to_come_again() -> None:
+    async with ProducerLedger.started() as ledger:
+        await ledger.warm_up()
+        parts = Parts(ledger.broker.address)
+        api: Any = Api(ROUTES, parts, Site())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://node/v1") as client:
+            assert (await client.post("/topics/orders/messages", content=b"a")).status_code == 201
+            ledger.give_time(parts.publisher, 1)
+            ledger.faults = ["too few replicas"] * 100
+            refused = await client.post("/topics/orders/messages", content=b"b")
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert "NOT_ENOUGH_REPLICAS" in refused.json()["detail"]
+            # What may have been stored is another matter: sending it again could store it twice.
+            ledger.faults = ["after append"] + ["too few replicas"] * 100
+            unknown = await client.post("/topics/orders/messages", content=b"c")
+            assert (unknown.status_code, unknown.headers.get("retry-after")) == (504, None)
+        ledger.faults = []
+        await parts.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from uuid import UUID, uuid4
 
 import pytest
 
+from millstream.log.checkpoint import Checkpoints
+from millstream.log.commit import Commit
+from millstream.log.compaction import Job
 from millstream.log.files import DiskFiles
 from millstream.log.log import Log
 from millstream.log.store import LogStore
@@ -161,6 +165,30 @@ def test_a_deleted_log_does_not_come_back(open_store: OpenStore, files: MemoryFi
         again.delete_log(log)
     assert not list(again.stored())
     assert not any("partitions" in path for path in files.walk())
+
+
+@pytest.mark.parametrize("is_checkpoint", [True, False], ids=["checkpoint", "commit"])
+def test_a_log_that_is_deleted_while_it_is_synced_harms_no_other_and_is_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_checkpoint: bool
+) -> None:
+    files = DiskFiles()
+    store = LogStore.open(
+        tmp_path / "data", files=files, clock=SystemClock(), journal_bytes=100_000, producer_expiry_ms=1000
+    )
+    kept, deleted = open_log(store), open_log(store, topic_id=UUID(int=5))
+    put(kept, b"a")
+    put(deleted, b"a")
+    job: Job
+    if is_checkpoint:
+        job = Checkpoints([kept, deleted], files, store._ledger)
+    else:
+        job = Commit([kept, deleted], files, store._journal, direct=True)
+    store.delete_log(deleted)
+    job.execute()
+    store._end(job)
+    assert kept.stored_offset == kept.end_offset == 1
+    assert not [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    store.close_now()
 
 
 def test_a_log_can_be_closed_and_opened_again(store: LogStore) -> None:
