@@ -31,6 +31,7 @@ from millstream.pipelines.land import LandJob
 from millstream.pipelines.landing.manifest import Report
 from millstream.pipelines.landing.plan import Stretch
 from millstream.pipelines.landing.task import LandTasks
+from millstream.testing.page import samples_of
 from millstream.testing.server import Server
 
 if TYPE_CHECKING:
@@ -570,7 +571,7 @@ def test_common_readers_read_the_table_as_it_is(shore: Shore, topic: str) -> Non
     with duckdb.connect() as database:
         database.register("landed", landed)
         assert database.execute("select sum(id), max(buyer.name) from landed").fetchone() == (45, "n9")
-    (recipe,) = re.findall(r"```python spark\n(.*?)```", LAKE_PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (recipe,) = (one for one in samples_of(LAKE_PAGE) if one.use == "spark")
     made: dict[str, Any] = {}
-    exec(recipe.replace("/lake/orders", url), made)
+    exec(recipe.text.replace("/lake/orders", url), made)
     assert [made[name].selectExpr("sum(id)").collect()[0][0] for name in ("files", "small")] == [45, 45]

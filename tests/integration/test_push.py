@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -22,6 +21,7 @@ import pytest
 from millstream.model.subscription import ATTEMPTS, BACKOFF_MIN, DEAD_LETTER_TOPIC, LEASE
 from millstream.records.record import Headers, NewRecord, decode_records, encode_batch
 from millstream.testing.command import CommandLine
+from millstream.testing.page import samples_of
 from millstream.testing.push_trial import PROCESS, push_processes
 from millstream.testing.server import Server
 from millstream.testing.webhook import Reply, Request, Webhook
@@ -200,9 +200,8 @@ async def test_settings_change_while_messages_come(server: Server) -> None:
 
 
 async def test_the_endpoint_of_the_documentation(server: Server, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "push.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "hook.py").write_text(program)
+    (program,) = (one for one in samples_of(Path(__file__).parents[2] / "docs" / "push.md") if one.file)
+    (tmp_path / "hook.py").write_text(program.text)
     secret = "whsec_" + base64.b64encode(b"0123456789abcdef").decode()
     process = await asyncio.create_subprocess_exec(
         sys.executable, str(tmp_path / "hook.py"), env={"WEBHOOK_SECRET": secret, "PORT": "0"}, stdout=PIPE, stderr=PIPE

@@ -1,0 +1,382 @@
+"""The samples of README.md and of every page under docs/ are run as they are written, against a real node.
+
+`millstream.testing.page` says how a fence tells that a sample is not run, and why, or how it is used.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import deltalake
+import pyarrow as pa
+import pytest
+
+import millstream
+from millstream.cli.held_port import HeldPort
+from millstream.lake.columns import QUARANTINE, RAW, extended
+from millstream.lake.opening import open_table
+from millstream.subscriptions.filter.filter import compile_filter
+from millstream.testing.command import TIMEOUT_VARIABLE, call_command
+from millstream.testing.lake_rows import TOPIC, land, rows, write
+from millstream.testing.page import Sample, samples_of
+from millstream.testing.server import Server
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DEFAULT_KAFKA, DEFAULT_HTTP, DEFAULT_WEBHOOK = "127.0.0.1:9092", "127.0.0.1:8080", "8090"
+COMMAND_S_MAX = 120.0
+NODE = {"group-initial-delay-ms": 100, "push-private-addresses": "true", "pipelines-enabled": "false"}
+PLAIN = re.compile(r"""millstream (?:[^|<>$&;"'#]|"[^"$`]*"|'[^']*')*(?:#.*)?""")
+
+# What a page takes as given.
+BEFORE = {
+    "embedded.md": "async def bill(message): ...",
+    "tracing.md": "order = {'order_id': 1}",
+    "spark.md": "frame = spark.createDataFrame([('customer-7', 'one')], 'key string, value string')",
+}
+SPARK_TOPICS = """
+millstream topic create orders --partitions 2
+millstream topic create shouted
+millstream topic create prices
+printf '{"order_id": 1, "total": 1500}\\n{"order_id": 2, "total": 20}\\n' | millstream publish orders --header region=eu
+"""
+
+# A reader types more slowly than this happens; a test has to wait until the programs beside it have said so.
+WAITS_FOR = {
+    "millstream publish": ("billed 1", "shipped 1 to Ghent", '"order_id": 1'),
+    "printf": ("shipped 2 to Lyon", '"order_id": 3'),
+    "millstream dlq redrive": ("shipped 3 to nowhere",),
+    "curl -s http://127.0.0.1:8080/v1": ("billed 4", "shipped 4 to Oslo"),
+}
+SAYS = {
+    "millstream topic create": "Created topic orders with 3 partitions.",
+    "millstream subscription create billing": "Created subscription billing on orders.",
+    "millstream dlq show": "KeyError",
+    "millstream dlq redrive": "Redrove 1 letter",
+    "millstream tail orders": "customer-9",
+    "python analysis.py": "b'customer-9'",
+    "millstream group describe": "analysis  (Empty, 0 members, 0 messages behind)",
+    "millstream group reset": "Moved group analysis in 3 partitions.",
+    # On a machine that is busy it also says so.
+    "millstream doctor": "",
+}
+
+
+SHOWN = {
+    "from-kafka.md": ("copied 3 messages of orders",),
+    "http.md": ('"duplicate":true', '"failed":0', '"millstream.filter":"payload.total > 1000"'),
+    "lake.md": ("b'value-0-19'", "count_star()", "20"),
+    "landing.md": ("made up",),
+    "stuck.md": ("LEASED", "orders/0@0", "Moved group reports", "No transactions"),
+    "subscriptions.md": ('"total": 300',),
+}
+SAID_BESIDE = {
+    "from-celery.md": ("about Welcome", "about How is it going?"),
+    "from-rabbitmq.md": ("billed 1", "billed 3"),
+}
+
+
+class Reader:
+    """Whoever follows a page: one sample after the other, with programs in terminals beside it."""
+
+    def __init__(self, folder: Path, server: Server) -> None:
+        self.folder = folder
+        self._beside: dict[str, subprocess.Popen[bytes]] = {}
+        self._said = folder / "beside.txt"
+        self._said.touch()
+        self._held = HeldPort()
+        webhook = str(self._held.number)
+        self._names: dict[str, Any] = {}
+        self.begin()
+        self._instead = {
+            DEFAULT_KAFKA: server.kafka,
+            "localhost:9092": server.kafka,
+            "kafka.example:9092": server.kafka,
+            DEFAULT_HTTP: server.http,
+            DEFAULT_WEBHOOK: webhook,
+            "/lake": str(folder / "lake"),
+            "postgresql://app@db/shop": f"sqlite:///{folder}/shop.db",
+            # Java has a current folder of its own.
+            **{f'"{name}"': f'"{folder / name}"' for name in ("orders-table", "orders-checkpoint", "shout-checkpoint")},
+            # Samples for Spark leave out where the broker is.
+            'format("millstream")': f'format("millstream").option("kafka.bootstrap.servers", "{server.kafka}")',
+            # Newer versions of curl know a short word for JSON; a stream is listened to for no longer than it takes.
+            "--json '": "-H content-type:application/json -d '",
+            '--json "': '-H content-type:application/json -d "',
+            "--max-time 5": "--max-time 1",
+            "curl -s": "curl -f -S -s",
+        }
+        commands = folder / "bin"
+        commands.mkdir()
+        for name, words in (("millstream", "-m millstream.cli.main "), ("python", "")):
+            script = commands / name
+            script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words}"$@"\n')
+            script.chmod(0o755)
+        self._environment = {
+            **os.environ,
+            "PATH": f"{commands}:{os.environ['PATH']}",
+            **server_variables(server),
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in self._beside.values():
+            process.kill()
+            process.wait()
+
+    def save(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(self._here(text))
+
+    def start_beside(self, command: str) -> None:
+        """Start a program; if it runs already, it is ended first with Ctrl-C, as the reader is told to."""
+        if command in self._beside:
+            self._beside[command].send_signal(signal.SIGINT)
+            assert self._beside[command].wait(COMMAND_S_MAX) == 0
+        with self._said.open("ab") as said:
+            self._beside[command] = subprocess.Popen(
+                ["sh", "-c", f"exec {command}"], cwd=self.folder, env=self._environment, stdout=said, stderr=said
+            )
+        if "webhook" in command:
+            self._wait_until_listening(self._beside[command])
+
+    def run(self, script: str) -> str:
+        """Run a script; commands that need no shell are run in this process, which is quicker."""
+        commands = filter(None, re.sub(r"\\\n\s*", " ", script).splitlines())
+        parts = groupby(commands, lambda command: PLAIN.fullmatch(command) is not None)
+        return "".join(
+            "".join(map(self.call, some)) if is_plain else self._run_in_shell("\n".join(some))
+            for is_plain, some in parts
+        )
+
+    def _run_in_shell(self, script: str) -> str:
+        ended = subprocess.run(
+            ["bash", "-e", "-o", "pipefail", "-c", self._here(script)],
+            cwd=self.folder,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S_MAX,
+            check=False,
+        )
+        assert ended.returncode == 0, f"{script}\n{ended.stdout}\n{ended.stderr}\n{self._said.read_text()}"
+        return ended.stdout
+
+    def call(self, command: str) -> str:
+        """Run one command in this process."""
+        ended = call_command(shlex.split(self._here(command), comments=True)[1:])
+        assert ended.code == 0, f"{command}\n{ended.out}\n{ended.err}\n{self._said.read_text()}"
+        return ended.out
+
+    async def execute(self, sample: Sample) -> None:
+        """Run a sample of Python, which may await things, with the names that those before it have left."""
+        text = self._here(sample.text)
+        code = compile(text, str(sample), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if "asyncio.run(" in text:
+            # A program of its own, with a loop of its own.
+            await asyncio.to_thread(exec, code, dict(self._names))
+        elif inspect.iscoroutine(running := eval(code, self._names)):
+            await running
+
+    def run_until(self, command: str, expected: str) -> str:
+        """Run a command, and again if what it should show has not happened yet."""
+        deadline = time.monotonic() + COMMAND_S_MAX
+        while expected not in (said := self.run(command)):
+            assert time.monotonic() < deadline, f"{command}: {said}\n{self._said.read_text()}"
+        return said
+
+    def _wait_until_listening(self, process: subprocess.Popen[bytes]) -> None:
+        """A reader types more slowly than a program starts; what is pushed before is pushed again only later."""
+        address = ("127.0.0.1", int(self._instead[DEFAULT_WEBHOOK]))
+        deadline = time.monotonic() + COMMAND_S_MAX
+        while True:
+            try:
+                socket.create_connection(address, COMMAND_S_MAX).close()
+            except OSError:
+                assert process.poll() is None, self._said.read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            else:
+                return
+
+    def wait_for(self, words: str) -> None:
+        deadline = time.monotonic() + COMMAND_S_MAX
+        while words not in self._said.read_text():
+            assert time.monotonic() < deadline, f"{words!r} did not come: {self._said.read_text()}"
+            time.sleep(0.05)
+
+    def _here(self, text: str) -> str:
+        return re.sub("|".join(map(re.escape, self._instead)), lambda found: self._instead[found[0]], text)
+
+    async def prepare(self, page: str) -> None:
+        """Have what a page takes as given."""
+        if page in BEFORE:
+            await self.execute(Sample(Path(page), 0, "python", "", BEFORE[page]))
+
+    def begin(self, **names: Any) -> dict[str, Any]:
+        """Forget what samples have named, but for these."""
+        self._names = {"asyncio": asyncio, "millstream": millstream, "__name__": "page", **names}
+        return self._names
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Have a connection under the name that pages have for it."""
+        async with millstream.connect(os.environ["MILLSTREAM_BROKERS"]) as self._names["ms"]:
+            yield
+
+
+def server_variables(server: Server) -> dict[str, str]:
+    """What tells commands which broker is meant, and that the machine may be slow."""
+    return {"MILLSTREAM_BROKERS": server.kafka, TIMEOUT_VARIABLE: str(COMMAND_S_MAX / 2)}
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+    """A reader with a node that has nothing yet, in a folder that has nothing yet."""
+    folder = tmp_path / "reader"
+    folder.mkdir()
+    with Server(tmp_path / "data", settings=NODE) as server, Reader(folder, server) as reader:
+        monkeypatch.chdir(folder)
+        for name, value in server_variables(server).items():
+            monkeypatch.setenv(name, value)
+        yield reader
+
+
+def has_samples(page: Path, use: str = "") -> bool:
+    return any(one.is_run and (one.use == "spark") == (use == "spark") for one in samples_of(page))
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("page", [page for page in PAGES if has_samples(page)], ids=lambda page: page.name)
+async def test_samples_run(page: Path, reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
+    make_lake(reader.folder / "lake")
+    await reader.prepare(page.name)
+    said = ""
+    async with reader.connected():
+        for sample in samples_of(page):
+            if not sample.is_run or sample.use == "spark":
+                continue
+            if sample.file is not None:
+                reader.save(sample.file, sample.text)
+            elif sample.use == "beside":
+                reader.start_beside(sample.text.strip())
+            elif sample.language == "sh":
+                said += await asyncio.to_thread(reader.run, sample.text)
+            elif sample.language == "python":
+                await reader.execute(sample)
+            else:
+                await asyncio.to_thread(check_sql, sample, reader)
+    for words in SAID_BESIDE.get(page.name, ()):
+        await asyncio.to_thread(reader.wait_for, words)
+    said += capsys.readouterr().out
+    for words in SHOWN.get(page.name, ()):
+        assert words in said
+
+
+@pytest.mark.timeout(900)
+def test_samples_run_in_spark(spark: SparkSession, reader: Reader) -> None:
+    from pyspark.sql import DataFrame
+
+    make_lake(reader.folder / "lake")
+    reader.run(SPARK_TOPICS)
+    for page in (page for page in PAGES if has_samples(page, "spark")):
+        names = reader.begin(spark=spark)
+        asyncio.run(reader.prepare(page.name))
+        for sample in (one for one in samples_of(page) if one.use == "spark"):
+            before = list(names.values())
+            asyncio.run(reader.execute(sample))
+            for frame in [value for value in names.values() if isinstance(value, DataFrame)]:
+                if not any(frame is other for other in before):
+                    # Nothing is read until somebody asks for it.
+                    frame.count()
+            for query in spark.streams.active:
+                query.processAllAvailable()
+                query.stop()
+
+
+def make_lake(lake: Path) -> None:
+    """Tables under the names that pages have."""
+    wider = extended(RAW, pa.schema([("amount", pa.int64())]))
+    for name, kind in (("orders", "delta"), ("events", "parquet")):
+        table = open_table(str(lake / name), format=kind)
+        assert land(table, 0, 0, 18)
+        more = write(table, [rows(0, [18, 19], wider, amount=[1, 2])], wider)
+        assert table.commit(more, {(TOPIC, 0): (18, 20)}, schema=wider)
+    quarantine = rows(0, range(3), QUARANTINE, headers=[None, [], [{"key": "h", "value": b"1"}]])
+    deltalake.write_deltalake(str(lake / "orders__quarantine"), pa.Table.from_batches([quarantine]))
+
+
+def check_sql(sample: Sample, reader: Reader) -> None:
+    """Have a filter compiled, or a statement declared as a pipeline."""
+    statements = re.split(r"\n(?=\S)", sample.text.strip())
+    for number, statement in enumerate(statements):
+        if sample.page.name == "filters.md":
+            compile_filter(statement)
+        else:
+            table = "--table customers=/lake/customers"
+            name = f"sample-{sample.line}-{number}"
+            words = f"--sql {shlex.quote(statement)} {table if 'customers' in statement else ''} --into {name}"
+            reader.call(f"millstream pipeline create transform {name} {words} --stopped")
+
+
+@pytest.mark.timeout(500)
+def test_the_tour_works_as_written(reader: Reader) -> None:
+    for sample in samples_of(README):
+        for command in sample.text.splitlines() if sample.is_run and sample.file is None else ():
+            if sample.use == "beside":
+                reader.start_beside(command)
+            else:
+                take(reader, command)
+        if sample.file is not None:
+            reader.save(sample.file, sample.text)
+
+
+def take(reader: Reader, command: str) -> None:
+    said = next((words for start, words in SAYS.items() if command.startswith(start)), "")
+    if "dlq show" in command:
+        reader.run_until(command, said)
+    else:
+        assert said in reader.run(command)
+    for start, expected in WAITS_FOR.items():
+        if command.startswith(start):
+            for words in expected:
+                reader.wait_for(words)
+
+
+def test_the_tour_starts_a_node_and_shows_every_kind_of_command() -> None:
+    commands = "\n".join(sample.text for sample in samples_of(README))
+    for command in (
+        "serve",
+        "topic create",
+        "publish",
+        "tail",
+        "group describe",
+        "group reset",
+        "dlq redrive",
+        "doctor",
+    ):
+        assert f"millstream {command}" in commands
+    for words in ("confluent_kafka", "millstream.connect", "--push", "/v1/topics"):
+        assert words in commands
+    for start in (*SAYS, *WAITS_FOR):
+        assert f"\n{start}" in commands, start
