@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import millstream
 from millstream.testing.command import CommandLine, call_command
 from millstream.testing.server import Server
 
@@ -54,6 +55,12 @@ def test_a_broker_and_its_folder_are_checked_as_they_live_and_fail(start_server:
     silent = millstream("doctor", "--timeout", 1, "--json")
     assert silent.code == 4
     assert found(silent.document, "broker")[0][0] == "problem"
+
+
+def test_a_broker_inside_a_program_is_well_without_a_gateway(millstream_broker: millstream.Sandbox) -> None:
+    checked = CommandLine(millstream_broker.address)("doctor", "--json")
+    assert (checked.code, checked.document["healthy"]) == (0, True)
+    assert found(checked.document, "http") == [("ok", "a broker inside a program, without a gateway")]
 
 
 def damaged_segment(data: Path, millstream: CommandLine) -> Path:

@@ -237,3 +237,24 @@ def test_the_data_folder_is_for_its_own_user_only(start_server: StartServer) -> 
     server.start()
     assert open_to_others(server.data) == []
     assert "took the rights of other users away" in server.log.read_text()
+
+
+def test_the_data_folder_has_only_what_the_page_lists(start_server: StartServer) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
+    listed = page.split("```\nmillstream-data/\n", 1)[1].split("```", 1)[0]
+    known = {
+        name.strip(" /") for line in listed.splitlines() for name in re.split(r"  +\S", line.strip())[0].split(",")
+    }
+    server = start_server()
+    millstream = CommandLine(server.kafka)
+    millstream("topic", "create", "orders", "--partitions", 8)
+    millstream("group", "reset", "readers", "--topic", "orders", "--to", "start")
+    for _ in range(2):
+        for number in range(20):
+            millstream("publish", "orders", number, "--key", number)
+        assert {path.name for path in server.data.iterdir()} <= {name.split("/")[0] for name in known}
+        files = {path.name for path in (server.data / "partitions").glob("*/*/*")}
+        assert {re.sub(r"^\d{20}", "0" * 20, name) for name in files} <= {
+            f"{'0' * 20}{suffix}" for suffix in (".log", ".index", ".timeindex") if suffix in " ".join(known)
+        }
+        server.restart()

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -98,7 +98,7 @@ SAID_BESIDE = {
 class Reader:
     """Whoever follows a page: one sample after the other, with programs in terminals beside it."""
 
-    def __init__(self, folder: Path, server: Server) -> None:
+    def __init__(self, folder: Path, kafka: str, http: str) -> None:
         self.folder = folder
         self._beside: dict[str, subprocess.Popen[bytes]] = {}
         self._said = folder / "beside.txt"
@@ -108,17 +108,17 @@ class Reader:
         self._names: dict[str, Any] = {}
         self.begin()
         self._instead = {
-            DEFAULT_KAFKA: server.kafka,
-            "localhost:9092": server.kafka,
-            "kafka.example:9092": server.kafka,
-            DEFAULT_HTTP: server.http,
+            DEFAULT_KAFKA: kafka,
+            "localhost:9092": kafka,
+            "kafka.example:9092": kafka,
+            DEFAULT_HTTP: http,
             DEFAULT_WEBHOOK: webhook,
             "/lake": str(folder / "lake"),
             "postgresql://app@db/shop": f"sqlite:///{folder}/shop.db",
             # Java has a current folder of its own.
             **{f'"{name}"': f'"{folder / name}"' for name in ("orders-table", "orders-checkpoint", "shout-checkpoint")},
             # Samples for Spark leave out where the broker is.
-            'format("millstream")': f'format("millstream").option("kafka.bootstrap.servers", "{server.kafka}")',
+            'format("millstream")': f'format("millstream").option("kafka.bootstrap.servers", "{kafka}")',
             # Newer versions of curl know a short word for JSON; a stream is listened to for no longer than it takes.
             "--json '": "-H content-type:application/json -d '",
             '--json "': '-H content-type:application/json -d "',
@@ -134,7 +134,6 @@ class Reader:
         self._environment = {
             **os.environ,
             "PATH": f"{commands}:{os.environ['PATH']}",
-            **server_variables(server),
         }
 
     def __enter__(self) -> Self:
@@ -245,21 +244,25 @@ class Reader:
             yield
 
 
-def server_variables(server: Server) -> dict[str, str]:
-    """What tells commands which broker is meant, and that the machine may be slow."""
-    return {"MILLSTREAM_BROKERS": server.kafka, TIMEOUT_VARIABLE: str(COMMAND_S_MAX / 2)}
-
-
 @pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
-    """A reader with a node that has nothing yet, in a folder that has nothing yet."""
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Reader]:
+    """A reader in a folder that has nothing yet, with a broker that has nothing yet.
+
+    Where a page needs no gateway the broker runs in this process, which starts much sooner.
+    """
     folder = tmp_path / "reader"
     folder.mkdir()
-    with Server(tmp_path / "data", settings=NODE) as server, Reader(folder, server) as reader:
+    page = request.node.callspec.params["page"] if hasattr(request.node, "callspec") else README
+    with ExitStack() as stack:
+        if page != README and DEFAULT_HTTP not in page.read_text(encoding="utf-8"):
+            kafka, http = stack.enter_context(millstream.Sandbox(pipelines_enabled=False)).address, ""
+        else:
+            server = stack.enter_context(Server(tmp_path / "data", settings=NODE))
+            kafka, http = server.kafka, server.http
         monkeypatch.chdir(folder)
-        for name, value in server_variables(server).items():
-            monkeypatch.setenv(name, value)
-        yield reader
+        monkeypatch.setenv("MILLSTREAM_BROKERS", kafka)
+        monkeypatch.setenv(TIMEOUT_VARIABLE, str(COMMAND_S_MAX / 2))
+        yield stack.enter_context(Reader(folder, kafka, http))
 
 
 def has_samples(page: Path, use: str = "") -> bool:

@@ -160,6 +160,8 @@ def _clock(status: dict[str, Any]) -> Finding:
 
 async def _http(status: dict[str, Any]) -> Finding:
     address = status["http"]
+    if not address:
+        return ok("http", "a broker inside a program, without a gateway")
     try:
         answer = await asyncio.wait_for(_get(address, "/readyz"), _HTTP_S)
     except (OSError, TimeoutError, ValueError) as error:
