@@ -133,7 +133,7 @@ def test_a_question_that_is_not_answered_with_yes_ends_with_1_and_changes_nothin
         os.close(terminal)
         os.close(theirs)
     assert declined.returncode == 1
-    assert declined.stderr.splitlines()[-1].endswith("nothing was done, since the question was not answered with yes")
+    assert declined.stderr.splitlines()[-1].endswith("cancelled; nothing was changed")
     assert millstream("topic", "describe", "kept").code == 0
 
 

@@ -165,8 +165,8 @@ def status(
         _print_status(found)
     if found.silent or found.troubled:
         raise CommandFailed(
-            f"{counted(len(found.silent), 'node')} without an answer, and "
-            f"{counted(len(found.troubled), 'partition')} without a leader or without all replicas in sync"
+            f"not everything is in sync: no answer from {counted(len(found.silent), 'node')}, "
+            f"{counted(len(found.troubled), 'partition')} without a leader or with a replica out of sync"
         )
 
 

@@ -42,7 +42,7 @@ def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Findi
     findings = [_access(folder), _space(folder)]
     if _is_locked(folder):
         findings.append(ok("lock", "a broker is using the folder"))
-        findings.append(ok("segments", "left to the broker that is using them: see what doctor --brokers says of it"))
+        findings.append(ok("segments", "in use by a running broker, which checks them; doctor --brokers asks it"))
         return findings
     findings += [ok("lock", "no broker is using the folder"), _format(folder), _stop(folder)]
     names, catalog_findings = _catalog(folder)

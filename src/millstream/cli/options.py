@@ -64,7 +64,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to go
 def ask_person(question: str, *, unless: bool) -> None:
     """Have a person at a terminal confirm what cannot be undone; a script has said what it wants."""
     if not unless and sys.stdin.isatty() and not typer.confirm(question, err=True):
-        raise CommandFailed("nothing was done, since the question was not answered with yes")
+        raise CommandFailed("cancelled; nothing was changed")
 
 
 def parse_assignments(given: list[str], *, flag: str) -> dict[str, str]:

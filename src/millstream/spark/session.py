@@ -30,7 +30,7 @@ _FILLED_IN: Final = {("spark.master", "local[*]"), ("spark.ui.showConsoleProgres
 def session(
     name: str | None = None, *, master: str | None = None, settings: Mapping[str, str] | None = None
 ) -> SparkSession:
-    """Create a session, or return the active one.
+    """Create a session, or return the one of this process.
 
     Arguments override the configuration of Spark (spark-submit, spark-defaults.conf), which overrides the defaults of
     this function. Without any master, Spark runs in this process on all cores but one: a broker may share the machine.
@@ -43,7 +43,7 @@ def session(
     named = {"spark.app.name": name, "spark.master": master}
     asked = {key: value for key, value in named.items() if value is not None} | dict(settings or {})
     chosen = dict(asked)
-    if SparkSession.getActiveSession() is None:
+    if SparkContext._active_spark_context is None:
         # Memory and options of Java take effect only when it starts, so it starts with what was asked for.
         SparkContext._ensure_initialized(conf=SparkConf(loadDefaults=False).setAll(list(asked.items())))
         given = dict(SparkConf().getAll())

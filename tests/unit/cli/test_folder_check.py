@@ -93,7 +93,7 @@ def test_a_folder_in_use_is_not_read(folder: Folder) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         findings = folder.check()
     assert findings["lock"][0].detail == "a broker is using the folder"
-    assert "left to the broker" in findings["segments"][0].detail
+    assert "in use by a running broker" in findings["segments"][0].detail
     assert {one.severity for one in (*findings["lock"], *findings["segments"])} == {Severity.OK}
 
 
