@@ -57,6 +57,7 @@ SPARK_TOPICS = """
 millstream topic create orders --partitions 2
 millstream topic create shouted
 millstream topic create prices
+millstream pipeline create land land-orders --topic orders
 printf '{"order_id": 1, "total": 1500}\\n{"order_id": 2, "total": 20}\\n' | millstream publish orders --header region=eu
 """
 
