@@ -23,7 +23,15 @@ from millstream.model.errors import (
     UnknownGroup,
 )
 from millstream.model.ids import NodeId
-from millstream.model.subscription import ATTEMPTS, DEAD_LETTER_TOPIC, EARLIEST, IN_FLIGHT_MAX, LEASE, START
+from millstream.model.subscription import (
+    ATTEMPTS,
+    DEAD_LETTER_TOPIC,
+    EARLIEST,
+    IN_FLIGHT_MAX,
+    LEASE,
+    LETTERS_PREFIX,
+    START,
+)
 from millstream.model.verb import Verb
 from millstream.records.record import Headers, NewRecord
 from millstream.wire.refusal import TRANSIENT
@@ -33,7 +41,6 @@ if TYPE_CHECKING:
     from millstream.wire.client import Client
 
 PREFIX = "dlq-"
-OWN_PREFIX = "__dlq/"
 REDRIVEN = "dlq-redriven"
 FIRST_PUBLISHED = "dlq-timestamp"
 BATCH = 500
@@ -68,7 +75,7 @@ class DeadLetterDesk:
         self._subscriptions = SubscriptionClient(client)
         self._topic = topic
         self._worker = worker
-        self._name = OWN_PREFIX + topic
+        self._name = LETTERS_PREFIX + topic
         self._patience_s = patience_s
         self._held: dict[tuple[int, int], LeasedMessage] = {}
         self._sent: set[tuple[int, int]] = set()
@@ -253,8 +260,8 @@ async def dead_letter_topics(client: Client) -> list[DeadLetterTopic]:
         topic = one["settings"].get(DEAD_LETTER_TOPIC)
         if topic:
             writers.setdefault(topic, []).append(one["name"])
-        if one["name"].startswith(OWN_PREFIX):
-            opened[one["name"].removeprefix(OWN_PREFIX)] = sum(queue["backlog"] for queue in one["queues"])
+        if one["name"].startswith(LETTERS_PREFIX):
+            opened[one["name"].removeprefix(LETTERS_PREFIX)] = sum(queue["backlog"] for queue in one["queues"])
     return [
         DeadLetterTopic(topic, names, opened.get(topic, await _stored(client, topic)))
         for topic, names in sorted(writers.items())

@@ -8,9 +8,6 @@ from millstream.admin.position import Kind, parse_position
 from millstream.model.errors import InvalidRequest
 from millstream.model.subscription import BY_DURATION, PAUSED
 
-HIDDEN_PREFIX = "__"
-"""Subscriptions of Millstream's own, such as those that count dead letters, are listed only on request."""
-
 
 def summary_of(told: dict[str, Any]) -> dict[str, Any]:
     """A subscription in one line."""

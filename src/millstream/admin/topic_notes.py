@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Final
 
-from millstream.admin.subscriptions import HIDDEN_PREFIX
 from millstream.admin.topic_document import replication_of
 from millstream.admin.topic_pipelines import readings_of
 from millstream.admin.topics import default_replication
 from millstream.model.errors import MillstreamError
+from millstream.model.subscription import OWN_PREFIX
 from millstream.wire.client import Client
 from millstream.wire.cluster_metadata import TopicMetadata
 from millstream.wire.subscriptions import SubscriptionClient
@@ -55,7 +55,7 @@ async def _subscriptions(client: Client, topic: TopicMetadata) -> list[str]:
     # Another kind of broker answers nothing that could be read.
     with suppress(MillstreamError, ValueError):
         told = await SubscriptionClient(client).describe()
-        shown = [one for one in told if not one["name"].startswith(HIDDEN_PREFIX)]
+        shown = [one for one in told if not one["name"].startswith(OWN_PREFIX)]
         return [_sentence(one, topic) for one in shown if topic.name in one["topics"]]
     return []
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import typer
 
 from millstream.admin.position import HELP
-from millstream.admin.subscriptions import HIDDEN_PREFIX, place_of, start_of, summary_of
+from millstream.admin.subscriptions import place_of, start_of, summary_of
 from millstream.cli.connection import ask, ask_through, complete_subscriptions, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import (
@@ -56,6 +56,7 @@ from millstream.model.subscription import (
     IN_FLIGHT_MAX,
     LEASE,
     ORDERED,
+    OWN_PREFIX,
     PAUSED,
     START,
     SubscriptionSettings,
@@ -225,7 +226,7 @@ def list_(
     found = [
         told
         for told in _ask(brokers, timeout, lambda subscriptions: subscriptions.describe())
-        if internal or not told["name"].startswith(HIDDEN_PREFIX)
+        if internal or not told["name"].startswith(OWN_PREFIX)
     ]
     if as_json:
         print_json({"subscriptions": [summary_of(told) for told in found]})

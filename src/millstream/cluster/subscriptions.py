@@ -14,9 +14,12 @@ from millstream.cluster.declarations import Declarations
 from millstream.model.clock import Clock
 from millstream.model.errors import CatalogUnavailable, InvalidSubscription, SubscriptionExists, UnknownSubscription
 from millstream.model.subscription import (
+    OWN_PREFIX,
     Subscription,
     SubscriptionSettings,
     check_subscription,
+    dead_letter_topic_for,
+    settings_of_new,
     shown,
     topic_of_start,
 )
@@ -54,6 +57,7 @@ class Subscriptions:
         self._clock = clock
         self._new_id = new_id
         self._check_filter: CheckFilter = lambda _text: None
+        self._has_topic: Callable[[str], bool] = lambda _name: False
         self._by_name: dict[str, Subscription] = {}
         self._by_id: dict[UUID, Subscription] = {}
         self._settings: dict[UUID, SubscriptionSettings] = {}
@@ -66,6 +70,10 @@ class Subscriptions:
     def use_filters(self, check: CheckFilter) -> None:
         """Have the text of every filter that is declared from now on checked by `check`."""
         self._check_filter = check
+
+    def use_topics(self, has_topic: Callable[[str], bool]) -> None:
+        """Have the names of dead letter topics chosen so that no topic has them."""
+        self._has_topic = has_topic
 
     async def load(self) -> None:
         """Read what the catalog holds."""
@@ -129,9 +137,14 @@ class Subscriptions:
         starts: Mapping[str, tuple[int, ...]] | None = None,
         validate_only: bool = False,
     ) -> Subscription:
-        """Declare a subscription durably; `starts` says where its queues begin, for partitions that are there."""
+        """Declare a subscription durably; `starts` says where its queues begin, for partitions that are there.
+
+        The defaults for new subscriptions are written into it, unless it has no topics, as a share group.
+        """
+        subscription_id = self._new_id()
+        settings = _completed(name, topics, overrides, self._dead_letter_topic(name, subscription_id, topics))
         # In a thread, since the language of filters is loaded when the first one is read.
-        await asyncio.to_thread(self._check, name, topics, overrides)
+        await asyncio.to_thread(self._check, name, topics, settings)
         async with self._changing:
             if name in self._by_name:
                 raise SubscriptionExists(f"subscription {name!r} exists already")
@@ -139,9 +152,9 @@ class Subscriptions:
                 raise InvalidSubscription(f"there are {SUBSCRIPTIONS_MAX} subscriptions already; delete some first")
             made = Subscription(
                 name=name,
-                subscription_id=self._new_id(),
+                subscription_id=subscription_id,
                 topics=tuple(topics),
-                overrides=dict(overrides),
+                overrides=settings,
                 created_ms=self._clock.now_ms(),
                 starts=dict(starts or {}),
             )
@@ -162,16 +175,18 @@ class Subscriptions:
         starts: Mapping[str, tuple[int, ...]] | None = None,
         validate_only: bool = False,
     ) -> Subscription:
-        """Set some settings of a subscription, durably; None takes a setting back to its default.
+        """Set some settings of a subscription, durably; None takes a setting back to what a new one has.
 
         `starts` says where the queues of further topics begin.
         """
         found = await self.find(name)
+        letters = self._dead_letter_topic(name, found.subscription_id, topics or found.topics)
 
         def changed(now: Subscription) -> Subscription:
             merged: dict[str, str | None] = {**now.overrides, **changes}
-            overrides = {key: text for key, text in merged.items() if text is not None}
             wanted = now.topics if topics is None else tuple(topics)
+            given = {key: text for key, text in merged.items() if text is not None}
+            overrides = _completed(name, wanted, given, letters)
             self._check(name, wanted, overrides)
             begun = {**(starts or {}), **now.starts}
             kept = {key: offsets for key, offsets in begun.items() if topic_of_start(key) in wanted}
@@ -225,6 +240,17 @@ class Subscriptions:
         """Have `listener` called after each change."""
         self._listeners.append(listener)
 
+    def _dead_letter_topic(self, name: str, subscription_id: UUID, topics: Sequence[str]) -> str:
+        """A topic for the dead letters of a subscription that names none: the one that it has, or an unused name."""
+        others = {settings.dead_letter_topic for one, settings in self._settings.items() if one != subscription_id}
+        own = self._settings.get(subscription_id)
+
+        def is_taken(topic: str) -> bool:
+            is_own = own is not None and topic == own.dead_letter_topic
+            return topic in others or topic in topics or (not is_own and self._has_topic(topic))
+
+        return dead_letter_topic_for(name, subscription_id, is_taken)
+
     def _check(self, name: str, topics: Sequence[str], overrides: Mapping[str, str]) -> None:
         settings = check_subscription(name, topics, overrides)
         if settings.filter:
@@ -273,3 +299,8 @@ class Subscriptions:
     def _tell(self) -> None:
         for listener in self._listeners:
             listener()
+
+
+def _completed(name: str, topics: Sequence[str], given: Mapping[str, str], letters: str) -> dict[str, str]:
+    """The settings with the defaults of new subscriptions; those without topics, and Millstream's own, have Kafka's."""
+    return settings_of_new(given, letters) if topics and not name.startswith(OWN_PREFIX) else dict(given)

@@ -100,6 +100,7 @@ class SubscriptionService:
     async def start(self) -> None:
         """Begin to load what the log has, and the queues of what is declared."""
         self.declared.use_filters(_compiled)
+        self.declared.use_topics(lambda name: self.topics.get(name) is not None)
         self.declared.when_changed(self._changed)
         self.topics.use_delivery_floor(self._floor)
         await self.states.start()

@@ -7,11 +7,12 @@ groups where Kafka has them, and any Kafka tool can show and change them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 from uuid import UUID
+from zlib import crc32
 
 from millstream.model import push
 from millstream.model.errors import InvalidSetting, InvalidSubscription
@@ -36,6 +37,11 @@ LATEST: Final = "latest"
 BY_DURATION: Final = "by_duration:"
 AT_TIME: Final = "at:"
 
+OWN_PREFIX: Final = "__"
+"""Begins the names of Millstream's own subscriptions."""
+LETTERS_PREFIX: Final = "__dlq/"
+"""And the name of the topic: the subscription by which the open letters of a dead letter topic are known."""
+
 START = "share.auto.offset.reset"
 LEASE = "share.record.lock.duration.ms"
 ISOLATION = "share.isolation.level"
@@ -52,6 +58,20 @@ DEAD_LETTER_TOPIC = "millstream.dead.letter.topic"
 IN_FLIGHT_MAX = "millstream.in.flight.max"
 EXPIRES = "millstream.expires.ms"
 PAUSED = "millstream.paused"
+
+NO_DEAD_LETTERS: Final = "none"
+"""In the place of a dead letter topic: messages that fail for good are dropped."""
+
+JITTER: Final = 0.2
+"""By which part of it a wait between two attempts is shortened at most, so that what failed together spreads."""
+
+NEW_SUBSCRIPTION: Final[Mapping[str, str]] = {ATTEMPTS: "25", BACKOFF_MIN: "1000", BACKOFF_MAX: "300000"}
+"""Written into a subscription when it is created, beside a dead letter topic of its own; Kafka's share groups keep
+Kafka's defaults. The waits add up to 67 minutes at least."""
+
+_DEAD_LETTER_SUFFIX: Final = "-dlq"
+
+_NOT_IN_TOPIC_NAMES: Final = re.compile(r"[^a-zA-Z0-9._-]")
 
 _DURATION = re.compile(
     r"P(?:(?P<days>\d{1,9})D)?(?:T(?:(?P<hours>\d{1,9})H)?(?:(?P<minutes>\d{1,9})M)?(?:(?P<seconds>\d{1,9}(?:\.\d{1,9})?)S)?)?\Z"
@@ -81,7 +101,7 @@ class SubscriptionSettings:
         ATTEMPTS,
         5,
         "How often a message is delivered at most; what then still fails goes to the dead letter topic, or is dropped "
-        "and counted when there is none. 0 tries for ever.",
+        "and counted when there is none. 0 tries for ever. Written as 25 into a new subscription.",
         minimum=0,
         maximum=200,
         needs_restart=False,
@@ -140,7 +160,8 @@ class SubscriptionSettings:
     backoff_min_ms: int = setting(
         BACKOFF_MIN,
         0,
-        "How long a message waits after its first failure; each further one doubles it. 0 tries again at once.",
+        "How long a message waits after its first failure; each further one doubles it, and every wait is shortened by "
+        "up to a fifth at random. 0 tries again at once. Written as 1000 into a new subscription.",
         minimum=0,
         maximum=24 * 3600 * 1000,
         needs_restart=False,
@@ -148,15 +169,16 @@ class SubscriptionSettings:
     backoff_max_ms: int = setting(
         BACKOFF_MAX,
         600_000,
-        "The longest wait between two attempts.",
+        "The longest wait between two attempts. Written as 300000 into a new subscription.",
         minimum=0,
         maximum=7 * 24 * 3600 * 1000,
         needs_restart=False,
     )
     dead_letter_topic: str = setting(
         DEAD_LETTER_TOPIC,
-        "",
-        "The topic that takes messages which used up their attempts or were rejected; it is made when first needed.",
+        NO_DEAD_LETTERS,
+        "The topic that takes messages which used up their attempts or were rejected; it is created with the first of "
+        "them. `none` drops them, and counts them. A new subscription gets a topic of its own, named after it.",
         needs_restart=False,
     )
     in_flight_max: int = setting(
@@ -259,16 +281,26 @@ class SubscriptionSettings:
             return max(0, now_ms - _duration_ms(self.start.removeprefix(BY_DURATION)))
         return None
 
-    def backoff_ms(self, attempt: int) -> int:
-        """How long a message waits after its n-th attempt has failed."""
+    @property
+    def has_dead_letters(self) -> bool:
+        """Whether messages that fail for good are kept in a dead letter topic."""
+        return self.dead_letter_topic != NO_DEAD_LETTERS
+
+    def backoff_ms(self, attempt: int, now_ms: int) -> int:
+        """How long a message waits after its n-th attempt has failed; the time of the failure chooses the jitter."""
         if self.backoff_min_ms == 0:
             return 0
         # No shift is longer than the largest setting has bits.
-        return min(self.backoff_min_ms << min(max(attempt - 1, 0), 32), self.backoff_max_ms)
+        longest = min(self.backoff_min_ms << min(max(attempt - 1, 0), 32), self.backoff_max_ms)
+        return longest - int(longest * JITTER * _fraction(now_ms, attempt))
 
     def _check(self) -> None:
         _check_start(self.start)
-        if self.dead_letter_topic:
+        if not self.dead_letter_topic:
+            raise InvalidSetting(
+                f"{DEAD_LETTER_TOPIC} cannot be empty; name a topic, or {NO_DEAD_LETTERS!r} to drop what fails for good"
+            )
+        if self.has_dead_letters:
             check_topic_name(self.dead_letter_topic)
         if self.backoff_min_ms > self.backoff_max_ms:
             raise InvalidSetting(
@@ -353,7 +385,7 @@ def check_subscription(name: str, topics: Iterable[str], overrides: Mapping[str,
     for topic in named:
         check_topic_name(topic)
     settings = SubscriptionSettings.from_strings(overrides)
-    if settings.dead_letter_topic and settings.dead_letter_topic in named:
+    if settings.has_dead_letters and settings.dead_letter_topic in named:
         raise InvalidSubscription(
             f"subscription {name!r} would deliver its own dead letters: {settings.dead_letter_topic!r} is both its "
             "dead letter topic and one of its topics"
@@ -371,6 +403,30 @@ def check_subscription_name(name: str) -> None:
         )
     if not name.isprintable():
         raise InvalidSubscription("the name of a subscription is one line of printable text")
+
+
+def settings_of_new(given: Mapping[str, str], dead_letter_topic: str) -> dict[str, str]:
+    """What is written into a new subscription: what its owner gave, and the defaults that lose nothing."""
+    settings = {**NEW_SUBSCRIPTION, DEAD_LETTER_TOPIC: dead_letter_topic, **given}
+    # Where only one bound of the backoff is given, the other one gives way.
+    declared = SubscriptionSettings.declared()
+    if BACKOFF_MAX not in given:
+        settings[BACKOFF_MAX] = str(max(int(settings[BACKOFF_MAX]), declared[BACKOFF_MIN].parse(settings[BACKOFF_MIN])))
+    elif BACKOFF_MIN not in given:
+        settings[BACKOFF_MIN] = str(min(int(settings[BACKOFF_MIN]), declared[BACKOFF_MAX].parse(settings[BACKOFF_MAX])))
+    return settings
+
+
+def dead_letter_topic_for(name: str, subscription_id: UUID, is_taken: Callable[[str], bool]) -> str:
+    """A legal name that no topic has for the dead letters of a subscription, which may be called anything."""
+    legal = _NOT_IN_TOPIC_NAMES.sub("-", name)[: NAME_LENGTH_MAX - len(_DEAD_LETTER_SUFFIX) - 9]
+    plain = f"{legal}{_DEAD_LETTER_SUFFIX}"
+    return plain if legal == name and not is_taken(plain) else f"{plain}-{subscription_id.hex[:8]}"
+
+
+def _fraction(now_ms: int, attempt: int) -> float:
+    """A number from 0 to 1 that looks random, and is the same for all that fails in one moment."""
+    return crc32(b"%d/%d" % (now_ms, attempt)) / 0xFFFFFFFF
 
 
 def _check_start(start: str) -> None:

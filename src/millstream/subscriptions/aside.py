@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from millstream.model.errors import CorruptState
 from millstream.subscriptions.columns import Columns
 from millstream.subscriptions.message_state import DONE
 from millstream.subscriptions.window import Window
@@ -16,7 +17,7 @@ _COMPACT_MIN: Final = 1024
 
 
 class Aside(Columns):
-    """Sparse columns in the order of offsets. What is added lies behind all that is there, as the window moves on."""
+    """Sparse columns in the order of offsets."""
 
     __slots__ = ("done", "front", "keys", "offsets")
 
@@ -48,6 +49,21 @@ class Aside(Columns):
         self.copy_from(window, start, start + last - first + 1)
         self.offsets.extend(range(first, last + 1))
         self.keys.frombytes(keys or bytes(8 * (last - first + 1)))
+
+    def revive(self, offset: int, key: int) -> None:
+        """Have a message that is done, and may be forgotten, available here."""
+        index = bisect_left(self.offsets, offset)
+        if index < len(self.offsets) and self.offsets[index] == offset:
+            if self.states[index] != DONE:
+                raise CorruptState(f"message {offset} cannot be revived before it is done")
+            self.clear(index)
+            self.keys[index] = key
+            self.done -= 1
+        else:
+            self.insert(index)
+            self.offsets.insert(index, offset)
+            self.keys.insert(index, key)
+        self.front = min(self.front, index)
 
     def indices(self, first: int, last: int) -> tuple[int, int]:
         """The entries, done or not, of a range of offsets."""

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from millstream.subscriptions.message_state import DONE, LEASED
+from millstream.subscriptions.message_state import AVAILABLE, DONE, LEASED
 
 _RUN_STEP: Final = 32
 _LEASED_BYTE: Final = bytes([LEASED])
@@ -93,6 +93,14 @@ class Columns:
         self.holders = array("I", np.frombuffer(self.holders, np.uint32)[kept].tobytes())
         self.firsts = array("q", np.frombuffer(self.firsts, np.int64)[kept].tobytes())
 
+    def insert(self, index: int) -> None:
+        """Make room for a message that is available, and was never delivered."""
+        self.states.insert(index, AVAILABLE)
+        self.attempts.insert(index, 0)
+        self.dues.insert(index, 0)
+        self.holders.insert(index, 0)
+        self.firsts.insert(index, 0)
+
     # -- changing them ---------------------------------------------------------------------------------------
 
     def set_state(self, start: int, end: int, state: int) -> None:
@@ -101,6 +109,12 @@ class Columns:
             self.states[start] = state
         else:
             self.states[start:end] = bytes((state,)) * (end - start)
+
+    def clear(self, index: int) -> None:
+        """Have a message available as if it had never been delivered."""
+        self.states[index] = AVAILABLE
+        self.attempts[index] = 0
+        self.dues[index] = self.holders[index] = self.firsts[index] = 0
 
     def set_due(self, start: int, end: int, due_ms: int) -> None:
         """Set the time of messages."""

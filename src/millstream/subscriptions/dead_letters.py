@@ -150,8 +150,9 @@ class DeadLetters:
         return [one for one in found if one.offset not in self._refused][:UNDER_WAY_MAX]
 
     async def _write_away(self, letters: list[Rejected]) -> None:
-        queue, topic = self._delivery.queue, self._delivery.settings.dead_letter_topic
-        if not topic:
+        queue, settings = self._delivery.queue, self._delivery.settings
+        topic = settings.dead_letter_topic
+        if not settings.has_dead_letters:
             # The declaration lost its topic meanwhile: nothing can take them any more.
             for one in letters:
                 queue.drop(one.offset, one.reason, now_ms=self._clock.now_ms())

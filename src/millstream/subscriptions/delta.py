@@ -27,7 +27,7 @@ class DeltaKind(IntEnum):
     RELEASED = 9
     """Given back by the worker, or because it has gone; parked until `due_ms` if that is later than `time_ms`."""
     EXPIRED = 10
-    """The lease ran out; the message is available again."""
+    """The lease ran out; the message is parked until `due_ms`, or available again."""
     EXTENDED = 11
     """The lease lasts until `due_ms` now."""
     REJECTING = 12
@@ -44,6 +44,10 @@ class DeltaKind(IntEnum):
     """The log no longer has these; what was not done of them never will be."""
     ASIDE = 18
     """An unfinished message leaves the window, so that the window's start can move on; `extra` is its key."""
+    REVIVED = 19
+    """Dead letters are available again, as if they had never been delivered; `extra` has key and letter of each."""
+    LETTER_CLOSED = 20
+    """The letters by which messages were revived are closed, so nobody will revive them by these again."""
 
 
 class Delta(NamedTuple):

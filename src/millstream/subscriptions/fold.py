@@ -6,7 +6,8 @@ after a crash cannot differ. What only the leader needs (who waits for what, wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -21,7 +22,13 @@ from millstream.subscriptions.delta import Delta, DeltaKind
 from millstream.subscriptions.frame import FrameHeader, read_frame
 from millstream.subscriptions.interned import Interned
 from millstream.subscriptions.message_state import AVAILABLE, DONE, LEASED, PARKED, REJECTING, STATES
+from millstream.subscriptions.rejected import LETTER_BYTES, Revival
 from millstream.subscriptions.window import Window
+
+REVIVED_MAX: Final = 100_000
+"""So many revived messages are remembered whose letters are not known to be closed."""
+
+_REVIVED: Final = struct.Struct(f">q{LETTER_BYTES}s")
 
 Part = tuple[Window | Aside, int, int]
 """Columns, and a range of indices in them."""
@@ -50,6 +57,7 @@ class Fold:
         "plans",
         "reasons",
         "redelivered",
+        "revived",
         "sequence",
         "window",
         "workers",
@@ -63,6 +71,8 @@ class Fold:
         self.workers = Interned()
         self.reasons = Interned()
         self.plans: dict[int, bytes] = {}
+        # The letter by which each message was revived last, until that letter is closed.
+        self.revived: dict[int, bytes] = {}
         # Unfinished messages by state; what is done is not counted.
         self.counts = [0] * STATES
         # Messages by what has happened to them since the queue began.
@@ -277,6 +287,8 @@ class Fold:
                     left += stop - begin
             columns.finished(left)
         self._drop_plans(delta.first, delta.last)
+        for offset in [offset for offset in self.revived if offset <= delta.last]:
+            del self.revived[offset]
         self.counters[DeltaKind.RETENTION_CUT] += before - self.unfinished
 
     def _take_aside(self, delta: Delta) -> None:
@@ -288,6 +300,30 @@ class Fold:
         window.set_state(start, start + delta.last - delta.first + 1, DONE)
         window.finished(delta.last - delta.first + 1)
         self.counters[DeltaKind.ASIDE] += delta.last - delta.first + 1
+
+    def _take_revived(self, delta: Delta) -> None:
+        count = delta.last - delta.first + 1
+        if len(delta.extra) != count * _REVIVED.size:
+            raise CorruptState(f"{delta.kind.name} of queue {self.key} has keys for other offsets")
+        for offset, (key, letter) in enumerate(_REVIVED.iter_unpack(delta.extra), delta.first):
+            if offset >= self.window.start:
+                columns, index = self.window, offset - self.window.base
+                if offset >= self.window.end or columns.states[index] != DONE:
+                    raise CorruptState(f"{delta.kind.name} {offset}: queue {self.key} is not done with it")
+                columns.clear(index)
+            else:
+                self.aside.revive(offset, key)
+            self.revived.pop(offset, None)
+            self.revived[offset] = letter
+        while len(self.revived) > REVIVED_MAX:
+            del self.revived[next(iter(self.revived))]
+        self.counts[AVAILABLE] += count
+        self.counters[delta.kind] += count
+
+    def _take_letter_closed(self, delta: Delta) -> None:
+        for offset in range(delta.first, delta.last + 1):
+            self.revived.pop(offset, None)
+        self.counters[delta.kind] += delta.last - delta.first + 1
 
     # -- their steps -----------------------------------------------------------------------------------------
 
@@ -316,6 +352,7 @@ class Fold:
         self.workers = Interned()
         self.reasons = Interned()
         self.plans = {}
+        self.revived = {}
         self.counts = [0] * STATES
 
     def _drop_plans(self, first: int, last: int) -> None:
@@ -324,6 +361,11 @@ class Fold:
             return
         for offset in [offset for offset in self.plans if first <= offset <= last]:
             del self.plans[offset]
+
+
+def revival_bytes(revivals: Iterable[Revival]) -> bytes:
+    """Keys and letters of messages, as a delta has them."""
+    return b"".join(_REVIVED.pack(one.key, one.letter) for one in revivals)
 
 
 def _waiting(columns: Window | Aside, state: int, start: int, end: int) -> WaitingRun:
@@ -359,6 +401,8 @@ _EVENTS: Final[dict[DeltaKind, Callable[[Fold, Delta], None]]] = {
     DeltaKind.SOUGHT: Fold._take_sought,
     DeltaKind.RETENTION_CUT: Fold._take_cut,
     DeltaKind.ASIDE: Fold._take_aside,
+    DeltaKind.REVIVED: Fold._take_revived,
+    DeltaKind.LETTER_CLOSED: Fold._take_letter_closed,
 }
 _TAKE: Final = tuple(_EVENTS[DeltaKind(max(kind, 1))] for kind in range(max(DeltaKind) + 1))
 """The same by number, as this is asked for with every event."""

@@ -12,6 +12,7 @@ then it is known who may not be given. The others follow in the order of their o
 from __future__ import annotations
 
 from array import array
+from bisect import insort
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -114,6 +115,18 @@ class KeyOrder:
         else:
             waiting.append(offset)
         return False
+
+    def head_of(self, key: int) -> int | None:
+        """Whose turn it is, if anybody's."""
+        return self._heads.get(key)
+
+    def wait_in_place(self, key: int, offset: int) -> None:
+        """Have a message wait among those behind its key, before all later ones."""
+        waiting = self._waiting.get(key)
+        if waiting is None:
+            self._waiting[key] = array("q", (1, offset))
+        else:
+            insort(waiting, offset, waiting[0])
 
     def lead(self, key: int, offset: int) -> None:
         """It is the turn of a message that has waited."""

@@ -26,8 +26,8 @@ class Settle(NamedTuple):
     last: Offset
     verb: Verb
     delay_ms: int | None = None
-    """Release: how long until the next attempt, None for the backoff that is declared. Extend: for how long from now
-    on, None for the declared lease."""
+    """Release: how long until the next attempt, None for the declared backoff. Return: the same, None for at once.
+    Extend: for how long from now on, None for the declared lease."""
     reason: str = ""
     """Release, reject: why; the dead letter carries it."""
     attempt: int | None = None

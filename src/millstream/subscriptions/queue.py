@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from millstream.model.errors import CorruptState, InvalidRecordState
+from millstream.model.errors import CorruptState, InvalidRecordState, PolicyViolation
 from millstream.model.ids import Offset
 from millstream.model.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings
 from millstream.model.verb import Verb
@@ -26,13 +26,13 @@ from millstream.subscriptions.aside import Aside
 from millstream.subscriptions.clock_step import CLOCK_STEP_MS, put_back
 from millstream.subscriptions.delta import Delta, DeltaKind
 from millstream.subscriptions.due_index import NEVER_MS, DueIndex
-from millstream.subscriptions.fold import Fold
+from millstream.subscriptions.fold import Fold, revival_bytes
 from millstream.subscriptions.frame import FrameHeader, write_frame
 from millstream.subscriptions.key_order import KeyOrder
 from millstream.subscriptions.lease import Lease, Settle
 from millstream.subscriptions.look import Look
 from millstream.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
-from millstream.subscriptions.rejected import Rejected
+from millstream.subscriptions.rejected import Rejected, Revival
 from millstream.subscriptions.snapshot import read_snapshot
 from millstream.subscriptions.supply import Supply
 from millstream.subscriptions.window import Window
@@ -55,7 +55,7 @@ _USED_UP: Final = "all attempts have failed"
 
 _ACQUIRED: Final = DeltaKind.ACQUIRED
 _ACCEPTED: Final = DeltaKind.ACCEPTED
-_MERGED: Final = (DeltaKind.LOOKED, DeltaKind.ACQUIRED, DeltaKind.ACCEPTED)
+_MERGED: Final = (DeltaKind.LOOKED, DeltaKind.ACQUIRED, DeltaKind.ACCEPTED, DeltaKind.LETTER_CLOSED)
 _PATIENT: Final = (
     DeltaKind.LOOKED,
     DeltaKind.FILTERED,
@@ -63,8 +63,9 @@ _PATIENT: Final = (
     DeltaKind.PARKED,
     DeltaKind.DUE,
     DeltaKind.ASIDE,
+    DeltaKind.LETTER_CLOSED,
 )
-"""What would be found out again after a crash, and so may ride along with the next write."""
+"""What would be found out again after a crash, or does not matter then, and so may ride along with the next write."""
 _IS_MERGED: Final = tuple(kind in _MERGED for kind in range(max(DeltaKind) + 1))
 _IS_PATIENT: Final = tuple(kind in _PATIENT for kind in range(max(DeltaKind) + 1))
 """Both by number: they are asked for with every event."""
@@ -365,15 +366,16 @@ class Queue:
             if verb == _ACCEPT:
                 self._end(Delta(_ACCEPTED, first, last, attempt, 0, worker, now_ms))
             elif verb == Verb.RELEASE:
-                delay_ms = self.settings.backoff_ms(attempt) if settle.delay_ms is None else settle.delay_ms
+                delay_ms = self.settings.backoff_ms(attempt, now_ms) if settle.delay_ms is None else settle.delay_ms
                 due_ms = now_ms + delay_ms
                 self._fail(Delta(DeltaKind.RELEASED, first, last, attempt, due_ms, worker, now_ms, settle.reason))
             elif verb == Verb.REJECT:
                 self._give_up(first, last, attempt, worker, now_ms, settle.reason)
             elif verb == Verb.RETURN:
-                self._do(Delta(DeltaKind.RELEASED, first, last, attempt - 1, now_ms, worker, now_ms, settle.reason))
-                if self.is_ready:
-                    self._supply.came_back(first, last)
+                due_ms = now_ms + (settle.delay_ms or 0)
+                # What waits in its first attempt holds its key, also after a restart.
+                left = max(1, attempt - 1) if self._order is not None and due_ms > now_ms else attempt - 1
+                self._wait_again(Delta(DeltaKind.RELEASED, first, last, left, due_ms, worker, now_ms, settle.reason))
             else:
                 self._extend(first, last, attempt, worker, now_ms, settle.delay_ms)
         return None
@@ -407,11 +409,12 @@ class Queue:
         self._dues.add(first, last, due_ms)
 
     def worker_gone(self, worker: str, *, now_ms: int) -> None:
-        """Release what a worker holds, without backoff; the deliveries count."""
+        """Release what a worker holds; the deliveries count."""
         self.tick(now_ms)
         for run in self._fold.leased_to(worker):
+            due_ms = now_ms + self.settings.backoff_ms(run.attempt, now_ms)
             self._fail(
-                Delta(DeltaKind.RELEASED, run.first, run.last, run.attempt, now_ms, worker, now_ms, "the worker left")
+                Delta(DeltaKind.RELEASED, run.first, run.last, run.attempt, due_ms, worker, now_ms, "the worker left")
             )
 
     def _fail(self, delta: Delta) -> None:
@@ -421,6 +424,10 @@ class Queue:
             reason = delta.reason or _USED_UP
             self._give_up(delta.first, delta.last, delta.attempt, delta.worker, delta.time_ms, reason)
             return
+        self._wait_again(delta)
+
+    def _wait_again(self, delta: Delta) -> None:
+        """The messages are available again, at once or at a time."""
         self._do(delta)
         if delta.due_ms > delta.time_ms:
             self._dues.add(delta.first, delta.last, delta.due_ms)
@@ -430,7 +437,7 @@ class Queue:
     def _give_up(self, first: int, last: int, attempt: int, worker: str, now_ms: int, reason: str) -> None:
         reason = reason[:REASON_LENGTH_MAX]
         kind = DeltaKind.DROPPED
-        if self.settings.dead_letter_topic:
+        if self.settings.has_dead_letters:
             kind = DeltaKind.REJECTING
             reasons = self._fold.reasons
             if len(reasons) >= REASONS_MAX and reasons.number(reason) is None:
@@ -481,8 +488,8 @@ class Queue:
                     continue
                 if run.state == LEASED:
                     worker = self._fold.workers.texts[run.holder]
-                    delta = Delta(DeltaKind.EXPIRED, run.first, run.last, run.attempt, now_ms, worker, now_ms)
-                    self._fail(delta)
+                    due_ms = now_ms + self.settings.backoff_ms(run.attempt, now_ms)
+                    self._fail(Delta(DeltaKind.EXPIRED, run.first, run.last, run.attempt, due_ms, worker, now_ms))
                 else:
                     self._do(Delta(DeltaKind.DUE, run.first, run.last, run.attempt, 0, "", now_ms))
                     self._come_up(run.first, run.last, run.attempt)
@@ -555,6 +562,41 @@ class Queue:
         """The message cannot be produced to the dead letter topic, and never will be."""
         return self._dead(DeltaKind.DROPPED, offset, now_ms, reason, b"")
 
+    def revive(self, revivals: Sequence[Revival], *, now_ms: int) -> int:
+        """Have dead letters delivered again as new messages; says how many are.
+
+        Messages that the queue is not done with are left as they are, and so are those that it has revived by the same
+        letter before: whoever does not know whether it was answered can ask again.
+        """
+        fold = self._fold
+        wanted = sorted({one.offset: one for one in revivals if self._can_revive(one)}.values())
+        left = self._parked_max - fold.aside.unfinished
+        if sum(one.offset < fold.window.start for one in wanted) > left:
+            raise PolicyViolation(
+                f"no more than {self._parked_max} old messages can wait in a queue, and {fold.aside.unfinished} do; "
+                "revive the others when some of these are done"
+            )
+        for run in _consecutive(wanted):
+            first, last = run[0].offset, run[-1].offset
+            self._do(Delta(DeltaKind.REVIVED, first, last, 0, 0, "", now_ms, "", revival_bytes(run)))
+            if self._order is None:
+                self._supply.came_back(first, last)
+            elif self._order.is_ready:
+                for one in run:
+                    self._supply.revive(self._order, one.offset, one.key)
+        return len(wanted)
+
+    def _can_revive(self, revival: Revival) -> bool:
+        fold = self._fold
+        is_done = revival.offset < fold.window.end and fold.state_of(revival.offset) == DONE
+        return is_done and fold.revived.get(revival.offset) != revival.letter
+
+    def letters_closed(self, revivals: Iterable[Revival], *, now_ms: int) -> None:
+        """Forget by which letters messages were revived, since these are closed."""
+        for one in revivals:
+            if self._fold.revived.get(one.offset) == one.letter:
+                self._do(Delta(DeltaKind.LETTER_CLOSED, one.offset, one.offset, 0, 0, "", now_ms))
+
     def _dead(self, kind: DeltaKind, offset: int, now_ms: int, reason: str, extra: bytes) -> bool:
         place = self._fold.place(offset)
         if place is None or place[0].states[place[1]] != REJECTING:
@@ -595,3 +637,14 @@ class Queue:
                 pending[-1] = Delta(kind, before.first, *delta[2:])
                 return
         pending.append(delta)
+
+
+def _consecutive(revivals: Sequence[Revival]) -> list[list[Revival]]:
+    """Cut revivals in the order of their offsets into runs without a gap."""
+    runs: list[list[Revival]] = []
+    for one in revivals:
+        if runs and runs[-1][-1].offset + 1 == one.offset:
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    return runs

@@ -1,10 +1,12 @@
-"""A message that nobody wants any more, as whoever writes dead letters takes it over from the queue."""
+"""Messages on their way to the dead letter topic, and on their way back."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from millstream.model.ids import Offset
+
+LETTER_BYTES: Final = 12
 
 
 class Rejected(NamedTuple):
@@ -19,3 +21,13 @@ class Rejected(NamedTuple):
     """When it was rejected."""
     plan: bytes
     """How it will be produced, as it was planned; empty until then."""
+
+
+class Revival(NamedTuple):
+    """A message that is to be delivered again, and the dead letter by which it is."""
+
+    offset: Offset
+    key: int
+    """The hash of its key, 0 without one."""
+    letter: bytes
+    """Where the letter is in the dead letter topic, `LETTER_BYTES` long."""

@@ -52,6 +52,7 @@ class StoredQueue(msgspec.Struct, frozen=True, array_like=True):
     workers: list[str]
     reasons: list[str]
     plans: list[tuple[int, bytes]]
+    revived: list[tuple[int, bytes]]
     window: StoredColumns
     aside: StoredColumns
     aside_offsets: bytes
@@ -81,6 +82,7 @@ def write_snapshot(fold: Fold) -> bytes:
         workers=workers,
         reasons=reasons,
         plans=sorted(fold.plans.items()),
+        revived=list(fold.revived.items()),
         window=_stored(window, slice(window.start - window.base, None), *numbers),
         aside=_stored(aside, waiting, *numbers),
         aside_offsets=np.frombuffer(aside.offsets, np.int64)[waiting].tobytes(),
@@ -157,6 +159,7 @@ def _restored(stored: StoredQueue) -> Fold:
     fold.counters[: len(stored.counters)] = stored.counters
     fold.redelivered = stored.redelivered
     fold.plans = dict(stored.plans)
+    fold.revived = dict(stored.revived)
     for columns, kept in ((fold.window, stored.window), (fold.aside, stored.aside)):
         _restore(columns, kept)
         for state, count in enumerate(np.bincount(np.frombuffer(kept.states, np.uint8), minlength=STATES).tolist()):

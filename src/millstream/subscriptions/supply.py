@@ -15,7 +15,7 @@ import numpy as np
 
 from millstream.subscriptions.aside import Aside
 from millstream.subscriptions.fold import Fold
-from millstream.subscriptions.key_order import KeyOrder
+from millstream.subscriptions.key_order import NO_KEY, KeyOrder
 from millstream.subscriptions.message_state import AVAILABLE, BLOCKED
 from millstream.subscriptions.window import Window
 
@@ -168,6 +168,25 @@ class Supply:
             self.came_back(offset, offset)
         else:
             self.block(offset)
+
+    def revive(self, order: KeyOrder, offset: int, key: int) -> None:
+        """A message that was done is available again: it comes before all later ones of its key that nobody has."""
+        if offset >= self.fresh:
+            # It comes up with the others.
+            return
+        head = order.head_of(key)
+        place = None if head is None else self._fold.place(head)
+        if key == NO_KEY or head is None:
+            order.enter(key, offset)
+        elif head > offset and place is not None and place[0].states[place[1]] == AVAILABLE:
+            self.block(head)
+            order.wait_in_place(key, head)
+            order.lead(key, offset)
+        else:
+            self.block(offset)
+            order.wait_in_place(key, offset)
+            return
+        self.came_back(offset, offset)
 
     def key_of(self, order: KeyOrder, offset: int) -> int:
         """The hash of the key of an unfinished message."""

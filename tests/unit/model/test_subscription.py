@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from uuid import UUID
+
 import pytest
 
 from millstream.model.errors import InvalidRequest, InvalidSetting, InvalidSubscription, InvalidTopicName
@@ -19,7 +21,10 @@ from millstream.model.subscription import (
     START,
     SubscriptionSettings,
     check_subscription,
+    dead_letter_topic_for,
+    settings_of_new,
 )
+from millstream.model.topic import check_topic_name
 
 HOUR_MS = 3600 * 1000
 
@@ -33,10 +38,47 @@ def test_settings_come_from_texts_and_go_back_to_them() -> None:
     assert set(settings.as_strings()) == set(SubscriptionSettings.declared())
 
 
-def test_a_backoff_doubles_up_to_its_end() -> None:
+def test_a_backoff_doubles_up_to_its_end_and_is_shortened_by_a_fifth_at_most() -> None:
     settings = SubscriptionSettings.from_strings({BACKOFF_MIN: "100", BACKOFF_MAX: "1000"})
-    assert [settings.backoff_ms(attempt) for attempt in (1, 2, 3, 4, 5, 200)] == [100, 200, 400, 800, 1000, 1000]
-    assert SubscriptionSettings().backoff_ms(7) == 0
+    for attempt, longest in ((1, 100), (2, 200), (3, 400), (4, 800), (5, 1000), (200, 1000)):
+        waits = {settings.backoff_ms(attempt, now_ms) for now_ms in range(1000)}
+        assert 0.8 * longest <= min(waits) < max(waits) <= longest
+        assert len(waits) > longest / 10
+    assert SubscriptionSettings().backoff_ms(7, 1) == 0
+
+
+def test_a_new_subscription_outlives_an_hour_and_keeps_what_fails() -> None:
+    settings = SubscriptionSettings.from_strings(settings_of_new({}, "x-dlq"))
+    shortest_ms = sum(
+        min(settings.backoff_ms(attempt, now_ms) for now_ms in range(1000)) for attempt in range(1, settings.attempts)
+    )
+    assert shortest_ms > HOUR_MS
+    assert (settings.dead_letter_topic, settings.has_dead_letters) == ("x-dlq", True)
+
+
+def test_what_the_owner_gives_is_kept_and_the_other_bound_of_the_backoff_gives_way() -> None:
+    given = {ATTEMPTS: "3", DEAD_LETTER_TOPIC: "none"}
+    settings = SubscriptionSettings.from_strings(settings_of_new(given, "x-dlq"))
+    assert (settings.attempts, settings.has_dead_letters) == (3, False)
+
+    def bounds(given: dict[str, str]) -> tuple[int, int]:
+        settings = SubscriptionSettings.from_strings(settings_of_new(given, "x-dlq"))
+        return settings.backoff_min_ms, settings.backoff_max_ms
+
+    assert bounds({}) == (1000, 300_000)
+    assert bounds({BACKOFF_MIN: "900000"}) == (900_000, 900_000)
+    assert bounds({BACKOFF_MAX: "10"}) == (10, 10)
+    assert bounds({BACKOFF_MIN: "0"}) == (0, 300_000)
+
+
+@pytest.mark.parametrize("name", ["billing", "two words", "größe/1", "x" * 249, "a.b_c-d"])
+def test_a_dead_letter_topic_has_a_legal_name_that_no_other_has(name: str) -> None:
+    one, other = (dead_letter_topic_for(name, UUID(int=number << 96), lambda _: False) for number in (1, 2))
+    check_topic_name(one)
+    assert one == other if name in ("billing", "a.b_c-d") else one != other
+    taken = dead_letter_topic_for(name, UUID(int=3 << 96), lambda topic: topic in (one, other))
+    check_topic_name(taken)
+    assert taken not in (one, other)
 
 
 def test_a_start_names_a_place_or_a_time() -> None:

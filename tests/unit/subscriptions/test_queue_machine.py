@@ -13,19 +13,28 @@ from typing import NamedTuple
 from uuid import UUID
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millstream.model.errors import InvalidRecordState
+from millstream.model.errors import InvalidRecordState, PolicyViolation
 from millstream.model.ids import Offset, PartitionIndex
-from millstream.model.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE, QueueKey, SubscriptionSettings
+from millstream.model.subscription import (
+    AT_LEAST_ONCE,
+    AT_MOST_ONCE,
+    EXACTLY_ONCE,
+    NO_DEAD_LETTERS,
+    QueueKey,
+    SubscriptionSettings,
+)
 from millstream.model.verb import Verb
 from millstream.subscriptions.delta import DeltaKind
 from millstream.subscriptions.image import Image
 from millstream.subscriptions.lease import Lease, Settle
 from millstream.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
 from millstream.subscriptions.queue import Queue
+from millstream.subscriptions.rejected import LETTER_BYTES, Revival
 from millstream.subscriptions.snapshot import write_snapshot
 
 KEY = QueueKey(UUID(int=1), UUID(int=2), PartitionIndex(3))
@@ -65,6 +74,10 @@ class Model:
     messages: dict[int, Message] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
     counters: dict[DeltaKind, int] = field(default_factory=dict)
+    letters: dict[int, int] = field(default_factory=dict)
+    """By which letter a message is known in the dead letter topic."""
+    revived: dict[int, int] = field(default_factory=dict)
+    """By which letter it was revived, while that is open."""
 
     def in_state(self, state: int) -> list[int]:
         return [offset for offset, message in self.messages.items() if message.state == state]
@@ -93,7 +106,7 @@ class Model:
         for offset, message in self.messages.items():
             if message.state == LEASED and message.due_ms <= now_ms:
                 self.count(DeltaKind.EXPIRED)
-                self.fail(offset, now_ms, now_ms, "")
+                self.fail(offset, now_ms + self.settings.backoff_ms(message.attempts, now_ms), now_ms, "")
             elif message.state == PARKED and message.due_ms <= now_ms:
                 message.state = AVAILABLE
 
@@ -107,7 +120,7 @@ class Model:
             message.state = AVAILABLE
 
     def reject(self, offset: int, reason: str) -> None:
-        if self.settings.dead_letter_topic:
+        if self.settings.has_dead_letters:
             self.messages[offset].state, self.messages[offset].reason = REJECTING, reason
         else:
             self.end(offset, "dropped")
@@ -130,13 +143,14 @@ class Model:
             self.count(DeltaKind.ACCEPTED)
             self.end(offset, "accepted")
         elif settle.verb == Verb.RELEASE:
-            backoff_ms = self.settings.backoff_ms(message.attempts)
+            backoff_ms = self.settings.backoff_ms(message.attempts, now_ms)
             self.fail(offset, now_ms + (backoff_ms if settle.delay_ms is None else settle.delay_ms), now_ms, "")
         elif settle.verb == Verb.REJECT:
             self.reject(offset, settle.reason)
         elif settle.verb == Verb.RETURN:
-            message.attempts -= 1
-            message.state = AVAILABLE
+            delay_ms = settle.delay_ms or 0
+            message.attempts = max(message.attempts - 1, int(self.settings.ordered and delay_ms > 0))
+            message.state, message.due_ms = (PARKED, now_ms + delay_ms) if delay_ms else (AVAILABLE, message.due_ms)
         else:
             message.due_ms = now_ms + (self.settings.lease_ms if settle.delay_ms is None else settle.delay_ms)
 
@@ -147,10 +161,20 @@ class Model:
             for one in held
         )
 
+    def revive(self, offset: int, letter: int) -> bool:
+        message = self.messages.get(offset)
+        if message is None or message.state != DONE or self.revived.get(offset) == letter:
+            return False
+        del self.ends[offset]
+        self.messages[offset] = Message(message.stored._replace(due_ms=0))
+        self.revived[offset] = letter
+        return True
+
     def cut(self, log_start: int) -> None:
         for offset, message in self.messages.items():
             if offset < log_start and message.state != DONE:
                 self.end(offset, "cut")
+        self.letters = {offset: letter for offset, letter in self.letters.items() if offset >= log_start}
         self.next_look = max(self.next_look, log_start)
 
     def holds_key(self, offset: int) -> bool:
@@ -192,7 +216,7 @@ class QueueHistory(RuleBasedStateMachine):
         ordered=st.booleans(),
         delivery=st.sampled_from([AT_LEAST_ONCE, EXACTLY_ONCE, EXACTLY_ONCE, AT_MOST_ONCE]),
         attempts=st.integers(0, 3),
-        dead_letter_topic=st.sampled_from(["", "dead"]),
+        dead_letter_topic=st.sampled_from([NO_DEAD_LETTERS, "dead"]),
         backoff_min_ms=st.sampled_from([0, 70]),
         in_flight_max=st.sampled_from([3, 10_000]),
         sizes=st.sampled_from([(16, 6, 4), (40, 40, 8), (1000, 1000, 300)]),
@@ -390,7 +414,8 @@ class QueueHistory(RuleBasedStateMachine):
         self.queue.worker_gone(worker, now_ms=self.now_ms)
         for offset, message in self.model.messages.items():
             if message.state == LEASED and message.worker == worker:
-                self.model.fail(offset, self.now_ms, self.now_ms, "the worker left")
+                due_ms = self.now_ms + self.settings.backoff_ms(message.attempts, self.now_ms)
+                self.model.fail(offset, due_ms, self.now_ms, "the worker left")
 
     @rule(data=st.data(), what=st.sampled_from([None] * 8 + ["cut", "seek"]))
     def lose(self, data: st.DataObject, what: str | None) -> None:
@@ -399,6 +424,7 @@ class QueueHistory(RuleBasedStateMachine):
             self.queue.seek(offset, now_ms=self.now_ms)
             self.model.messages.clear()
             self.model.ends.clear()
+            self.model.revived.clear()
             self.model.next_look = offset
             self.leases.clear()
         elif what == "cut":
@@ -422,11 +448,39 @@ class QueueHistory(RuleBasedStateMachine):
             elif step == "produce":
                 assert self.queue.dead_lettered(one.offset, b"there", now_ms=self.now_ms)
                 model.end(one.offset, "dead-lettered")
+                model.letters[one.offset] = self.steps
             else:
                 assert self.queue.drop(one.offset, "too large", now_ms=self.now_ms)
                 model.end(one.offset, "dropped")
             if step != "plan":
                 assert not self.queue.dead_lettered(one.offset, b"", now_ms=self.now_ms)
+
+    @precondition(lambda self: self.model.letters)
+    @rule(data=st.data(), is_closed=st.booleans())
+    def revive(self, data: st.DataObject, is_closed: bool) -> None:
+        """Letters are redriven, some of them again, since the first time was not answered."""
+        model, (_, parked_max, _) = self.model, self.sizes
+        offsets = data.draw(st.lists(st.sampled_from(sorted(model.letters)), min_size=1, max_size=4, unique=True))
+        offsets = [offset for offset in offsets if offset >= self.log_start]
+        revivals = [
+            Revival(Offset(offset), self.log[offset].key, model.letters[offset].to_bytes(LETTER_BYTES))
+            for offset in offsets
+        ]
+        wanted = [offset for offset in offsets if deepcopy(model).revive(offset, model.letters[offset])]
+        aside = sum(offset < self.queue.fold.window.start for offset in wanted)
+        if self.queue.counts.aside + aside > parked_max:
+            with pytest.raises(PolicyViolation):
+                self.queue.revive(revivals, now_ms=self.now_ms)
+            return
+        assert self.queue.revive(revivals, now_ms=self.now_ms) == len(wanted)
+        assert self.queue.revive(revivals, now_ms=self.now_ms) == 0
+        for offset in wanted:
+            model.revive(offset, model.letters[offset])
+        if is_closed:
+            self.queue.letters_closed(revivals, now_ms=self.now_ms)
+            for offset in offsets:
+                del model.letters[offset]
+                model.revived.pop(offset, None)
 
     @precondition(lambda self: self.steps % 3 == 0)
     @rule(data=st.data())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from millstream.admin.subscriptions import HIDDEN_PREFIX, place_of, start_of, summary_of
+from millstream.admin.subscriptions import place_of, start_of, summary_of
 from millstream.http.parts import Parts
 from millstream.http.problem import Refused, invalid
 from millstream.http.route import Asked, Nothing, Route, TopicName
@@ -16,7 +16,7 @@ from millstream.http.routes.topics import Listing
 from millstream.http.setting_values import ChangedSettings, GivenSettings, changes_of, texts_of
 from millstream.kafka.push_board import PushState
 from millstream.model.setting import Setting, settings_of
-from millstream.model.subscription import NAME_LENGTH_MAX, PAUSED, START, TOPICS_MAX, SubscriptionSettings
+from millstream.model.subscription import NAME_LENGTH_MAX, OWN_PREFIX, PAUSED, START, TOPICS_MAX, SubscriptionSettings
 
 SubscriptionName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 Topics = Annotated[list[TopicName], Meta(min_length=1, max_length=TOPICS_MAX)]
@@ -170,7 +170,7 @@ class Pausing(msgspec.Struct, frozen=True):
 async def list_subscriptions(parts: Parts, asked: Asked[Listing, Nothing]) -> SubscriptionList:
     """All subscriptions."""
     found = await parts.subscriptions.describe()
-    shown = [one for one in found if asked.query.internal or not one["name"].startswith(HIDDEN_PREFIX)]
+    shown = [one for one in found if asked.query.internal or not one["name"].startswith(OWN_PREFIX)]
     return SubscriptionList([msgspec.convert(summary_of(one), SubscriptionSummary) for one in shown])
 
 
