@@ -5,10 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import pytest
+from kio.schema.delete_records.v2.request import DeleteRecordsPartition, DeleteRecordsRequest, DeleteRecordsTopic
+from kio.schema.types import TopicName
+from kio.static.primitive import i32, i32Timedelta, i64
 
 from millstream.admin.dead_letter import HELD_MAX, LEASE_MS, DeadLetterDesk
+from millstream.admin.topics import delete_topic
+from millstream.model.errors import PolicyViolation
 from millstream.model.subscription import ATTEMPTS, EARLIEST, LEASE, START
 from millstream.model.verb import Verb
 from millstream.testing.command import CommandLine
@@ -55,19 +62,81 @@ def open_letters(millstream: CommandLine, name: str) -> int:
 
 def test_letters_beyond_the_limit_are_not_said_to_not_match(millstream: CommandLine, name: str) -> None:
     redriven = millstream("dlq", "redrive", name, "-n", 6)
-    assert (redriven.code, redriven.out, redriven.err) == (0, f"Redrove 6 letters to {name} (6).\n", "")
+    assert (redriven.code, redriven.out, redriven.err) == (0, f"Redrove 6 letters in {name} (6).\n", "")
     purged = millstream("dlq", "purge", name, "-n", 2, "--json").document
     assert purged == {"purged": 2, "skipped": 0, "held": 0, "doubtful": 0}
     filtered = millstream("dlq", "redrive", name, "--filter", "headers['dlq-offset'] = '19'", "--json").document
-    assert filtered == {"redriven": 1, "skipped": LETTERS - 9, "held": 0, "doubtful": 0, "topics": {name: 1}}
+    told = {"redriven": 1, "skipped": LETTERS - 9, "held": 0, "doubtful": 0}
+    assert filtered == {**told, "subscriptions": {name: 1}, "refused": 0, "reasons": []}
     assert open_letters(millstream, name) == LETTERS - 9
 
 
-def test_what_is_redriven_is_as_young_as_the_redrive(millstream: CommandLine, name: str) -> None:
+def pulled(millstream: CommandLine, name: str, count: int, *how: object) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    while len(found) < count:
+        found += millstream("subscription", "pull", name, "-n", count, "--wait", 60, *how, "--json").documents
+    return found
+
+
+def test_a_redrive_delivers_the_originals_again_and_only_in_their_subscription(
+    millstream: CommandLine, name: str
+) -> None:
+    other = f"{name}-other"
+    assert millstream("subscription", "create", other, "--topic", name, "--start", "start").code == 0
+    originals = pulled(millstream, other, LETTERS, "--accept")
+    before = millstream("topic", "describe", name, "--json").document["partitions"]
+    assert millstream("dlq", "redrive", name).code == 0
+    again = pulled(millstream, name, LETTERS, "--accept")
+
+    def place(message: dict[str, Any]) -> tuple[int, int]:
+        return message["partition"], message["offset"]
+
+    assert [one["attempt"] for one in again] == [1] * LETTERS
+    assert list(map(place, again)) == sorted(map(place, originals)), "in the order of their offsets"
+    assert {one["id"] for one in again} == {one["id"] for one in originals}
+    assert millstream("topic", "describe", name, "--json").document["partitions"] == before, "nothing was published"
+    assert millstream("subscription", "pull", other, "--json").documents == []
+    assert open_letters(millstream, name) == 0
+
+
+def test_what_dies_again_is_redriven_again(millstream: CommandLine, name: str) -> None:
+    for _ in range(2):
+        assert millstream("dlq", "redrive", name).code == 0
+        pulled(millstream, name, LETTERS, "--reject", "no")
+        until(lambda: open_letters(millstream, name) == LETTERS)
+
+
+def test_letters_whose_originals_are_gone_are_left_open_and_can_be_published(
+    server: Server, millstream: CommandLine, name: str
+) -> None:
+    asyncio.run(delete_records(server, name, LETTERS - 5))
+    refused = millstream("dlq", "redrive", name)
+    assert (refused.code, refused.out) == (5, f"Redrove 5 letters in {name} (5).\n")
+    assert f"{LETTERS - 5} letters are left open: topic {name!r} no longer has the original" in refused.err
+    assert "--to-topic" in refused.err
+    assert open_letters(millstream, name) == LETTERS - 5
+    published = millstream("dlq", "redrive", name, "--to-topic", name, "--json").document
+    assert published == {"redriven": LETTERS - 5, "skipped": 0, "held": 0, "doubtful": 0, "topics": {name: LETTERS - 5}}
+    assert len(pulled(millstream, name, LETTERS, "--accept")) == LETTERS
+
+
+async def delete_records(server: Server, topic: str, offset: int) -> None:
+    async with Client.connect(server.kafka) as client:
+        partition = DeleteRecordsPartition(partition_index=i32(0), offset=i64(offset))
+        request = DeleteRecordsRequest(
+            topics=(DeleteRecordsTopic(name=TopicName(topic), partitions=(partition,)),),
+            timeout=i32Timedelta.parse(timedelta(seconds=30)),
+        )
+        answer = await client.send(None, request)
+        assert answer.topics[0].partitions[0].error_code == 0
+
+
+def test_what_is_published_again_is_as_young_as_the_redrive(millstream: CommandLine, name: str) -> None:
     """Else its topic could delete it before anybody got it, when the letter is closed already."""
     for times in ("1", "2"):
         began_ms = int(time.time() * 1000)
-        assert millstream("dlq", "redrive", name, "--filter", "headers['message-id'] LIKE '%/0/3'").code == 0
+        only = ("--filter", "headers['message-id'] LIKE '%/0/3'")
+        assert millstream("dlq", "redrive", name, "--to-topic", name, *only).code == 0
         stored = millstream("tail", name, "--from", "start", "--json").documents
         told = [message for message in stored if message["value"] == "3"]
         first, last = told[0], told[-1]
@@ -75,19 +144,46 @@ def test_what_is_redriven_is_as_young_as_the_redrive(millstream: CommandLine, na
         story = {key: text for key, text in last["headers"] if key.startswith("dlq-")}
         assert story == {"dlq-redriven": times, "dlq-timestamp": str(first["timestamp_ms"])}
         # It dies again, and keeps that.
-        pulled = millstream("subscription", "pull", name, "-n", 1, "--wait", 60, "--reject", "no", "--json")
-        assert len(pulled.documents) == 1
+        assert len(pulled(millstream, name, 1, "--reject", "no")) == 1
         until(lambda: open_letters(millstream, name) == LETTERS)
 
 
 def test_letters_are_not_sent_to_a_topic_that_is_not_there(millstream: CommandLine, name: str) -> None:
-    refused = millstream("dlq", "redrive", name, "--to", "no-such-topic")
+    refused = millstream("dlq", "redrive", name, "--to-topic", "no-such-topic")
     assert (refused.code, "millstream topic create no-such-topic" in refused.err) == (3, True)
     assert millstream("topic", "describe", "no-such-topic").code == 3
+    # A topic that is created again under its name has other messages at the same offsets.
     assert millstream("topic", "delete", name, "--yes").code == 0
+    assert millstream("topic", "create", name).code == 0
+    assert millstream.process("publish", name, stdin=b"other\n" * LETTERS).code == 0
     refused = millstream("dlq", "redrive", name)
-    assert (refused.code, "does not exist" in refused.err, "0 letters done" in refused.err) == (3, True, True)
+    assert (refused.code, "no longer has the original" in refused.err) == (5, True)
     assert len(millstream("dlq", "show", name, "-n", 50, "--json").documents) == LETTERS, "all were given back"
+
+
+def test_open_letters_are_not_lost_without_force(server: Server, millstream: CommandLine, name: str) -> None:
+    dead = f"{name}-dead"
+    refused = millstream("subscription", "delete", name, "--yes")
+    assert (refused.code, f"{LETTERS} open dead letters" in refused.err, "--force" in refused.err) == (5, True, True)
+    refused = millstream("topic", "delete", dead, "--yes")
+    assert (refused.code, f"{LETTERS} open dead letters" in refused.err, "--force" in refused.err) == (5, True, True)
+    with pytest.raises(PolicyViolation, match=f"{LETTERS} open dead letters of {name}"):
+        asyncio.run(delete_by_kafka(server, dead))
+    assert millstream("dlq", "purge", name, "-n", 5).code == 0
+    refused = millstream("topic", "delete", dead, "--yes")
+    assert (refused.code, f"{LETTERS - 5} open dead letters" in refused.err) == (5, True)
+    assert millstream("subscription", "delete", name, "--yes", "--force").code == 0
+    orphans = next(one for one in millstream("dlq", "list", "--json").document["dead_letters"] if one["topic"] == dead)
+    assert orphans == {"topic": dead, "subscriptions": [], "letters": LETTERS - 5}
+    refused = millstream("dlq", "redrive", dead)
+    assert (refused.code, "there is no subscription" in refused.err) == (5, True)
+    assert millstream("topic", "delete", dead, "--yes", "--force").code == 0
+    assert millstream("topic", "describe", dead).code == 3
+
+
+async def delete_by_kafka(server: Server, topic: str) -> None:
+    async with Client.connect(server.kafka) as client:
+        await delete_topic(client, topic)
 
 
 async def test_what_another_command_holds_is_told(server: Server, millstream: CommandLine, name: str) -> None:

@@ -7,14 +7,16 @@ Millstream's own on that topic has not accepted: whoever sends a letter back, or
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from time import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from uuid import UUID
 
 from millstream.admin.letter_post import LetterPost
 from millstream.model.errors import (
+    Conflict,
     InvalidRecordState,
     InvalidRequest,
     MillstreamError,
@@ -30,6 +32,7 @@ from millstream.model.subscription import (
     IN_FLIGHT_MAX,
     LEASE,
     LETTERS_PREFIX,
+    NO_DEAD_LETTERS,
     START,
 )
 from millstream.model.verb import Verb
@@ -52,6 +55,7 @@ RELEASE_S_MAX = 5.0
 """Whoever ends a command does not wait longer for it to give letters back."""
 
 HELD_MAX = 100_000
+NO_ORIGIN = "the letter does not say where it came from"
 _PAUSE_S = 0.25
 _PASSES = (*TRANSIENT, UnknownGroup)
 """What passes by itself: a failover, and a subscription that another node has not heard of yet."""
@@ -67,13 +71,48 @@ class DeadLetterTopic(NamedTuple):
     letters: int
 
 
+class Queue(NamedTuple):
+    """The queue in which a message died."""
+
+    subscription: str
+    topic: str
+    topic_id: UUID
+    partition: int
+
+
+class Letter(NamedTuple):
+    """The offset of a message, and where its letter is in the dead letter topic."""
+
+    offset: int
+    letter_partition: int
+    letter_offset: int
+
+
+class Origin(NamedTuple):
+    """Where the message of a letter came from."""
+
+    queue: Queue
+    letter: Letter
+
+
+def origin_of(letter: LeasedMessage) -> Origin | None:
+    """Where the message of a letter came from, if the letter says so; anybody can publish to its topic."""
+    headers = headers_of(letter)
+    try:
+        topic_id = UUID(headers["dlq-topic-id"])
+        queue = Queue(headers["dlq-subscription"], headers["dlq-topic"], topic_id, int(headers["dlq-partition"]))
+        return Origin(queue, Letter(int(headers["dlq-offset"]), letter.partition, letter.record.offset))
+    except (KeyError, ValueError):
+        return None
+
+
 class DeadLetterDesk:
     """Works on the letters of one dead letter topic."""
 
     def __init__(self, client: Client, topic: str, worker: str, *, patience_s: float) -> None:
         self._client = client
         self._subscriptions = SubscriptionClient(client)
-        self._topic = topic
+        self.topic = topic
         self._worker = worker
         self._name = LETTERS_PREFIX + topic
         self._patience_s = patience_s
@@ -81,6 +120,9 @@ class DeadLetterDesk:
         self._sent: set[tuple[int, int]] = set()
         """Of these, those that were sent back, or may have been."""
         self._leaders: dict[int, NodeId | None] = {}
+        # Letters that are closed, of which the queues of their messages were not told yet.
+        self._closed: dict[Queue, list[Letter]] = {}
+        self._letter_topic_id = UUID(int=0)
         self._post = LetterPost(client)
         self.held_by_others = 0
         self.unreached = 0
@@ -92,9 +134,7 @@ class DeadLetterDesk:
             told = await self._described(*TRANSIENT)
         except UnknownGroup:
             with suppress(SubscriptionExists):
-                await self._subscriptions.create(
-                    self._name, [self._topic], {START: EARLIEST, ATTEMPTS: "0", **settings}
-                )
+                await self._subscriptions.create(self._name, [self.topic], {START: EARLIEST, ATTEMPTS: "0", **settings})
             return
         if any(told["settings"].get(name) != value for name, value in settings.items()):
             await self._subscriptions.alter(self._name, settings)
@@ -126,33 +166,72 @@ class DeadLetterDesk:
                 self._leaders.update({letter.partition: letter.node for letter in some})
                 taken += len(some)
                 yield some
+                # What is still held is only settled from here on.
+                for letter in some:
+                    if _place(letter) in self._held:
+                        self._held[_place(letter)] = without_content(letter)
                 deadline = loop.time() + self._patience_s
             elif await self._is_at_end() or loop.time() + _PAUSE_S > deadline:
                 return
             else:
                 await asyncio.sleep(_PAUSE_S)
 
-    async def accept(self, letter: LeasedMessage) -> bool:
-        """Close a letter; whether it is closed for certain, which it is not when a failover lost its lease."""
-        (error,) = await self._settle([letter], Verb.ACCEPT)
-        if error is not None and not isinstance(error, InvalidRecordState):
-            raise error
-        self._held.pop(_place(letter), None)
-        self._sent.discard(_place(letter))
-        return error is None
+    async def close(self, letters: Sequence[LeasedMessage]) -> int:
+        """Close letters; says how many may still be open, since a failover lost their leases."""
+        doubtful = 0
+        for letter, error in zip(letters, await self._settle(letters, Verb.ACCEPT), strict=True):
+            if error is not None and not isinstance(error, InvalidRecordState):
+                raise error
+            self._held.pop(_place(letter), None)
+            self._sent.discard(_place(letter))
+            if error is not None:
+                doubtful += 1
+            elif (origin := origin_of(letter)) is not None:
+                self._closed.setdefault(origin.queue, []).append(origin.letter)
+        return doubtful
+
+    async def revive(self, letters: Sequence[LeasedMessage]) -> list[str | None]:
+        """Have the messages of letters delivered again, each by its own subscription; for each None, or why not."""
+        reasons: list[str | None] = [NO_ORIGIN] * len(letters)
+        by_queue: dict[Queue, list[tuple[int, Letter]]] = {}
+        for at, letter in enumerate(letters):
+            origin = origin_of(letter)
+            if origin is not None:
+                by_queue.setdefault(origin.queue, []).append((at, origin.letter))
+                self._letter_topic_id = letter.topic_id
+        for queue, some in by_queue.items():
+            missing = await self._revive_in(queue, [letter for _, letter in some])
+            for at, found in some:
+                reasons[at] = missing.get(found.offset)
+        return reasons
+
+    async def forget_closed(self) -> None:
+        """Tell the queues of revived messages that their letters are closed; what they are not told costs a little."""
+        with suppress(MillstreamError):
+            for queue in list(self._closed):
+                await self._revive_in(queue, [])
+
+    async def _revive_in(self, queue: Queue, letters: list[Letter]) -> dict[int, str]:
+        """Revive messages in one queue; the offsets of those that cannot be, and why."""
+        closed = self._closed.get(queue, [])[:BATCH]
+        place = (queue.topic, queue.topic_id, queue.partition)
+        try:
+            gone = await self._patiently(
+                lambda: self._subscriptions.revive(queue.subscription, place, self._letter_topic_id, letters, closed),
+                *TRANSIENT,
+            )
+        except (NotFound, InvalidRequest) as error:
+            return dict.fromkeys((letter.offset for letter in letters), str(error))
+        self._closed.pop(queue, None)
+        return dict.fromkeys(gone, f"topic {queue.topic!r} no longer has the original")
 
     async def check_target(self, topic: str) -> None:
         """Raise `UnknownTopic` if letters cannot be sent to a topic since it does not exist."""
         await self._patiently(lambda: self._post.partitions_of(topic), *TRANSIENT)
 
-    async def send_back(self, letter: LeasedMessage, to: str | None) -> str:
-        """Publish a letter's message again, where it came from or elsewhere; says to which topic."""
+    async def publish(self, letter: LeasedMessage, topic: str) -> None:
+        """Publish a letter's message to a topic, in the partition that it came from if that is its topic."""
         headers = headers_of(letter)
-        topic = to or headers.get("dlq-topic")
-        if not topic:
-            raise InvalidRequest(
-                f"letter {letter.record.offset} does not say where it came from; name a topic with --to"
-            )
         partition = int(headers["dlq-partition"]) if headers.get("dlq-partition", "").isdigit() else None
         times = int(headers[REDRIVEN]) if headers.get(REDRIVEN, "").isdigit() else 0
         published = headers.get(FIRST_PUBLISHED) or str(letter.record.timestamp_ms)
@@ -163,8 +242,8 @@ class DeadLetterDesk:
         await self.check_target(topic)
         await self._patiently(self._post.open, *TRANSIENT)
         self._sent.add(_place(letter))
-        await self._post.send(topic, partition if to is None else None, record, spread=letter.record.offset)
-        return topic
+        is_origin = topic == headers.get("dlq-topic")
+        await self._post.send(topic, partition if is_origin else None, record, spread=letter.record.offset)
 
     async def _receive(self, number: int) -> list[LeasedMessage]:
         return await self._subscriptions.receive(
@@ -174,7 +253,7 @@ class DeadLetterDesk:
     async def _is_at_end(self) -> bool:
         """Whether all queues were asked, and nothing is left that could be had; in a failover some are missing."""
         told = await self._described(*_PASSES)
-        found = (await self._client.metadata([self._topic])).topics.get(self._topic)
+        found = (await self._client.metadata([self.topic])).topics.get(self.topic)
         partitions = set() if found is None else set(found.partitions)
         self.unreached = len(partitions - {queue["partition"] for queue in told["queues"]})
         self.held_by_others = max(0, sum(queue["leased"] for queue in told["queues"]) - len(self._held))
@@ -216,7 +295,7 @@ class DeadLetterDesk:
                 await self._settle(letters, verb)
 
     async def _find_leaders(self) -> None:
-        found = (await self._client.metadata([self._topic])).topics.get(self._topic)
+        found = (await self._client.metadata([self.topic])).topics.get(self.topic)
         for one in () if found is None else found.partitions.values():
             if one.leader_id >= 0:
                 self._leaders[one.partition] = one.leader_id
@@ -251,17 +330,26 @@ def headers_of(letter: LeasedMessage) -> dict[str, str]:
     return {name: (value or b"").decode(errors="replace") for name, value in letter.record.headers}
 
 
+def without_content(letter: LeasedMessage) -> LeasedMessage:
+    """A letter with its headers only: there may be many, and they may be large."""
+    return letter._replace(record=letter.record._replace(key=None, value=None))
+
+
 async def dead_letter_topics(client: Client) -> list[DeadLetterTopic]:
     """Every topic that is declared as a dead letter topic."""
     told = await SubscriptionClient(client).describe()
     writers: dict[str, list[str]] = {}
     opened: dict[str, int] = {}
     for one in told:
-        topic = one["settings"].get(DEAD_LETTER_TOPIC)
-        if topic:
+        topic = one["settings"].get(DEAD_LETTER_TOPIC, NO_DEAD_LETTERS)
+        if topic != NO_DEAD_LETTERS:
             writers.setdefault(topic, []).append(one["name"])
         if one["name"].startswith(LETTERS_PREFIX):
-            opened[one["name"].removeprefix(LETTERS_PREFIX)] = sum(queue["backlog"] for queue in one["queues"])
+            topic = one["name"].removeprefix(LETTERS_PREFIX)
+            opened[topic] = sum(queue["backlog"] for queue in one["queues"])
+            if opened[topic]:
+                # Letters outlive a subscription that was deleted by force.
+                writers.setdefault(topic, [])
     return [
         DeadLetterTopic(topic, names, opened.get(topic, await _stored(client, topic)))
         for topic, names in sorted(writers.items())
@@ -280,6 +368,46 @@ async def find_topic(client: Client, name: str) -> str:
         (told,) = await SubscriptionClient(client).describe([name])
         raise NotFound(f"subscription {told['name']!r} has no dead letter topic")
     raise NotFound(f"no subscription is called {name!r} or has it as its dead letter topic; see millstream dlq list")
+
+
+async def open_letters(client: Client, topic: str) -> int:
+    """How many open letters a topic holds; 0 also for one that does not exist."""
+    try:
+        (told,) = await SubscriptionClient(client).describe([LETTERS_PREFIX + topic])
+    except UnknownGroup:
+        return await _stored(client, topic)
+    return sum(queue["backlog"] for queue in told["queues"])
+
+
+async def check_no_open_letters(client: Client, topic: str) -> None:
+    """Raise `Conflict` for a dead letter topic that holds open letters."""
+    found = await _dead_letter_topic(client, topic)
+    if found is not None and found.letters:
+        raise Conflict(letters_would_be_lost(topic, found.letters, found.subscriptions))
+
+
+async def close_letters_of(client: Client, topic: str) -> None:
+    """Close every open letter of a topic without a look at any, if it is a dead letter topic."""
+    if await _dead_letter_topic(client, topic) is not None:
+        await DeadLetterDesk(client, topic, "close-all", patience_s=RELEASE_S_MAX).open()
+        await SubscriptionClient(client).seek(LETTERS_PREFIX + topic, "latest")
+
+
+async def _dead_letter_topic(client: Client, topic: str) -> DeadLetterTopic | None:
+    # Another kind of broker has no subscriptions, and answers nothing that could be read.
+    with suppress(MillstreamError, ValueError):
+        return next((one for one in await dead_letter_topics(client) if one.topic == topic), None)
+    return None
+
+
+def letters_would_be_lost(topic: str, letters: int, subscriptions: Sequence[str]) -> str:
+    """Why a dead letter topic is not deleted."""
+    whose = f" of {', '.join(subscriptions)}" if subscriptions else ""
+    what, them = ("letter", "it") if letters == 1 else ("letters", "them")
+    return (
+        f"topic {topic!r} holds {letters:,} open dead {what}{whose}; redrive or purge {them} first, or delete {them} "
+        f"too with millstream topic delete {topic} --force"
+    )
 
 
 async def _stored(client: Client, topic: str) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from millstream.admin.dead_letter import BATCH
+from millstream.admin.dead_letter import BATCH, headers_of, origin_of, without_content
 
 if TYPE_CHECKING:
     from millstream.admin.dead_letter import DeadLetterDesk
@@ -26,10 +26,21 @@ class Outcome:
     """Done, but their leases were lost meanwhile, so that they may be open still."""
     held: int = 0
     """Held by other commands."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Left open since their messages cannot be delivered again, by the reason."""
+    revived: dict[str, int] = field(default_factory=dict)
+    """Delivered again, by their subscription."""
     unreached: int = 0
     """Partitions that nobody leads now."""
     has_begun: bool = False
     is_sending: bool = False
+
+
+def refused_letters(refused: dict[str, int], remedy: str) -> str:
+    """Which letters were left open, why, and what publishes their messages anyway."""
+    count = sum(refused.values())
+    what = "1 letter is" if count == 1 else f"{count:,} letters are"
+    return f"{what} left open: {'; '.join(sorted(refused))}. To publish from the letters instead: {remedy}"
 
 
 async def work_through(
@@ -48,6 +59,58 @@ async def work_through(
     async with desk.holding():
         await _pass(desk, act, outcome, wanted=wanted, limit=limit, keep=keep, told=told)
     outcome.held, outcome.unreached = desk.held_by_others, desk.unreached
+
+
+async def revive_through(
+    desk: DeadLetterDesk,
+    outcome: Outcome,
+    *,
+    wanted: Wanted | None,
+    limit: int | None,
+    told: Callable[[int], None] = lambda _done: None,
+) -> None:
+    """Have every open letter that is meant delivered again by its own subscription, and close it.
+
+    The letters are gathered first, so that messages come back in the order of their offsets, not in that in which they
+    died.
+    """
+    chosen: list[LeasedMessage] = []
+
+    async def choose(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
+        chosen.append(without_content(letter))
+
+    await desk.open()
+    outcome.has_begun = True
+    async with desk.holding():
+        await _pass(desk, choose, outcome, wanted=wanted, limit=limit, keep=True, told=told)
+        outcome.done = 0
+        chosen.sort(key=_place)
+        for start in range(0, len(chosen), BATCH):
+            some = chosen[start : start + BATCH]
+            reasons = await desk.revive(some)
+            done = [letter for letter, reason in zip(some, reasons, strict=True) if reason is None]
+            outcome.is_sending = True
+            outcome.doubtful += await desk.close(done)
+            outcome.is_sending = False
+            outcome.done += len(done)
+            _add(outcome.refused, [reason for reason in reasons if reason is not None])
+            _add(outcome.revived, [headers_of(letter)["dlq-subscription"] for letter in done])
+            told(outcome.done)
+        await desk.forget_closed()
+    outcome.held, outcome.unreached = desk.held_by_others, desk.unreached
+
+
+def _place(letter: LeasedMessage) -> tuple[str, str, int, int]:
+    """Where the message came from, so that letters can be sorted by it."""
+    origin = origin_of(letter)
+    if origin is None:
+        return "", "", 0, letter.record.offset
+    return origin.queue.subscription, origin.queue.topic, origin.queue.partition, origin.letter.offset
+
+
+def _add(counts: dict[str, int], found: Iterable[str]) -> None:
+    for one in found:
+        counts[one] = counts.get(one, 0) + 1
 
 
 async def _pass(
@@ -74,8 +137,8 @@ async def _pass(
                 continue
             outcome.is_sending = True
             await act(desk, letter)
-            if not keep and not await desk.accept(letter):
-                outcome.doubtful += 1
+            if not keep:
+                outcome.doubtful += await desk.close([letter])
             outcome.is_sending = False
             outcome.done += 1
         if not keep:

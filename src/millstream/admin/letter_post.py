@@ -49,7 +49,7 @@ class LetterPost:
                 if isinstance(error, UnknownTopic):
                     raise UnknownTopic(
                         f"topic {topic!r} does not exist; create it with: millstream topic create {topic}, "
-                        "or name another one with --to"
+                        "or name another one with --to-topic"
                     )
                 raise error
             self._partitions[topic] = len(found.topics[topic].partitions)

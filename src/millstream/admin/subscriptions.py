@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millstream.admin.position import Kind, parse_position
 from millstream.model.errors import InvalidRequest
-from millstream.model.subscription import BY_DURATION, PAUSED
+from millstream.model.subscription import BY_DURATION, PAUSED, START, shown
 
 
 def summary_of(told: dict[str, Any]) -> dict[str, Any]:
     """A subscription in one line."""
-    sums = {
-        key: sum(queue[key] for queue in told["queues"]) for key in ("backlog", "leased", "parked", "dead_lettered")
-    }
+    summed = ("backlog", "leased", "parked", "dead_lettered", "dropped")
+    sums = {key: sum(queue[key] for queue in told["queues"]) for key in summed}
     return {
         "subscription": told["name"],
         "topics": told["topics"],
         **sums,
         "paused": told["settings"][PAUSED] == "true",
     }
+
+
+def differences(told: dict[str, Any], topics: Sequence[str], settings: Mapping[str, str]) -> list[str]:
+    """Where a subscription that exists differs from what is asked for, a phrase each."""
+    known: dict[str, str] = told["settings"]
+    found = [
+        f"{name} is {known.get(name)!r}, not {value!r}"
+        for name, value in sorted(shown(settings).items())
+        # Where it began is no difference to one that has begun.
+        if name != START and known.get(name) != value
+    ]
+    if set(topics) != set(told["topics"]):
+        found.append(f"its topics are {', '.join(sorted(told['topics']))}, not {', '.join(sorted(topics))}")
+    return found
 
 
 def start_of(text: str) -> str:

@@ -62,11 +62,13 @@ async def _subscriptions(client: Client, topic: TopicMetadata) -> list[str]:
 
 def _sentence(told: dict[str, Any], topic: TopicMetadata) -> str:
     said = f"Subscription {told['name']} reads {topic.name}"
-    queues = {queue["partition"]: queue["backlog"] for queue in told["queues"] if queue["topic"] == topic.name}
-    left = sum(queues.values())
+    queues = {queue["partition"]: queue for queue in told["queues"] if queue["topic"] == topic.name}
+    left, dropped, dead = (sum(one[key] for one in queues.values()) for key in ("backlog", "dropped", "dead_lettered"))
     if len(queues) < len(topic.partitions):
         # Queues that nobody has looked at since their leader began to lead are not counted.
         return f"{said}; how much of it is delivered is not known now."
-    if not left:
-        return f"{said}; every message is delivered."
-    return f"{said}, of which {'1 message is' if left == 1 else f'{left:,} messages are'} not delivered yet."
+    counted = ((left, "not delivered yet"), (dropped, "dropped"), (dead, "dead-lettered"))
+    notes = [f"{'1 message was' if n == 1 else f'{n:,} messages were'} {how}" for n, how in counted if n]
+    if notes:
+        return f"{said}, of which {' and '.join(notes)}."
+    return f"{said}; every message is delivered."

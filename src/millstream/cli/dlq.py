@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.admin.letter_pass import Act, Outcome, work_through
+from millstream.admin.letter_pass import Outcome, Wanted, refused_letters, revive_through, work_through
 from millstream.cli.connection import ask, complete_subscriptions
+from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds, Yes, ask_person
 from millstream.cli.output import as_json_text, counted, one_line, print_json, print_line, print_note, print_table
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from millstream.admin.dead_letter import DeadLetterDesk, DeadLetterTopic
     from millstream.wire.client import Client
     from millstream.wire.subscriptions import LeasedMessage
+
+Work = Callable[["DeadLetterDesk", Outcome, Wanted | None], Awaitable[None]]
 
 app = typer.Typer(help="List, show, redrive and purge dead letters.", no_args_is_help=True)
 
@@ -64,7 +68,7 @@ def list_(
             [[one.topic, ", ".join(one.subscriptions), one.letters] for one in found],
         )
     else:
-        print_line("No subscription has a dead letter topic; give it one with --dead-letter.")
+        print_line("No subscription keeps dead letters.")
 
 
 @app.command("show")
@@ -78,10 +82,13 @@ def show(
 ) -> None:
     """Show open letters with their story; they stay open."""
 
-    async def nothing(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
+    async def print_one(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
         _print(letter, as_json=as_json)
 
-    _work(name, filter_, limit, nothing, keep=True, brokers=brokers, timeout=timeout)
+    async def look(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
+        await work_through(desk, print_one, outcome, wanted=wanted, limit=limit, keep=True)
+
+    _work(name, filter_, look, keep=True, brokers=brokers, timeout=timeout)
 
 
 @app.command("redrive")
@@ -89,27 +96,60 @@ def redrive(
     name: Name,
     filter_: Filter = None,
     limit: Limit = None,
-    to: Annotated[
+    to_topic: Annotated[
         str | None,
-        typer.Option("--to", metavar="TOPIC", help="Another topic than the one they came from.", show_default=False),
+        typer.Option(
+            "--to-topic",
+            metavar="TOPIC",
+            help="Publish them to this topic, for all of its subscriptions, instead of delivering the originals again.",
+            show_default=False,
+        ),
     ] = None,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Publish open letters again, where they came from, and close them. Their message ids stay the same."""
-    sent: dict[str, int] = {}
+    """Have the messages of open letters delivered again, each by its own subscription, and close the letters."""
+    if to_topic is not None:
+        _publish(name, filter_, limit, to_topic, as_json=as_json, brokers=brokers, timeout=timeout)
+        return
 
+    async def revive(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
+        await revive_through(desk, outcome, wanted=wanted, limit=limit, told=_tell)
+
+    outcome = _work(name, filter_, revive, keep=False, brokers=brokers, timeout=timeout)
+    if as_json:
+        document = {"redriven": outcome.done, **_as_json(outcome), "subscriptions": outcome.revived}
+        print_json({**document, "refused": sum(outcome.refused.values()), "reasons": sorted(outcome.refused)})
+    else:
+        print_line(f"Redrove {counted(outcome.done, 'letter')}{_where(outcome.revived, 'in')}{_unmatched(outcome)}.")
+    if outcome.refused:
+        raise CommandFailed(
+            refused_letters(outcome.refused, f"millstream dlq redrive {name} --to-topic TOPIC"), ExitCode.CONFLICT
+        )
+
+
+def _publish(
+    name: str, filter_: str | None, limit: int | None, topic: str, *, as_json: bool, brokers: str, timeout: float
+) -> None:
     async def send(desk: DeadLetterDesk, letter: LeasedMessage) -> None:
-        topic = await desk.send_back(letter, to)
-        sent[topic] = sent.get(topic, 0) + 1
+        await desk.publish(letter, topic)
 
-    outcome = _work(name, filter_, limit, send, keep=False, to=to, brokers=brokers, timeout=timeout)
+    async def publish(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
+        await desk.check_target(topic)
+        await work_through(desk, send, outcome, wanted=wanted, limit=limit, keep=False, told=_tell)
+
+    outcome = _work(name, filter_, publish, keep=False, brokers=brokers, timeout=timeout)
+    sent = {topic: outcome.done} if outcome.done else {}
     if as_json:
         print_json({"redriven": outcome.done, **_as_json(outcome), "topics": sent})
     else:
-        where = f" to {', '.join(f'{topic} ({number:,})' for topic, number in sorted(sent.items()))}" if sent else ""
-        print_line(f"Redrove {counted(outcome.done, 'letter')}{where}{_unmatched(outcome)}.")
+        print_line(f"Redrove {counted(outcome.done, 'letter')}{_where(sent, 'to')}{_unmatched(outcome)}.")
+
+
+def _where(counts: dict[str, int], preposition: str) -> str:
+    listed = ", ".join(f"{one_line(name)} ({number:,})" for name, number in sorted(counts.items()))
+    return f" {preposition} {listed}" if listed else ""
 
 
 @app.command("purge")
@@ -128,24 +168,17 @@ def purge(
     async def nothing(_desk: DeadLetterDesk, _letter: LeasedMessage) -> None:
         return
 
-    outcome = _work(name, filter_, limit, nothing, keep=False, brokers=brokers, timeout=timeout)
+    async def close(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
+        await work_through(desk, nothing, outcome, wanted=wanted, limit=limit, keep=False, told=_tell)
+
+    outcome = _work(name, filter_, close, keep=False, brokers=brokers, timeout=timeout)
     if as_json:
         print_json({"purged": outcome.done, **_as_json(outcome)})
     else:
         print_line(f"Closed {counted(outcome.done, 'letter')}{_unmatched(outcome)}.")
 
 
-def _work(
-    name: str,
-    filter_: str | None,
-    limit: int | None,
-    act: Act,
-    *,
-    keep: bool,
-    to: str | None = None,
-    brokers: str,
-    timeout: float,
-) -> Outcome:
+def _work(name: str, filter_: str | None, work: Work, *, keep: bool, brokers: str, timeout: float) -> Outcome:
     """Do something with every open letter that is meant."""
     outcome = Outcome()
 
@@ -156,9 +189,7 @@ def _work(
         wanted = None if filter_ is None else matcher(filter_)
         topic = await find_topic(client, name)
         desk = DeadLetterDesk(client, topic, f"cli/{socket.gethostname()}-{os.getpid()}", patience_s=timeout)
-        if to is not None:
-            await desk.check_target(to)
-        await work_through(desk, act, outcome, wanted=wanted, limit=limit, keep=keep, told=_tell)
+        await work(desk, outcome, wanted)
 
     try:
         ask(brokers, timeout, question)

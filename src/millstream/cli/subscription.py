@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import typer
 
 from millstream.admin.position import HELP
-from millstream.admin.subscriptions import place_of, start_of, summary_of
+from millstream.admin.subscriptions import differences, place_of, start_of, summary_of
 from millstream.cli.connection import ask, ask_through, complete_subscriptions, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import (
@@ -55,6 +55,7 @@ from millstream.model.subscription import (
     FILTER,
     IN_FLIGHT_MAX,
     LEASE,
+    NO_DEAD_LETTERS,
     ORDERED,
     OWN_PREFIX,
     PAUSED,
@@ -122,17 +123,30 @@ LeaseSeconds = Annotated[
 ]
 Attempts = Annotated[
     int | None,
-    typer.Option("--attempts", metavar="NUMBER", help="How often a message is tried; 0: for ever.", show_default=False),
+    typer.Option(
+        "--attempts",
+        metavar="NUMBER",
+        help="How often a message is tried; 0: for ever. Default: 25, over more than an hour.",
+        show_default=False,
+    ),
 ]
 BackoffSeconds = Annotated[
     str | None,
     typer.Option(
-        "--backoff", metavar="MIN[:MAX]", help="Seconds between attempts; they double up to MAX.", show_default=False
+        "--backoff",
+        metavar="MIN[:MAX]",
+        help="Seconds between attempts; they double up to MAX. Default: 1:300.",
+        show_default=False,
     ),
 ]
 DeadLetter = Annotated[
     str | None,
-    typer.Option("--dead-letter", metavar="TOPIC", help="Where messages go that fail for good.", show_default=False),
+    typer.Option(
+        "--dead-letter",
+        metavar="TOPIC",
+        help="Where messages go that fail for good, or none to drop them. Default: a topic named after it.",
+        show_default=False,
+    ),
 ]
 Ordered = Annotated[
     bool | None,
@@ -189,26 +203,38 @@ def create(
     by_flags = dict(overrides)
     overrides.update({START: start_of(start), **parse_assignments(settings or [], flag="--set")})
 
-    async def question(client: Client) -> tuple[bool, list[str], str | None]:
+    async def question(client: Client) -> tuple[bool, dict[str, Any], list[str], str | None]:
         from millstream.wire.subscriptions import SubscriptionClient
 
+        subscriptions = SubscriptionClient(client)
         known = (await client.metadata(topic)).topics
         missing = [one for one in topic if one not in known]
+        created = True
         try:
-            await SubscriptionClient(client).create(name, topic, overrides)
+            await subscriptions.create(name, topic, overrides)
         except SubscriptionExists:
             if not if_missing:
                 raise
-            return False, missing, None
-        return True, missing, await push_note(client, overrides)
+            created = False
+        (told,) = await subscriptions.describe([name])
+        if not created and (found := differences(told, topic, overrides)):
+            raise SubscriptionExists(
+                f"subscription {name!r} exists, and is declared otherwise: {'; '.join(found)}; change it with "
+                "millstream subscription update, or choose another name"
+            )
+        return created, told, missing, await push_note(client, overrides) if created else None
 
     with _named_by_flags(by_flags):
-        created, missing, note = ask(brokers, timeout, question)
+        created, told, missing, note = ask(brokers, timeout, question)
+    letters = told["settings"][DEAD_LETTER_TOPIC]
     if as_json:
-        print_json({"subscription": name, "topics": topic, "created": created, "missing_topics": missing})
+        document = {"subscription": name, "topics": topic, "created": created, "missing_topics": missing}
+        print_json({**document, "dead_letter_topic": letters})
     else:
         said = "Created subscription" if created else "There is already a subscription"
         print_line(f"{said} {one_line(name)} on {', '.join(topic)}.")
+        if created and letters == NO_DEAD_LETTERS:
+            print_note("Messages that fail for good are dropped, as --dead-letter none asks for.")
     for one in missing:
         print_note(f"Topic {one_line(one)} does not exist yet; its messages are delivered once it is there.")
     if note is not None:
@@ -231,7 +257,7 @@ def list_(
     if as_json:
         print_json({"subscriptions": [summary_of(told) for told in found]})
     elif found:
-        keys = ("subscription", "topics", "backlog", "leased", "parked", "dead_lettered", "paused")
+        keys = ("subscription", "topics", "backlog", "leased", "parked", "dead_lettered", "dropped", "paused")
         rows = [summary_of(told) for told in found]
         print_table(
             [key.replace("_", "-") for key in keys],
@@ -344,6 +370,7 @@ def resume(
 @app.command("delete")
 def delete(
     name: Name,
+    force: Annotated[bool, typer.Option("--force", help="Also when it has open dead letters, which stay.")] = False,
     yes: Yes = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
@@ -352,7 +379,7 @@ def delete(
     """Delete a subscription; the messages stay in their topics. A person at a terminal is asked first."""
     ask_person(f"Delete subscription {name} and forget what it has delivered?", unless=yes or as_json)
 
-    _ask(brokers, timeout, lambda subscriptions: subscriptions.delete(name))
+    _ask(brokers, timeout, lambda subscriptions: subscriptions.delete(name, force=force))
     print_answer({"subscription": name, "deleted": True}, f"Deleted subscription {one_line(name)}.", as_json=as_json)
 
 

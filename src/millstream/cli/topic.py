@@ -224,6 +224,7 @@ def alter(
 @app.command("delete")
 def delete(
     name: Name,
+    force: Annotated[bool, typer.Option("--force", help="Also when it holds open dead letters.")] = False,
     yes: Yes = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
@@ -232,14 +233,20 @@ def delete(
     """Delete a topic and every message in it. A person at a terminal is asked first, a script is not."""
 
     async def look(client: Client) -> list[str]:
+        from millstream.admin.dead_letter import check_no_open_letters
         from millstream.admin.topic_notes import notes_on_deletion
         from millstream.admin.topics import find_topic
 
+        if not force:
+            await check_no_open_letters(client, name)
         return await notes_on_deletion(client, await find_topic(client, name, advice=_LIST_ADVICE))
 
     async def question(client: Client) -> None:
+        from millstream.admin.dead_letter import close_letters_of
         from millstream.admin.topics import delete_topic
 
+        if force:
+            await close_letters_of(client, name)
         await delete_topic(client, name)
 
     notes = ask(brokers, timeout, look)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final, TypedDict
 
-from millstream.admin.subscriptions import start_of
+from millstream.admin.subscriptions import differences, start_of
 from millstream.client.arguments import check_number, check_pair, check_text, check_truth, check_whole
 from millstream.model.errors import InvalidRequest, InvalidSubscription, SubscriptionExists
 from millstream.model.subscription import (
@@ -29,9 +29,6 @@ from millstream.wire.subscriptions import SubscriptionClient
 
 Start = str | datetime | timedelta
 Seconds = float
-
-_PLACES_ONLY: Final = frozenset({START})
-"""Says where a new subscription begins, so it is no difference to one that has begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +91,15 @@ async def _agree(
 ) -> Declared:
     (there,) = await subscriptions.describe([name])
     known: dict[str, str] = there["settings"]
-    changed = {
-        setting: value
-        for setting, value in settings.items()
-        if setting not in _PLACES_ONLY and known.get(setting) != value
-    }
-    other_topics = set(topics) != set(there["topics"])
-    if (changed or other_topics) and not update:
-        told = [f"{setting} is {known.get(setting)!r}, not {value!r}" for setting, value in sorted(changed.items())]
-        if other_topics:
-            told.append(f"its topics are {', '.join(sorted(there['topics']))}, not {', '.join(sorted(topics))}")
+    told = differences(there, topics, settings)
+    if told and not update:
         raise SubscriptionExists(
             f"subscription {name!r} is declared otherwise: {'; '.join(told)}; update=True changes it"
         )
+    changed = {
+        setting: value for setting, value in settings.items() if setting != START and known.get(setting) != value
+    }
+    other_topics = set(topics) != set(there["topics"])
     if changed or other_topics:
         await subscriptions.alter(name, changed, topics=topics if other_topics else None)
     return _declared(name, SubscriptionSettings.from_strings({**known, **changed}))

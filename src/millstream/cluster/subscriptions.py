@@ -213,14 +213,6 @@ class Subscriptions:
             )
             self._show(stored)
 
-    async def delete_unused(self, name: str, *, before_ms: int) -> None:
-        """Delete a subscription unless another node has noted a use since `before_ms`."""
-        await self.load()
-        found = self.existing(name)
-        if max(found.used_ms, found.created_ms) < before_ms:
-            _logger.info("a subscription is deleted, since nobody uses it", extra={"subscription": name})
-            await self.delete(name)
-
     async def delete(self, name: str) -> Subscription:
         """Take a subscription out, durably; what its queues hold goes after that."""
         await self.find(name)

@@ -89,6 +89,7 @@ from millstream.kafka.apis.subscription_delete import SubscriptionDelete
 from millstream.kafka.apis.subscription_forget import SubscriptionForget
 from millstream.kafka.apis.subscription_list import SubscriptionList
 from millstream.kafka.apis.subscription_receive import SubscriptionReceive
+from millstream.kafka.apis.subscription_revive import SubscriptionRevive
 from millstream.kafka.apis.subscription_seek import SubscriptionSeek
 from millstream.kafka.apis.subscription_settle import SubscriptionSettle
 from millstream.kafka.apis.sync_group import SyncGroup
@@ -211,7 +212,7 @@ class Served:
         yield ListOffsets(topics)
         yield OffsetForLeaderEpoch(topics)
         yield CreateTopics(topics, membership)
-        yield DeleteTopics(topics)
+        yield DeleteTopics(topics, self._subscriptions)
         yield CreatePartitions(topics, membership)
         yield DeleteRecords(topics)
         yield DescribeConfigs(topics, membership, self._parts.config, self._parts.subscriptions)
@@ -236,7 +237,7 @@ class Served:
         yield OffsetDelete(groups, topics)
         yield ListGroups(groups)
         yield DescribeGroups(groups)
-        yield DeleteGroups(groups, self._parts.subscriptions)
+        yield DeleteGroups(groups, self._subscriptions)
         yield ConsumerGroupHeartbeat(groups)
         yield ConsumerGroupDescribe(groups)
 
@@ -265,9 +266,10 @@ class Served:
         yield SubscriptionSettle(service)
         yield SubscriptionCreate(service, self._parts.pipelines)
         yield SubscriptionAlter(service)
-        yield SubscriptionDelete(service.declared)
+        yield SubscriptionDelete(service)
         yield SubscriptionList(service)
         yield SubscriptionSeek(service)
+        yield SubscriptionRevive(service)
         yield SubscriptionForget(service)
         yield DeliveryState(service)
 

@@ -21,11 +21,18 @@ from millstream.config import Config
 from millstream.kafka.push_board import PushBoard
 from millstream.kafka.share_topics import ShareTopics
 from millstream.model.clock import Clock
-from millstream.model.errors import MillstreamError, PartitionClosed
+from millstream.model.errors import (
+    GroupNotEmpty,
+    MillstreamError,
+    PartitionClosed,
+    PolicyViolation,
+    UnknownSubscription,
+)
 from millstream.model.ids import NodeId
 from millstream.model.metric import Metric, gauge
 from millstream.model.subscription import (
     EARLIEST,
+    LETTERS_PREFIX,
     READ_COMMITTED,
     QueueKey,
     SubscriptionSettings,
@@ -82,7 +89,7 @@ class SubscriptionService:
         self._making: asyncio.Task[None] | None = None
         self._client: Client | None = None
         self._supervise = supervise
-        self._expiry = Expiry(subscriptions, clock, self._last_used_ms)
+        self._expiry = Expiry(subscriptions, clock, self._last_used_ms, self.delete)
         self._looking_after: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -140,21 +147,63 @@ class SubscriptionService:
             return {start_key(topic.name, topic.topic_id): (0,) * topic.partitions for topic in asked}
         time_ms = settings.start_time_ms(self._clock.now_ms())
         wanted_ms = _END_MS if time_ms is None else time_ms
-        if self._client is None:
-            self._client = Client.connect(self._addresses(), client_id="subscriptions")
+        client = self._wire_client()
         isolation = int(settings.isolation == READ_COMMITTED)
         found: dict[str, tuple[int, ...]] = {}
         for topic in asked:
             name, partitions = topic.name, topic.partitions
-            ends = await self._client.list_offsets(name, dict.fromkeys(range(partitions), _END_MS), isolation=isolation)
+            ends = await client.list_offsets(name, dict.fromkeys(range(partitions), _END_MS), isolation=isolation)
             listed = ends
             if wanted_ms != _END_MS:
                 times = dict.fromkeys(range(partitions), wanted_ms)
-                listed = await self._client.list_offsets(name, times, isolation=isolation)
+                listed = await client.list_offsets(name, times, isolation=isolation)
             found[start_key(name, topic.topic_id)] = tuple(
                 listed[index].offset if listed[index].offset >= 0 else ends[index].offset for index in range(partitions)
             )
         return found
+
+    async def check_letters_kept(self, topic: str) -> None:
+        """Raise `PolicyViolation` for a dead letter topic that holds open letters, which would go with it."""
+        writers = [one.name for one in self.declared.all() if one.settings.dead_letter_topic == topic]
+        if not writers and self.declared.get(LETTERS_PREFIX + topic) is None:
+            return
+        from millstream.admin.dead_letter import letters_would_be_lost, open_letters
+
+        letters = await open_letters(self._wire_client(), topic)
+        if letters:
+            raise PolicyViolation(letters_would_be_lost(topic, letters, writers))
+
+    async def check_no_letters(self, name: str) -> None:
+        """Raise `GroupNotEmpty` for a subscription with open letters, which nobody could redrive without it."""
+        settings = self.declared.settings_of(await self.declared.find(name))
+        topic = settings.dead_letter_topic
+        if not settings.has_dead_letters or self.topics.get(topic) is None:
+            return
+        from millstream.admin.dead_letter import open_letters
+
+        letters = await open_letters(self._wire_client(), topic)
+        if letters:
+            said, them = ("letter", "it") if letters == 1 else ("letters", "them")
+            raise GroupNotEmpty(
+                f"subscription {name!r} has {letters:,} open dead {said} in topic {topic!r}; redrive or purge {them} "
+                f"first, or leave {them} behind with --force"
+            )
+
+    async def delete(self, name: str, *, force: bool = False) -> None:
+        """Delete a subscription; one with open letters only by force."""
+        if not force:
+            await self.check_no_letters(name)
+        await self.declared.delete(name)
+
+    async def topic_deleted(self, topic: str) -> None:
+        """Forget which letters of a dead letter topic were open."""
+        with suppress(UnknownSubscription):
+            await self.declared.delete(LETTERS_PREFIX + topic)
+
+    def _wire_client(self) -> Client:
+        if self._client is None:
+            self._client = Client.connect(self._addresses(), client_id="subscriptions")
+        return self._client
 
     @property
     def loaded(self) -> Engine | None:

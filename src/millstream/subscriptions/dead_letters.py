@@ -175,6 +175,10 @@ class DeadLetters:
         try:
             record = self._find(one.offset)
             if record is None:
+                _logger.warning(
+                    "a message is lost: the log no longer has it, so it cannot be dead-lettered",
+                    extra={"subscription": self._subscription, "topic": self._delivery.topic, "offset": one.offset},
+                )
                 queue.drop(one.offset, GONE, now_ms=self._clock.now_ms())
                 # Its number is not used, so no later one of the same producer will be taken.
                 self._producer_id = None
@@ -228,6 +232,7 @@ class DeadLetters:
         told = {
             "subscription": self._subscription,
             "topic": source,
+            "topic-id": str(key.topic_id),
             "partition": str(key.partition),
             "offset": str(one.offset),
             "attempts": str(one.attempts),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -36,10 +36,20 @@ from millstream.model.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionS
 from millstream.model.verb import Verb
 from millstream.records.batch import iterate_whole_headers
 from millstream.replication.partition import Partition
+from millstream.subscriptions.delta import DeltaKind
 from millstream.subscriptions.endings import Endings
 from millstream.subscriptions.lease import Lease, Settle
-from millstream.subscriptions.look_ahead import Stretch, batch_ends, batches_with, look, read, readable_end
+from millstream.subscriptions.look_ahead import (
+    Stretch,
+    batch_ends,
+    batches_with,
+    keys_in_batch,
+    look,
+    read,
+    readable_end,
+)
 from millstream.subscriptions.queue import Queue
+from millstream.subscriptions.rejected import Revival
 from millstream.subscriptions.sieve import QueueSieve
 from millstream.subscriptions.state_store import QueueWrite, StateStore
 from millstream.subscriptions.waiter import Waiter
@@ -61,6 +71,8 @@ TRIM_OFFSETS, TRIM_S = 100_000, 0.5
 LEASES_S: Final = 0.02
 """How long a lease that may be forgotten after a crash waits for something else to be written with. Many messages are
 accepted by then; else each would cost two writes."""
+DROPS_S: Final = 60.0
+"""How often it is logged that messages are dropped."""
 ALARM_S_MAX: Final = 3600.0
 """No alarm is set for later: the time of day may be corrected meanwhile."""
 
@@ -103,9 +115,12 @@ class Delivery:
         clock: Clock,
         *,
         next_sequence: int,
+        name: str = "",
         sieve: QueueSieve | None = None,
     ) -> None:
         self.key = key
+        self.name = name
+        """The name of the subscription, for the log."""
         self.queue = queue
         self.partition = partition
         self.leader_epoch = Epoch(partition.leader_epoch)
@@ -126,6 +141,8 @@ class Delivery:
         self._alarm: asyncio.TimerHandle | None = None
         self._leases_timer: asyncio.TimerHandle | None = None
         self._alarm_at_ms = 0
+        self._dropped = queue.counter(DeltaKind.DROPPED)
+        self._drops_timer: asyncio.TimerHandle | None = None
         self._is_due = False
         self._is_serving = False
         # Whether there is more to look at than one turn of the loop should take, and whether the store had no room.
@@ -250,6 +267,30 @@ class Delivery:
         self._after()
         self._wake()
 
+    async def revive(self, letters: Mapping[Offset, bytes], closed: Mapping[Offset, bytes]) -> list[Offset]:
+        """Deliver messages again that are dead letters, by their letters; says which of them the log no longer has.
+
+        `closed` are letters by which messages were revived before, and which nobody will revive by again.
+        """
+        keys: dict[int, int] = {}
+        next_offset = 0
+        for offset in sorted(letters):
+            if offset >= next_offset:
+                found, next_offset = keys_in_batch(self.partition, offset)
+                keys.update(found)
+                # A batch takes a while to open, and there may be many.
+                await asyncio.sleep(0)
+        self._check()
+        now_ms, log_start = self._clock.now_ms(), self.partition.log_start
+        self.queue.drop_before(log_start, now_ms=now_ms)
+        # A batch may begin before the log does.
+        there = [Revival(one, keys[one], letter) for one, letter in letters.items() if one in keys and one >= log_start]
+        self.queue.letters_closed([Revival(one, 0, letter) for one, letter in closed.items()], now_ms=now_ms)
+        self.queue.revive(there, now_ms=now_ms)
+        self._after()
+        await self.durable()
+        return sorted(letters.keys() - {one.offset for one in there})
+
     def change(self, settings: SubscriptionSettings, sieve: QueueSieve | None) -> None:
         """Take over what the subscription declares now; what was looked at already stays as it was decided."""
         self.queue.settings = settings
@@ -281,6 +322,8 @@ class Delivery:
         self.partition.forget(self)
         if self._alarm is not None:
             self._alarm.cancel()
+        if self._drops_timer is not None:
+            self._drops_timer.cancel()
         if self._looking is not None:
             self._looking.cancel()
         if self._sieve is not None:
@@ -468,11 +511,26 @@ class Delivery:
         if self.queue.has_leases and self._leases_timer is None:
             self._leases_timer = asyncio.get_running_loop().call_later(LEASES_S, self._write_leases)
         self.endings.changed(self.queue.fold)
+        if self.queue.counter(DeltaKind.DROPPED) > self._dropped and self._drops_timer is None:
+            self._warn_of_drops()
         if self.queue.counts.rejecting:
             self.when_rejecting()
         if self._waiting and not self._is_serving and self._has_available:
             self._wake()
         self._set_alarm()
+
+    def _warn_of_drops(self) -> None:
+        """Log what was dropped since the last time, at once and then once a minute while there is more."""
+        dropped = self.queue.counter(DeltaKind.DROPPED)
+        count, self._dropped = dropped - self._dropped, dropped
+        self._drops_timer = None
+        if count and self._closed is None:
+            _logger.warning(
+                "%d messages were dropped: they failed for good, and the subscription keeps no dead letters",
+                count,
+                extra={"subscription": self.name, "queue": f"{self.topic}-{self.index}", "dropped_total": dropped},
+            )
+            self._drops_timer = asyncio.get_running_loop().call_later(DROPS_S, self._warn_of_drops)
 
     def _write(self, *, is_all: bool = False) -> asyncio.Future[None] | None:
         """Write what has happened since the last time and has to be kept; None when everything is durable."""

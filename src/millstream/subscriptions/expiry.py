@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final
 from uuid import UUID
@@ -32,10 +32,17 @@ LastUsed = Callable[[UUID], int]
 class Expiry:
     """Looks after the subscriptions that expire."""
 
-    def __init__(self, subscriptions: Subscriptions, clock: Clock, last_used: LastUsed) -> None:
+    def __init__(
+        self,
+        subscriptions: Subscriptions,
+        clock: Clock,
+        last_used: LastUsed,
+        delete: Callable[[str], Awaitable[object]],
+    ) -> None:
         self._subscriptions = subscriptions
         self._clock = clock
         self._last_used = last_used
+        self._delete = delete
         self._changed = asyncio.Event()
         subscriptions.when_changed(self._changed.set)
 
@@ -60,7 +67,12 @@ class Expiry:
         used_ms = max(used_here_ms, subscription.used_ms, subscription.created_ms)
         try:
             if now_ms - used_ms > life_ms:
-                await self._subscriptions.delete_unused(subscription.name, before_ms=now_ms - life_ms)
+                await self._subscriptions.load()
+                now = self._subscriptions.existing(subscription.name)
+                # Another node may have noted a use.
+                if max(now.used_ms, now.created_ms) < now_ms - life_ms:
+                    await self._delete(subscription.name)
+                    _logger.info("an unused subscription expired", extra={"subscription": subscription.name})
             elif used_here_ms - max(subscription.used_ms, subscription.created_ms) > life_ms / NOTES_PER_LIFE:
                 await self._subscriptions.note_use(subscription.name, used_here_ms)
         except UnknownSubscription:

@@ -12,7 +12,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from millstream.model.errors import BatchRejected, DamagedRange
+from millstream.model.errors import BatchRejected, DamagedRange, OffsetOutOfRange
 from millstream.model.ids import Offset
 from millstream.model.subscription import READ_COMMITTED
 from millstream.records.aborted_batches import AbortedBatches
@@ -167,9 +167,33 @@ def _keys(records: Buffer, first: Offset, next_offset: Offset) -> npt.NDArray[np
         with suppress(BatchRejected):
             for record in raw_records(records_section(records, header), header):
                 place = header.base_offset + record.offset_delta - first
-                if record.key is not None and 0 <= place < len(keys):
-                    keys[place] = crc32(record.key) + 1
+                if 0 <= place < len(keys):
+                    keys[place] = _key_number(record.key)
     return keys
+
+
+def keys_in_batch(partition: Partition, offset: Offset) -> tuple[dict[int, int], Offset]:
+    """Every message of the batch that holds an offset, with the number of its key; and the offset behind the batch.
+
+    What cannot be read any more, or cannot be opened, has none.
+    """
+    found: dict[int, int] = {}
+    try:
+        records = partition.read(offset, max_bytes=1)
+    except (OffsetOutOfRange, DamagedRange):
+        return found, Offset(offset + 1)
+    header = next(iterate_whole_headers(records), None)
+    if header is None:
+        return found, Offset(offset + 1)
+    if not header.is_control:
+        with suppress(BatchRejected):
+            for record in raw_records(records_section(records, header), header):
+                found[header.base_offset + record.offset_delta] = _key_number(record.key)
+    return found, Offset(max(header.next_offset, offset + 1))
+
+
+def _key_number(key: bytes | None) -> int:
+    return 0 if key is None else crc32(key) + 1
 
 
 def batches_with(records: Buffer, leased: list[tuple[int, int]]) -> Iterator[memoryview]:

@@ -6,7 +6,8 @@ from typing import Final, NamedTuple
 
 from millstream.model.ids import Offset
 
-LETTER_BYTES: Final = 12
+LETTER_BYTES: Final = 28
+"""The id of the dead letter topic, the partition and the offset."""
 
 
 class Rejected(NamedTuple):
@@ -30,4 +31,4 @@ class Revival(NamedTuple):
     key: int
     """The hash of its key, 0 without one."""
     letter: bytes
-    """Where the letter is in the dead letter topic, `LETTER_BYTES` long."""
+    """Where the letter is, `LETTER_BYTES` long."""

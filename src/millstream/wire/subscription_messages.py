@@ -16,6 +16,7 @@ DELETE_KEY: Final = 32034
 LIST_KEY: Final = 32035
 SEEK_KEY: Final = 32036
 FORGET_KEY: Final = 32037
+REVIVE_KEY: Final = 32040
 
 
 class Receive(msgspec.Struct, frozen=True, array_like=True):

@@ -26,6 +26,7 @@ from millstream.wire.subscription_messages import (
     DELETE_KEY,
     LIST_KEY,
     RECEIVE_KEY,
+    REVIVE_KEY,
     SEEK_KEY,
     SETTLE_KEY,
     LeasedRange,
@@ -93,9 +94,38 @@ class SubscriptionClient:
         body = {"name": name, "settings": dict(settings), "topics": None if topics is None else list(topics)}
         await self._ask(None, ALTER_KEY, body)
 
-    async def delete(self, name: str) -> None:
-        """Take a subscription away."""
-        await self._ask(None, DELETE_KEY, {"name": name})
+    async def delete(self, name: str, *, force: bool = False) -> None:
+        """Delete a subscription; one with open dead letters only by force."""
+        await self._ask(None, DELETE_KEY, {"name": name, "force": force})
+
+    async def revive(
+        self,
+        name: str,
+        place: tuple[str, UUID, int],
+        letter_topic_id: UUID,
+        letters: Sequence[tuple[int, int, int]],
+        closed: Sequence[tuple[int, int, int]] = (),
+    ) -> list[int]:
+        """Have dead letters of a partition delivered again by one subscription; the offsets that the log has no more.
+
+        Letters are the offset of a message, and partition and offset of its letter; of `closed` none will come again.
+        """
+        topic, topic_id, partition = place
+        body = {
+            "name": name,
+            "topic": topic,
+            "topic_id": str(topic_id),
+            "partition": partition,
+            "letter_topic_id": str(letter_topic_id),
+            "letters": letters,
+            "closed": closed,
+        }
+
+        async def attempt(leader: NodeId) -> list[int]:
+            missing: list[int] = (await self._ask(leader, REVIVE_KEY, body))["missing"]
+            return missing
+
+        return await self._client.at_leader(topic, partition, attempt)
 
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Subscriptions with all their queues, which the nodes that lead them tell."""

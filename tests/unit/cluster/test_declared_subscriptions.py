@@ -19,7 +19,17 @@ from millstream.model.errors import (
     SubscriptionExists,
     UnknownSubscription,
 )
-from millstream.model.subscription import FILTER, LEASE, ORDERED, Subscription, start_key
+from millstream.model.subscription import (
+    ATTEMPTS,
+    DEAD_LETTER_TOPIC,
+    FILTER,
+    LEASE,
+    NO_DEAD_LETTERS,
+    ORDERED,
+    Subscription,
+    settings_of_new,
+    start_key,
+)
 from millstream.testing.clock import ManualClock
 
 
@@ -87,7 +97,26 @@ async def test_what_does_not_fit_changes_nothing(catalog: Catalog) -> None:
     await subscriptions.create("shipping", [], {}, validate_only=True)
     await subscriptions.alter("billing", {LEASE: "500"}, validate_only=True)
     (only,) = catalog.subscriptions()
-    assert (only.name, only.topics, only.overrides) == ("billing", ("orders",), {})
+    assert (only.name, only.topics, only.overrides) == ("billing", ("orders",), settings_of_new({}, "billing-dlq"))
+
+
+async def test_a_new_subscription_has_its_defaults_written_into_it_and_a_share_group_has_kafkas(
+    catalog: Catalog,
+) -> None:
+    subscriptions = make(catalog)
+    subscriptions.use_topics(lambda name: name == "taken-dlq")
+    one = await subscriptions.create("taken", ["orders"], {ATTEMPTS: "3"})
+    assert one.overrides[ATTEMPTS] == "3"
+    assert one.overrides[DEAD_LETTER_TOPIC].startswith("taken-dlq-")
+    # To unset is to go back to what a new one has, which does not drop messages.
+    changed = await subscriptions.alter("taken", {ATTEMPTS: None, DEAD_LETTER_TOPIC: None})
+    assert changed.overrides == {**one.overrides, ATTEMPTS: "25"}
+    dropping = await subscriptions.alter("taken", {DEAD_LETTER_TOPIC: NO_DEAD_LETTERS})
+    assert not dropping.settings.has_dead_letters
+    group = await subscriptions.ensure("a-share-group")
+    assert (group.overrides, group.settings.attempts, group.settings.has_dead_letters) == ({}, 5, False)
+    own = await subscriptions.create("__dlq/x", ["x"], {})
+    assert own.overrides == {}
 
 
 async def test_a_deletion_is_forgotten_when_no_node_can_still_need_it(catalog: Catalog) -> None:

@@ -34,7 +34,7 @@ class Node:
     def __init__(self, catalog: Catalog, clock: ManualClock) -> None:
         self.subscriptions = Subscriptions(CatalogDeclarations(catalog), clock)
         self.used_ms: dict[UUID, int] = {}
-        self.expiry = Expiry(self.subscriptions, clock, lambda one: self.used_ms.get(one, 0))
+        self.expiry = Expiry(self.subscriptions, clock, lambda one: self.used_ms.get(one, 0), self.subscriptions.delete)
 
     async def look(self) -> None:
         """One round of looking."""

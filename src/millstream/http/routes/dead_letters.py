@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 from millstream.admin.dead_letter import DeadLetterDesk, dead_letter_topics, find_topic
-from millstream.admin.letter_pass import Act, Outcome, Wanted, work_through
+from millstream.admin.letter_pass import Outcome, Wanted, refused_letters, revive_through, work_through
 from millstream.http.message import ReceivedMessage, received
 from millstream.http.parts import Parts
-from millstream.http.problem import invalid
-from millstream.http.route import Asked, Nothing, Route
+from millstream.http.problem import Refused, invalid
+from millstream.http.route import Asked, Nothing, Route, TopicName
 from millstream.wire.subscriptions import LeasedMessage
 
 PATIENCE_S: Final = 10.0
@@ -56,12 +57,12 @@ class LetterList(msgspec.Struct, frozen=True):
 
 
 class Redrive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which letters to publish again, and where."""
+    """Which letters to deliver again."""
 
     filter: Condition | None = None
     limit: Number = WORKED_ON_MAX
-    to: str | None = None
-    """Another topic than the one they came from."""
+    to_topic: TopicName | None = None
+    """Publish them to this topic, for all of its subscriptions, instead of delivering the originals again."""
 
 
 class Purge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,7 +84,12 @@ class WorkedOn(msgspec.Struct, frozen=True):
     doubtful: int
     """Done, but their leases were lost meanwhile, so that they may be open still."""
     topics: dict[str, int] = {}
-    """Where they went."""
+    """To which topics they were published."""
+    subscriptions: dict[str, int] = {}
+    """Which subscriptions deliver them again."""
+    refused: int = 0
+    """Left open, since their messages cannot be delivered again; `to_topic` publishes them."""
+    reasons: list[str] = []
 
 
 async def list_topics(parts: Parts, asked: Asked[Nothing, Nothing]) -> DeadLetterList:
@@ -105,21 +111,27 @@ async def show(parts: Parts, asked: Asked[Letters, Nothing]) -> LetterList:
             raise invalid(f"more than {SHOWN_BYTES_MAX} bytes are not shown at once; ask for fewer letters")
         shown.append(received(letter.topic, letter.topic_id, letter.partition, letter.record))
 
-    topic, outcome = await _work(parts, asked.path["name"], asked.query.filter, asked.query.limit, note, keep=True)
-    return LetterList(topic, shown, outcome.held)
+    desk, wanted = await _desk(parts, asked.path["name"], asked.query.filter)
+    outcome = Outcome()
+    await work_through(desk, note, outcome, wanted=wanted, limit=asked.query.limit, keep=True)
+    return LetterList(desk.topic, shown, outcome.held)
 
 
 async def redrive(parts: Parts, asked: Asked[Nothing, Redrive]) -> WorkedOn:
-    """Publish open letters again, where they came from, and close them."""
+    """Have the messages of open letters delivered again, each by its own subscription, and close the letters."""
     said = asked.body
-    sent: dict[str, int] = {}
-
-    async def send(desk: DeadLetterDesk, letter: LeasedMessage) -> None:
-        topic = await desk.send_back(letter, said.to)
-        sent[topic] = sent.get(topic, 0) + 1
-
-    topic, outcome = await _work(parts, asked.path["name"], said.filter, said.limit, send, keep=False, to=said.to)
-    return _worked_on(topic, outcome, sent)
+    desk, wanted = await _desk(parts, asked.path["name"], said.filter)
+    outcome = Outcome()
+    if (to_topic := said.to_topic) is not None:
+        await desk.check_target(to_topic)
+        await work_through(
+            desk, lambda desk, one: desk.publish(one, to_topic), outcome, wanted=wanted, limit=said.limit, keep=False
+        )
+        return _worked_on(desk.topic, outcome, {to_topic: outcome.done} if outcome.done else {})
+    await revive_through(desk, outcome, wanted=wanted, limit=said.limit)
+    if outcome.refused and not outcome.done:
+        raise Refused(HTTPStatus.CONFLICT, refused_letters(outcome.refused, 'give "to_topic"'))
+    return _worked_on(desk.topic, outcome, {})
 
 
 async def purge(parts: Parts, asked: Asked[Nothing, Purge]) -> WorkedOn:
@@ -129,20 +141,16 @@ async def purge(parts: Parts, asked: Asked[Nothing, Purge]) -> WorkedOn:
         return
 
     said = asked.body
-    return _worked_on(*await _work(parts, asked.path["name"], said.filter, said.limit, nothing, keep=False), {})
+    desk, wanted = await _desk(parts, asked.path["name"], said.filter)
+    outcome = Outcome()
+    await work_through(desk, nothing, outcome, wanted=wanted, limit=said.limit, keep=False)
+    return _worked_on(desk.topic, outcome, {})
 
 
-async def _work(
-    parts: Parts, name: str, condition: str | None, limit: int, act: Act, *, keep: bool, to: str | None = None
-) -> tuple[str, Outcome]:
+async def _desk(parts: Parts, name: str, condition: str | None) -> tuple[DeadLetterDesk, Wanted | None]:
     wanted = None if condition is None else await asyncio.to_thread(_matcher, condition)
     topic = await find_topic(parts.client, name)
-    desk = DeadLetterDesk(parts.client, topic, parts.new_worker(None), patience_s=PATIENCE_S)
-    if to is not None:
-        await desk.check_target(to)
-    outcome = Outcome()
-    await work_through(desk, act, outcome, wanted=wanted, limit=limit, keep=keep)
-    return topic, outcome
+    return DeadLetterDesk(parts.client, topic, parts.new_worker(None), patience_s=PATIENCE_S), wanted
 
 
 def _matcher(condition: str) -> Wanted:
@@ -153,7 +161,17 @@ def _matcher(condition: str) -> Wanted:
 
 
 def _worked_on(topic: str, outcome: Outcome, sent: dict[str, int]) -> WorkedOn:
-    return WorkedOn(topic, outcome.done, outcome.unmatched, outcome.held, outcome.doubtful, sent)
+    return WorkedOn(
+        topic,
+        outcome.done,
+        outcome.unmatched,
+        outcome.held,
+        outcome.doubtful,
+        sent,
+        outcome.revived,
+        sum(outcome.refused.values()),
+        sorted(outcome.refused),
+    )
 
 
 _SHARED: Final[dict[str, Any]] = {"tag": "dead letters"}
@@ -182,7 +200,7 @@ ROUTES: Final = (
     Route(
         method="POST",
         path="/dead-letters/{name}/redrive",
-        summary="Publish open letters again, and close them",
+        summary="Deliver open letters again, and close them",
         handle=redrive,
         query=Nothing,
         body=Redrive,

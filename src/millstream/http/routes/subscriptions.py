@@ -12,11 +12,19 @@ from millstream.admin.subscriptions import place_of, start_of, summary_of
 from millstream.http.parts import Parts
 from millstream.http.problem import Refused, invalid
 from millstream.http.route import Asked, Nothing, Route, TopicName
-from millstream.http.routes.topics import Listing
+from millstream.http.routes.topics import Deletion, Listing
 from millstream.http.setting_values import ChangedSettings, GivenSettings, changes_of, texts_of
 from millstream.kafka.push_board import PushState
 from millstream.model.setting import Setting, settings_of
-from millstream.model.subscription import NAME_LENGTH_MAX, OWN_PREFIX, PAUSED, START, TOPICS_MAX, SubscriptionSettings
+from millstream.model.subscription import (
+    DEAD_LETTER_TOPIC,
+    NAME_LENGTH_MAX,
+    OWN_PREFIX,
+    PAUSED,
+    START,
+    TOPICS_MAX,
+    SubscriptionSettings,
+)
 
 SubscriptionName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 Topics = Annotated[list[TopicName], Meta(min_length=1, max_length=TOPICS_MAX)]
@@ -61,7 +69,7 @@ class NewSubscription(Options, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class SubscriptionChanges(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to change; what is null goes back to its default."""
+    """What to change; what is null goes back to what a new subscription has."""
 
     topics: Topics | None = None
     settings: ChangedSettings = msgspec.field(default_factory=dict)
@@ -75,6 +83,8 @@ class Created(msgspec.Struct, frozen=True):
     topics: list[str]
     missing_topics: list[str]
     """Those that do not exist yet; their messages are delivered once they are there."""
+    dead_letter_topic: str
+    """Where messages go that fail for good; `none` if they are dropped."""
 
 
 class SubscriptionSummary(msgspec.Struct, frozen=True):
@@ -86,6 +96,8 @@ class SubscriptionSummary(msgspec.Struct, frozen=True):
     leased: int
     parked: int
     dead_lettered: int
+    dropped: int
+    """Messages that failed for good, and were not kept."""
     paused: bool
 
 
@@ -180,7 +192,9 @@ async def create(parts: Parts, asked: Asked[Nothing, NewSubscription]) -> Create
     settings = {name: value for name, value in {**_given(new), **texts_of(new.settings)}.items() if value is not None}
     known = (await parts.client.metadata(new.topics)).topics
     made = await parts.subscriptions.create(new.name, new.topics, {START: start_of(new.start), **settings})
-    return Created(new.name, str(made), new.topics, [topic for topic in new.topics if topic not in known])
+    (told,) = await parts.subscriptions.describe([new.name])
+    missing = [topic for topic in new.topics if topic not in known]
+    return Created(new.name, str(made), new.topics, missing, told["settings"][DEAD_LETTER_TOPIC])
 
 
 async def describe(parts: Parts, asked: Asked[Nothing, Nothing]) -> SubscriptionDescription:
@@ -200,9 +214,9 @@ async def change(parts: Parts, asked: Asked[Nothing, SubscriptionChanges]) -> Su
     return await describe(parts, Asked(asked.path, Nothing(), Nothing(), asked.headers, asked.room))
 
 
-async def delete(parts: Parts, asked: Asked[Nothing, Nothing]) -> None:
+async def delete(parts: Parts, asked: Asked[Deletion, Nothing]) -> None:
     """Delete a subscription; the messages stay in their topics."""
-    await parts.subscriptions.delete(asked.path["subscription"])
+    await parts.subscriptions.delete(asked.path["subscription"], force=asked.query.force)
 
 
 async def seek(parts: Parts, asked: Asked[Nothing, Seek]) -> Moved:
@@ -292,7 +306,7 @@ ROUTES: Final = (
         path=_ONE,
         summary="Delete a subscription; messages stay in their topics",
         handle=delete,
-        query=Nothing,
+        query=Deletion,
         body=Nothing,
         answer=None,
         status=HTTPStatus.NO_CONTENT,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from millstream.admin.dead_letter import check_no_open_letters, close_letters_of
 from millstream.admin.pipelines import land_topic
 from millstream.admin.topic_document import CARD, describe_topic, replication_of
 from millstream.admin.topic_notes import notes_on_change, notes_on_deletion, notes_on_new
@@ -37,6 +38,12 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which ones."""
 
     internal: Annotated[bool, Meta(description="Show Millstream's own too.")] = False
+
+
+class Deletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to delete."""
+
+    force: Annotated[bool, Meta(description="Also when it has open dead letters.")] = False
 
 
 class TopicSummary(msgspec.Struct, frozen=True):
@@ -201,10 +208,15 @@ async def alter(parts: Parts, asked: Asked[Nothing, TopicChanges]) -> TopicChang
     return msgspec.convert({**await describe_topic(parts.client, name, advice=ADVICE), "notes": notes}, TopicChanged)
 
 
-async def delete(parts: Parts, asked: Asked[Nothing, Nothing]) -> TopicDeleted:
+async def delete(parts: Parts, asked: Asked[Deletion, Nothing]) -> TopicDeleted:
     """Delete a topic and every message in it."""
     name = asked.path["topic"]
-    notes = await notes_on_deletion(parts.client, await find_topic(parts.client, name, advice=ADVICE))
+    topic = await find_topic(parts.client, name, advice=ADVICE)
+    if asked.query.force:
+        await close_letters_of(parts.client, name)
+    else:
+        await check_no_open_letters(parts.client, name)
+    notes = await notes_on_deletion(parts.client, topic)
     await delete_topic(parts.client, name)
     return TopicDeleted(name, notes)
 
@@ -269,7 +281,7 @@ ROUTES: Final = (
         path="/topics/{topic}",
         summary="Delete a topic and every message in it",
         handle=delete,
-        query=Nothing,
+        query=Deletion,
         body=Nothing,
         answer=TopicDeleted,
         **_SHARED,

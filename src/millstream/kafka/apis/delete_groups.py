@@ -1,12 +1,13 @@
 """DeleteGroups (key 42), versions 0 to 2: groups without members go, and their offsets with them.
 
-A group that has members gets NON_EMPTY_GROUP, one that does not exist GROUP_ID_NOT_FOUND; each group is answered by
-itself.
+A group that has members gets NON_EMPTY_GROUP, and so does a share group with open dead letters; one that does not exist
+gets GROUP_ID_NOT_FOUND. Each group is answered by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import suppress
 
 from kio.schema.delete_groups.v2.request import DeleteGroupsRequest
@@ -14,12 +15,14 @@ from kio.schema.delete_groups.v2.response import DeletableGroupResult, DeleteGro
 from kio.schema.errors import ErrorCode
 from kio.schema.types import GroupId
 
-from millstream.cluster.subscriptions import Subscriptions
 from millstream.groups.coordinator import GroupCoordinator
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code
+from millstream.kafka.subscription_service import SubscriptionService
 from millstream.kafka.throttle import NO_THROTTLE
-from millstream.model.errors import MillstreamError, UnknownSubscription
+from millstream.model.errors import GroupNotEmpty, MillstreamError, UnknownSubscription
+
+_logger = logging.getLogger(__name__)
 
 
 class DeleteGroups(Api[DeleteGroupsRequest, DeleteGroupsResponse]):
@@ -28,9 +31,9 @@ class DeleteGroups(Api[DeleteGroupsRequest, DeleteGroupsResponse]):
     key = 42
     versions = (0, 2)
 
-    def __init__(self, groups: GroupCoordinator, subscriptions: Subscriptions | None = None) -> None:
+    def __init__(self, groups: GroupCoordinator, service: SubscriptionService | None = None) -> None:
         self._groups = groups
-        self._subscriptions = subscriptions
+        self._service = service
 
     async def handle(self, request: DeleteGroupsRequest, client: ClientInfo) -> DeleteGroupsResponse:
         """Delete each group."""
@@ -45,16 +48,20 @@ class DeleteGroups(Api[DeleteGroupsRequest, DeleteGroupsResponse]):
         )
 
     async def _delete(self, group_id: str) -> ErrorCode:
+        """What a share group has delivered goes with it; a subscription that was declared with topics stays."""
+        service = self._service
+        declared = None if service is None else service.declared.get(group_id)
+        has_queues = service is not None and declared is not None and not declared.topics
         try:
+            if service is not None and has_queues:
+                await service.check_no_letters(group_id)
             await self._groups.delete(group_id)
-            await self._delete_queues(group_id)
+            if service is not None and has_queues:
+                with suppress(UnknownSubscription):
+                    await service.delete(group_id, force=True)
+        except GroupNotEmpty as error:
+            _logger.info("a group was not deleted", extra={"group": group_id, "reason": str(error)})
+            return error_code(error)
         except MillstreamError as error:
             return error_code(error)
         return ErrorCode.none
-
-    async def _delete_queues(self, group_id: str) -> None:
-        """What a share group has delivered goes with it; a subscription that somebody declared with topics stays."""
-        declared = None if self._subscriptions is None else self._subscriptions.get(group_id)
-        if self._subscriptions is not None and declared is not None and not declared.topics:
-            with suppress(UnknownSubscription):
-                await self._subscriptions.delete(group_id)

@@ -2,6 +2,8 @@
 
 A topic is named by its name or, from version 6 on, by its id; naming it by both, by neither, or twice is refused.
 
+A dead letter topic that holds open letters is POLICY_VIOLATION: Kafka's clients cannot say that they mean to lose them.
+
 Version notes: 4 is flexible, 5 adds error messages, 6 adds topic ids.
 """
 
@@ -19,6 +21,7 @@ from millstream.cluster.topics import Topics
 from millstream.kafka.agreement import agreement_s
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code, error_message
+from millstream.kafka.subscription_service import SubscriptionService
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.kafka.topic_lookup import topic_named, topic_with_id
 from millstream.model.errors import InvalidRequest, MillstreamError
@@ -33,8 +36,9 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
     key = 20
     versions = (1, 6)
 
-    def __init__(self, topics: Topics) -> None:
+    def __init__(self, topics: Topics, service: SubscriptionService | None = None) -> None:
         self._topics = topics
+        self._service = service
 
     async def handle(self, request: DeleteTopicsRequest, client: ClientInfo) -> DeleteTopicsResponse:
         """Delete the topics one after the other."""
@@ -47,7 +51,11 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
                 if named[identity] > 1:
                     raise InvalidRequest(f"topic {wanted.name or wanted.topic_id} is named more than once")
                 topic = self._find(wanted)
+                if self._service is not None:
+                    await self._service.check_letters_kept(topic.name)
                 await self._topics.delete(topic.name, timeout_s=agreement_s(request.timeout))
+                if self._service is not None:
+                    await self._service.topic_deleted(topic.name)
                 results[identity] = DeletableTopicResult(
                     name=TopicName(topic.name), topic_id=topic.topic_id, error_code=ErrorCode.none
                 )

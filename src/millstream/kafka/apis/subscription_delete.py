@@ -1,8 +1,9 @@
 """SubscriptionDelete (key 32034), version 0: Millstream's private request that takes a subscription away.
 
-    {"name": "billing"}     answer: {"error": 0, "message": null}
+    {"name": "billing", "force": false}     answer: {"error": 0, "message": null}
 
-What its queues hold goes with it; the messages stay in their topics. An unknown name is GROUP_ID_NOT_FOUND.
+What its queues hold goes with it; the messages stay in their topics. An unknown name is GROUP_ID_NOT_FOUND. One with
+open dead letters is NON_EMPTY_GROUP unless it is forced; the letters stay in their topic then.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -13,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from millstream.cluster.subscriptions import Subscriptions
 from millstream.kafka.private import PrivateApi
+from millstream.kafka.subscription_service import SubscriptionService
 from millstream.wire.subscription_messages import DELETE_KEY
 
 
@@ -22,6 +23,7 @@ class GoneSubscription(msgspec.Struct, frozen=True):
     """Which one."""
 
     name: str
+    force: bool = False
 
 
 class SubscriptionDelete(PrivateApi[GoneSubscription]):
@@ -30,10 +32,10 @@ class SubscriptionDelete(PrivateApi[GoneSubscription]):
     key = DELETE_KEY
     asks = GoneSubscription
 
-    def __init__(self, subscriptions: Subscriptions) -> None:
-        self._subscriptions = subscriptions
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
 
     async def handle(self, request: GoneSubscription) -> dict[str, Any]:
         """Take it out durably."""
-        await self._subscriptions.delete(request.name)
+        await self._service.delete(request.name, force=request.force)
         return {}
