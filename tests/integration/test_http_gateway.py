@@ -165,11 +165,103 @@ def test_released_rejected_and_extended(http: httpx.Client, topic: str) -> None:
     (letter,) = shown["letters"]
     assert (letter["value"], letter["headers"]["dlq-reason"]) == ("never", "no good")
     redriven = http.post(f"/dead-letters/{name}/redrive", json={"filter": "headers['dlq-reason'] = 'no good'"})
-    assert (redriven.json()["done"], redriven.json()["topics"]) == (1, {topic: 1})
+    assert (redriven.json()["done"], redriven.json()["subscriptions"]) == (1, {name: 1})
     (back,) = pull(http, name, max=3)
-    assert (back["value"], back["id"]) == ("never", never["id"])
+    assert (back["value"], back["id"], back["offset"]) == ("never", never["id"], never["offset"])
+    assert back["attempt"] == 1
     assert http.post(f"/dead-letters/{name}/purge", json={}).json()["done"] == 0
     assert topic in {one["topic"].removesuffix(".dead") for one in http.get("/dead-letters").json()["dead_letters"]}
+
+
+def test_every_verb_takes_a_lease_alone_or_an_object(http: httpx.Client, topic: str) -> None:
+    for number in range(8):
+        publish(http, topic, b"%d" % number)
+    name = subscribe(http, topic)
+    leases = [message["lease"] for message in pull(http, name, max=8)]
+    verbs = ("accept", "release", "reject", "extend")
+    said = {verb: [leases[2 * at], {"lease": leases[2 * at + 1]}] for at, verb in enumerate(verbs)}
+    told = settle(http, name, **said)
+    assert (told["failed"], [one["lease"] for one in told["results"]]) == (0, leases)
+
+
+def test_open_letters_are_not_deleted_without_force(http: httpx.Client, topic: str) -> None:
+    publish(http, topic)
+    name = subscribe(http, topic)
+    (message,) = pull(http, name)
+    assert settle(http, name, reject=[message["lease"]])["failed"] == 0
+    dead = http.get(f"/subscriptions/{name}").json()["settings"]["millstream.dead.letter.topic"]
+    eventually(lambda: http.get(f"/dead-letters/{name}").json(), lambda told: told.get("letters"))
+    for path in (f"/topics/{dead}", f"/subscriptions/{name}"):
+        refused = http.delete(path)
+        assert (refused.status_code, "1 open dead letter" in refused.json()["detail"]) == (409, True)
+    assert http.delete(f"/subscriptions/{name}?force=true").status_code == 204
+    refused = http.post(f"/dead-letters/{dead}/redrive", json={})
+    assert (refused.status_code, "to_topic" in refused.json()["detail"]) == (409, True)
+    published = http.post(f"/dead-letters/{dead}/redrive", json={"to_topic": topic}).json()
+    assert (published["done"], published["topics"]) == (1, {topic: 1})
+    assert http.delete(f"/topics/{dead}").status_code == 200
+
+
+@pytest.mark.parametrize("body", [b'{"total":', b"", b"nonsense", b'{"a":1}}', b'"\xff"'])
+def test_json_that_is_none_is_refused(http: httpx.Client, topic: str, body: bytes) -> None:
+    path = f"/topics/{topic}/messages"
+    refused = http.post(path, content=body, headers={"content-type": "application/json; charset=utf-8"})
+    assert (refused.status_code, "no JSON" in refused.json()["detail"]) == (400, True)
+    assert http.post(path, content=body, headers={"content-type": "text/plain"}).status_code == 201
+
+
+CONTEXT = {
+    "correlation-id": "c-1",
+    "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+    "tracestate": "a=b",
+    "baggage": "user=7",
+}
+
+
+OWN_BAGGAGE = {"baggage": "own"}
+
+
+def test_what_a_request_says_of_its_messages_is_kept_with_each(http: httpx.Client, topic: str) -> None:
+    event = {"specversion": "1.0", "id": "e", "source": "/s", "type": "t", "data": 1}
+    bodies: list[tuple[str, Any]] = [
+        (
+            MESSAGES,
+            {"messages": [{"value": "a"}, {"value": "b", "correlation_id": "own", "headers": {"baggage": "own"}}]},
+        ),
+        ("application/cloudevents+json", event),
+        ("application/cloudevents-batch+json", [event]),
+        ("text/plain", "plain"),
+    ]
+    for media, body in bodies:
+        sent = http.post(
+            f"/topics/{topic}/messages", content=json.dumps(body), headers={"content-type": media, **CONTEXT}
+        )
+        assert sent.status_code == 201, sent.text
+    for offset in range(5):
+        own = {"correlation-id": "own", **OWN_BAGGAGE} if offset == 1 else {}
+        assert stored(http, topic, offset)["headers"].items() >= {**CONTEXT, **own}.items()
+
+
+def test_answers_end_their_line_and_docs_are_a_page_of_their_own(http: httpx.Client, topic: str) -> None:
+    root = str(http.base_url).removesuffix("/v1/").removesuffix("/v1")
+    pages = [
+        f"{root}/",
+        f"{root}/healthz",
+        f"{root}/openapi.json",
+        f"{root}/nothing",
+        "/topics",
+        "/topics/no-such-topic",
+    ]
+    for path in pages:
+        answer = http.get(path)
+        assert (answer.text[-1:], answer.json() is not None) == ("\n", True), path
+    docs = http.get(f"{root}/docs")
+    assert (docs.status_code, docs.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert docs.headers["content-security-policy"].startswith("default-src 'none'; style-src 'sha256-")
+    document = http.get(f"{root}/openapi.json").json()
+    assert all(path in docs.text for path in document["paths"])
+    assert "<script" not in docs.text
+    assert not re.search(r"(src|href)=.?(https?:)?//", docs.text), "nothing is fetched from elsewhere"
 
 
 def eventually(look: Callable[[], Any], wanted: Callable[[Any], Any]) -> Any:

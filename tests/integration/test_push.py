@@ -95,7 +95,7 @@ async def desk(server: Server, name: str, settings: Mapping[str, str] | None = N
         made = Desk(client, hook, name)
         await made.subscriptions.create(name, [name], {URL: hook.url, **(settings or {})})
         yield made
-        await made.subscriptions.delete(name)
+        await made.subscriptions.delete(name, force=True)
 
 
 async def test_a_message_is_pushed_signed_and_accepted(server: Server) -> None:

@@ -33,6 +33,7 @@ from millstream.model.subscription import (
 )
 from millstream.model.verb import Verb
 from millstream.records.record import Headers, NewRecord, Record, decode_records, encode_batch
+from millstream.testing.command import CommandLine
 from millstream.testing.server import Server
 from millstream.wire.client import Client
 from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
@@ -207,9 +208,48 @@ async def test_messages_of_a_key_come_one_after_the_other(server: Server) -> Non
             await work.settle(after, Verb.ACCEPT, "two")
 
 
+async def test_a_handler_that_fails_for_everything_loses_nothing_by_default(server: Server) -> None:
+    async with desk(server, "default", {}) as work:
+        await work.publish(*map(str, range(50)))
+        for attempt in (1, 2):
+            held = await work.receive(50)
+            assert {message.attempt for message in held} == {attempt}
+            await work.settle(held, Verb.RELEASE)
+        (told,) = await work.subscriptions.describe([work.name])
+        (queue,) = told["queues"]
+        assert (queue["dropped"], queue["dead_lettered"], queue["rejecting"], queue["backlog"]) == (0, 0, 0, 50)
+        assert queue["parked"] == 50, "they wait before they are tried again"
+        dead = told["settings"][DEAD_LETTER_TOPIC]
+        assert (told["settings"][ATTEMPTS], dead) == ("25", "default-dlq")
+        assert dead not in (await work.client.metadata()).topics, "it is created with the first letter"
+        (first,) = await work.receive(1)
+        await work.settle([first], Verb.REJECT)
+        async with asyncio.timeout(60):
+            while dead not in (await work.client.metadata()).topics:
+                await asyncio.sleep(0.05)
+
+
+async def test_dropping_is_asked_for_by_name_counted_listed_and_logged(server: Server) -> None:
+    settings = {ATTEMPTS: "1", DEAD_LETTER_TOPIC: "none"}
+    async with desk(server, "dropping", settings) as work:
+        await work.publish("a", "b", "c")
+        await work.settle(await work.receive(3), Verb.RELEASE)
+        command = CommandLine(server.kafka)
+        listed = (await asyncio.to_thread(command, "subscription", "list", "--json")).document["subscriptions"]
+        assert next(one["dropped"] for one in listed if one["subscription"] == work.name) == 3
+        assert " DROPPED " in (await asyncio.to_thread(command, "subscription", "list")).out
+        assert "messages were dropped: they failed for good" in server.log.read_text()
+        async with httpx.AsyncClient(timeout=WAIT_MS / 1000) as http:
+            metrics = (await http.get(f"http://{server.http}/metrics")).text
+        assert f'millstream_subscription_dropped_total{{subscription="{work.name}"}} 3.0' in metrics
+        deleted = await asyncio.to_thread(command, "topic", "delete", work.topic, "--yes")
+        assert (deleted.code, "every message is delivered" in deleted.err) == (0, False)
+        assert "3 messages are dropped" in deleted.err
+
+
 async def test_a_delayed_message_lets_others_pass(server: Server) -> None:
     async with desk(server, "delayed", {}) as work:
-        at_ms = int(time.time() * 1000) + 700
+        at_ms = int(time.time() * 1000) + 5000
         await work.publish("later", headers=(("deliver-at", str(at_ms).encode()),))
         await work.publish("now")
         assert values(await work.receive(1)) == ["now"]

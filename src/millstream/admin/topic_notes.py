@@ -68,7 +68,7 @@ def _sentence(told: dict[str, Any], topic: TopicMetadata) -> str:
         # Queues that nobody has looked at since their leader began to lead are not counted.
         return f"{said}; how much of it is delivered is not known now."
     counted = ((left, "not delivered yet"), (dropped, "dropped"), (dead, "dead-lettered"))
-    notes = [f"{'1 message was' if n == 1 else f'{n:,} messages were'} {how}" for n, how in counted if n]
+    notes = [f"{'1 message is' if n == 1 else f'{n:,} messages are'} {how}" for n, how in counted if n]
     if notes:
         return f"{said}, of which {' and '.join(notes)}."
     return f"{said}; every message is delivered."

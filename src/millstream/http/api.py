@@ -33,7 +33,12 @@ PIECE_BYTES: Final = 64 * 1024
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-_encode = msgspec.json.Encoder().encode
+_encode_plain = msgspec.json.Encoder().encode
+
+
+def _encode(answer: Any) -> bytes:
+    """An answer as a line, so that it does not run into the prompt of a shell."""
+    return _encode_plain(answer) + b"\n"
 
 
 class Api:

@@ -28,10 +28,10 @@ from millstream import __version__
 from millstream.http.api import Api
 from millstream.http.broker_status import STUCK_S, UNREADY_S, BrokerStarts, Health
 from millstream.http.exposition import render
-from millstream.http.openapi import openapi_document
+from millstream.http.openapi import DOCS_HEADERS, docs_page, openapi_document
 from millstream.http.parts import Parts
 from millstream.http.pressure import Pressure
-from millstream.http.problem import Refused, failed, problem, refused, stopped
+from millstream.http.problem import JSONLine, Refused, failed, problem, refused, stopped
 from millstream.http.route import JSON, PREFIX
 from millstream.http.site import Site
 from millstream.http.table import ROUTES
@@ -57,6 +57,7 @@ def build_app(ask: Ask, health: AskHealth, parts: Parts | None = None, site: Sit
             Route("/readyz", doors.readyz),
             Route("/metrics", doors.metrics),
             Route("/openapi.json", doors.openapi),
+            Route("/docs", doors.docs),
         ],
         exception_handlers={HTTPException: refused, MillstreamError: _unanswered, Exception: failed},
     )
@@ -94,15 +95,27 @@ class _Doors:
         self._health = health
         self._pressure = pressure
         self._openapi: bytes | None = None
+        self._docs: bytes | None = None
 
     async def index(self, request: Request) -> Response:
-        links = {"health": "/healthz", "readiness": "/readyz", "metrics": "/metrics", "api": "/openapi.json"}
-        return JSONResponse({"name": "millstream", "version": __version__, "links": links})
+        links = {
+            "health": "/healthz",
+            "readiness": "/readyz",
+            "metrics": "/metrics",
+            "api": "/openapi.json",
+            "docs": "/docs",
+        }
+        return JSONLine({"name": "millstream", "version": __version__, "links": links})
 
     async def openapi(self, request: Request) -> Response:
         if self._openapi is None:
-            self._openapi = msgspec.json.encode(openapi_document(ROUTES))
+            self._openapi = msgspec.json.encode(openapi_document(ROUTES)) + b"\n"
         return Response(self._openapi, media_type=JSON)
+
+    async def docs(self, request: Request) -> Response:
+        if self._docs is None:
+            self._docs = docs_page(openapi_document(ROUTES))
+        return Response(self._docs, media_type="text/html", headers=DOCS_HEADERS)
 
     async def healthz(self, request: Request) -> Response:
         health = await self._health()
@@ -110,7 +123,7 @@ class _Doors:
         if health.silent_s >= STUCK_S or not status:
             return _unavailable(request, [_silent(health)])
         healthy = {"status": "ok", "node": status["node_id"], "version": status["version"]}
-        return JSONResponse({**healthy, "warnings": self._warnings(health)}, headers=_NO_STORE)
+        return JSONLine({**healthy, "warnings": self._warnings(health)}, headers=_NO_STORE)
 
     async def readyz(self, request: Request) -> Response:
         health = await self._health()
@@ -120,7 +133,7 @@ class _Doors:
         if reasons:
             return _unavailable(request, reasons)
         ready = {"status": "ready", "node": health.status["node_id"], "warnings": self._warnings(health)}
-        return JSONResponse(ready, headers=_NO_STORE)
+        return JSONLine(ready, headers=_NO_STORE)
 
     async def metrics(self, request: Request) -> Response:
         await self._health()

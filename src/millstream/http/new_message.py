@@ -56,6 +56,7 @@ class MessageHeaders(msgspec.Struct, frozen=True, kw_only=True, rename="kebab"):
     correlation_id: Annotated[str | None, Meta(description="Kept with the message.")] = None
     traceparent: Annotated[str | None, Meta(description="W3C trace context, kept with the message.")] = None
     tracestate: Annotated[str | None, Meta(description="W3C trace context, kept with the message.")] = None
+    baggage: Annotated[str | None, Meta(description="W3C baggage, kept with the message.")] = None
 
 
 class NewMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +88,9 @@ class Placed(NamedTuple):
     partition: int | None
     id: bytes | None
 
+
+_OF_REQUEST: Final = (CORRELATION_ID, "traceparent", "tracestate", "baggage")
+"""Headers of a request that are kept with every message in it."""
 
 _KNOWN: Final = {field.encode_name.encode() for field in msgspec.structs.fields(MessageHeaders)}
 
@@ -144,6 +148,15 @@ def from_batch(message: NewMessage) -> Placed:
         stored += [(name, _encoded(value)) for name, value in message.headers.items() if name not in known]
     message_id = None if message.id is None else message.id.encode()
     return Placed(NewRecord(_key(message), _value(message), tuple(stored)), message.partition, message_id)
+
+
+def with_request(placed: Placed, headers: Mapping[bytes, bytes]) -> Placed:
+    """A message of a batch, with what the request says of all of them where the message does not say it itself."""
+    own = {name for name, _ in placed.record.headers}
+    shared = [(name, value) for name in _OF_REQUEST if name not in own and (value := headers.get(name.encode()))]
+    if not shared:
+        return placed
+    return placed._replace(record=placed.record._replace(headers=(*placed.record.headers, *shared)))
 
 
 def _key(message: NewMessage) -> bytes | None:

@@ -101,9 +101,17 @@ def problem_document(path: str, status: int, detail: str, more: Mapping[str, Any
     }
 
 
+class JSONLine(JSONResponse):
+    """JSON that ends its line."""
+
+    def render(self, content: Any) -> bytes:
+        """The document, and the end of the line."""
+        return super().render(content) + b"\n"
+
+
 def problem(request: Request, status: int, detail: str, **more: Any) -> JSONResponse:
     """Answer with a problem document."""
-    return JSONResponse(problem_document(request.url.path, status, detail, more), status, media_type=CONTENT_TYPE)
+    return JSONLine(problem_document(request.url.path, status, detail, more), status, media_type=CONTENT_TYPE)
 
 
 def refused(request: Request, error: Exception) -> JSONResponse:

@@ -341,6 +341,27 @@ async def test_a_message_that_brings_the_endpoint_down_is_not_tried_for_ever(
     assert sorted(run.ledger.of(Verb.RELEASE)) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("reply", [Reply(503), Reply(404), Reply(None)])
+async def test_an_endpoint_that_takes_nothing_uses_no_attempts_once_it_is_known_that_it_is_to_blame(
+    hook: Webhook, monkeypatch: pytest.MonkeyPatch, reply: Reply
+) -> None:
+    monkeypatch.setattr(pace, "REST_S_MIN", 0.001)
+    monkeypatch.setattr(pace, "REST_S_MAX", 0.001)
+    hook.answer = lambda _request: reply
+    run = Run(hook, 40)
+    await run.ledger.until(lambda: len(run.ledger.said) == 40)
+    assert len(run.ledger.of(Verb.RELEASE)) < pace.BLAMED_AFTER
+    assert len(run.ledger.of(Verb.RETURN)) > 40 - pace.BLAMED_AFTER
+    assert all(delay_ms for _, verb, delay_ms in run.ledger.said if verb == Verb.RETURN), "another one is tried first"
+    # One that it takes ends that, and what fails then is the message's own doing.
+    hook.answer = lambda request: Reply(500) if request.body == b"41" else Reply()
+    for offset in (40, 41):
+        run.shelf.add(_message(offset, 60_000))
+        await run.ledger.until(lambda offset=offset: offset in [one for one, _, _ in run.ledger.said])
+    await run.end()
+    assert (40 in run.ledger.of(Verb.ACCEPT), 41 in run.ledger.of(Verb.RELEASE)) == (True, True)
+
+
 async def test_the_lease_of_a_message_that_takes_long_is_extended(hook: Webhook) -> None:
     hook.answer = lambda _request: Reply(after_s=WAIT_S)
     run = Run(hook, 1, share_record_lock_duration_ms="100")

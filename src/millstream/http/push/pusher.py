@@ -1,9 +1,10 @@
 """Push for one subscription on one node: messages are leased from this node alone, sent, and settled by the answers.
 
 What is under way follows the endpoint (`endpoint`). A lease is extended while its message is being sent. When the
-endpoint does not answer at all and counts as down, one message is kept and sent again after each rest, so that waiting
-for the endpoint costs no attempts. When it has got the message some times, and never answered, another message gets its
-turn, in case it is the message; while it takes no connection it cannot be.
+endpoint counts as down, one message is kept and sent again after each rest, so that waiting for the endpoint costs no
+attempts. When it has got the message some times, and never took it, another message gets its turn, in case it is the
+message; while it takes no connection it cannot be, and when many different messages have failed neither: these are
+returned, which is no attempt.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ IN_FLIGHT_BYTES_MAX: Final = 16 * 1024 * 1024
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
 PROBES_MAX: Final = 5
 """How often an endpoint that is down gets one message before another is tried."""
+RETURN_MS_MIN: Final = 1000
 REASON_LENGTH_MAX: Final = 500
+_OF_ENDPOINT: Final = (Verdict.FAILED, Verdict.UNREACHABLE)
+"""What is the endpoint's doing, and would be the same for any message."""
 
 ReceiveFrom = Callable[[Receive], Awaitable[list[LeasedMessage]]]
 """Leases messages from this node, on a connection of its own."""
@@ -214,7 +218,7 @@ class Pusher:
                 sent += 1
                 answer = await sender.post(content)
                 sent -= answer.is_unsent
-                self._note(endpoint, answer, began)
+                self._note(endpoint, message, answer, began)
                 if sent >= PROBES_MAX or not self._is_kept(endpoint, answer):
                     break
                 await self._rest(endpoint)
@@ -224,7 +228,7 @@ class Pusher:
                 if not await self._is_held():
                     # Whoever has it now sends it.
                     return
-            await self._settle(message, answer)
+            await self._settle(endpoint, message, answer)
         except asyncio.CancelledError:
             await self._give_back(message, sent)
 
@@ -233,7 +237,7 @@ class Pusher:
         verb = Verb.RELEASE if sent else Verb.RETURN
         await self._settler.settle(message, verb, delay_ms=0, reason="the node stops")
 
-    def _note(self, endpoint: Endpoint, answer: Answer, began: float) -> None:
+    def _note(self, endpoint: Endpoint, message: LeasedMessage, answer: Answer, began: float) -> None:
         now = self._now
         self._statistics.note(answer, now - began, int(time() * 1000))
         was = endpoint.state
@@ -242,7 +246,8 @@ class Pusher:
         elif answer.verdict is Verdict.REFUSED:
             endpoint.refused()
         else:
-            endpoint.failed(began, now, len(self._in_flight), is_unsent=answer.is_unsent)
+            place = message.partition, message.record.offset
+            endpoint.failed(began, now, len(self._in_flight), message=place, is_unsent=answer.is_unsent)
             if answer.retry_after_s is not None:
                 endpoint.rest(answer.retry_after_s, now)
         if (endpoint.state == "down") != (was == "down"):
@@ -252,7 +257,7 @@ class Pusher:
 
     def _is_kept(self, endpoint: Endpoint, answer: Answer) -> bool:
         """Whether the message of this task waits here for the endpoint to come back: one of them does."""
-        if answer.verdict is not Verdict.UNREACHABLE or not endpoint.is_down:
+        if answer.verdict not in _OF_ENDPOINT or not endpoint.is_down:
             return False
         if self.declared.delivery == AT_MOST_ONCE:
             # The endpoint may have got it, though it did not say so.
@@ -268,13 +273,18 @@ class Pusher:
             async with asyncio.timeout(endpoint.rest_left(self._now)):
                 await self._stopping.wait()
 
-    async def _settle(self, message: LeasedMessage, answer: Answer) -> None:
+    async def _settle(self, endpoint: Endpoint, message: LeasedMessage, answer: Answer) -> None:
         if answer.verdict is Verdict.ACCEPTED:
             await self._settler.settle(message, Verb.ACCEPT)
             return
         declared = self.declared
         if declared.delivery == AT_MOST_ONCE:
             # It was done when it was handed out.
+            return
+        if answer.verdict in _OF_ENDPOINT and endpoint.is_to_blame:
+            # After a while, so that another one is tried first.
+            rest_ms = int(2000 * endpoint.rest_left(self._now))
+            await self._settler.settle(message, Verb.RETURN, delay_ms=max(rest_ms, RETURN_MS_MIN), reason=answer.reason)
             return
         delay_ms = answer.delay_ms(
             message.attempt, backoff_min_ms=declared.backoff_min_ms, backoff_max_ms=declared.backoff_max_ms

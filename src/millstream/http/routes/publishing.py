@@ -26,11 +26,18 @@ from millstream.http.cloud_event import (
     from_members,
     structured_decoder,
 )
-from millstream.http.new_message import MessageBatch, MessageHeaders, Placed, from_batch, from_request
+from millstream.http.new_message import (
+    MessageBatch,
+    MessageHeaders,
+    Placed,
+    from_batch,
+    from_request,
+    with_request,
+)
 from millstream.http.parts import Parts
 from millstream.http.pressure import PAUSE_S_MAX
 from millstream.http.problem import Refused, invalid, retry_after, status_of
-from millstream.http.route import Answered, Asked, Lane, Route
+from millstream.http.route import JSON, Answered, Asked, Lane, Route
 from millstream.model.errors import BatchTooLarge, MillstreamError, PublishFailed
 from millstream.model.topic import check_topic_name
 from millstream.records.record import NewRecord
@@ -42,6 +49,7 @@ PARTITIONS_AT_ONCE: Final = 16
 K = TypeVar("K")
 
 MESSAGES: Final = "application/vnd.millstream.messages+json"
+_raw_decoder: Final = msgspec.json.Decoder(msgspec.Raw)
 _batch_decoder: Final = msgspec.json.Decoder(MessageBatch)
 
 
@@ -86,6 +94,8 @@ async def publish(parts: Parts, asked: Asked[PublishQuery, bytes]) -> Any:
         if media.startswith(_EVENT_FORMATS):
             # Stored as it is, an event in XML or Avro would be a message that nobody sees an event in.
             raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"events are taken as {STRUCTURED} or {BATCHED}")
+        if media == JSON.encode():
+            _check_json(asked.body)
         placed = from_request(headers, asked.body)
         if SPEC_HEADER in headers:
             placed = from_headers(headers, placed)
@@ -95,7 +105,7 @@ async def publish(parts: Parts, asked: Asked[PublishQuery, bytes]) -> Any:
             return _published(await parts.publisher.send(topic, key, value, stored, partition=placed.partition))
         placeds = [placed]
     else:
-        placeds = reader(asked.body)
+        placeds = [with_request(placed, headers) for placed in reader(asked.body)]
     check_topic_name(topic)
     if asked.query.deduplicate:
         told = await _publish_once(parts, topic, placeds)
@@ -212,6 +222,16 @@ def _published(receipt: Receipt) -> Published:
 async def _topic(parts: Parts, topic: str) -> Any:
     found = await parts.client.metadata([topic], create=True)
     return found.topics[topic] if topic in found.topics else await find_topic(parts.client, topic)
+
+
+def _check_json(body: bytes) -> None:
+    """Refuse what says that it is JSON and is not: every reader of the message would stumble over it."""
+    read_json(_raw_decoder, body)
+    if not body.isascii():
+        try:
+            body.decode()
+        except UnicodeDecodeError as error:
+            raise Refused(HTTPStatus.BAD_REQUEST, f"the body is no JSON: {error}") from None
 
 
 def _read_batch(body: bytes) -> list[Placed]:

@@ -51,6 +51,12 @@ class PulledMessages(msgspec.Struct, frozen=True):
     messages: list[LeasedDocument]
 
 
+class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Done."""
+
+    lease: Token
+
+
 class Released(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """To be delivered again: after a delay, else after the subscription's backoff."""
 
@@ -74,12 +80,12 @@ class Extended(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Settle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is said of messages, by their leases."""
+    """What is said of messages, by their leases: of each the lease alone, or an object with what else is to be said."""
 
-    accept: list[Token] = []
-    release: list[Released] = []
-    reject: list[Rejected] = []
-    extend: list[Extended] = []
+    accept: list[Token | Accepted] = []
+    release: list[Token | Released] = []
+    reject: list[Token | Rejected] = []
+    extend: list[Token | Extended] = []
 
 
 class Settled(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -143,21 +149,20 @@ def leased(message: LeasedMessage, worker: str) -> LeasedDocument:
 async def settle_leases(parts: Parts, asked: Asked[Nothing, Settle]) -> SettledLeases:
     """Settle each lease at its partition's leader; one that is lost keeps none of the others from it."""
     said = asked.body
-    tokens = [
-        *said.accept,
-        *(one.lease for one in said.release),
-        *(one.lease for one in said.reject),
-        *(one.lease for one in said.extend),
-    ]
+    accept = [Accepted(one) if isinstance(one, str) else one for one in said.accept]
+    release = [Released(one) if isinstance(one, str) else one for one in said.release]
+    reject = [Rejected(one) if isinstance(one, str) else one for one in said.reject]
+    extend = [Extended(one) if isinstance(one, str) else one for one in said.extend]
+    tokens = [one.lease for listed in (accept, release, reject, extend) for one in listed]
     if not 0 < len(tokens) <= SETTLE_MAX:
         raise invalid(f"1 to {SETTLE_MAX} leases are settled at once, not {len(tokens)}")
     if len(set(tokens)) != len(tokens):
         raise invalid("a lease is settled once in a request")
     verdicts = [
-        *(Verdict(read_token(token), Verb.ACCEPT) for token in said.accept),
-        *(Verdict(read_token(one.lease), Verb.RELEASE, one.delay_ms, one.reason) for one in said.release),
-        *(Verdict(read_token(one.lease), Verb.REJECT, None, one.reason) for one in said.reject),
-        *(Verdict(read_token(one.lease), Verb.EXTEND, one.delay_ms) for one in said.extend),
+        *(Verdict(read_token(one.lease), Verb.ACCEPT) for one in accept),
+        *(Verdict(read_token(one.lease), Verb.RELEASE, one.delay_ms, one.reason) for one in release),
+        *(Verdict(read_token(one.lease), Verb.REJECT, None, one.reason) for one in reject),
+        *(Verdict(read_token(one.lease), Verb.EXTEND, one.delay_ms) for one in extend),
     ]
     outcomes = await settle(parts.client, asked.path["subscription"], verdicts)
     results = [

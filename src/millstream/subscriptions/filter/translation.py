@@ -181,7 +181,22 @@ class _Translator:
     def _comparison(self, tree: exp.Expression, depth: int) -> Node:
         left, right = self._operand(tree.this, depth), self._operand(tree.expression, depth)
         self._check_pair(tree, left, right)
+        if type(tree) not in (exp.EQ, exp.NEQ):
+            self._check_order(tree, left, right)
         return Comparison(_COMPARISONS[type(tree)], left, right)
+
+    def _check_order(self, tree: exp.Expression, left: Node, right: Node) -> None:
+        """A field of the payload that is put in an order with a text is mostly a number, and then never matches."""
+        for field, literal in ((left, right), (right, left)):
+            text = literal.value if isinstance(literal, Literal) else None
+            if not isinstance(field, Payload) or not isinstance(text, str):
+                continue
+            if value.double(text) is None and value.moment(text) is None:
+                raise self.refusal(
+                    tree,
+                    f"{text!r} is text, and a number cannot be compared with it; to compare texts, write "
+                    "CAST(… AS STRING)",
+                )
 
     def _check_pair(self, tree: exp.Expression, left: Node, right: Node) -> None:
         kinds = kind_of(left), kind_of(right)
@@ -208,6 +223,7 @@ class _Translator:
         bounds = {kind_of(low), kind_of(high)}
         if Kind.TIMESTAMP in bounds and kind_of(operand) is not Kind.TIMESTAMP and len(bounds) > 1:
             raise self.refusal(tree, "one bound is a timestamp, so the other has to be one too")
+        self._check_pair(tree, low, high)
         return Between(operand, low, high)
 
     def _membership(self, tree: exp.Expression, depth: int) -> Node:
