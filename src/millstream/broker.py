@@ -19,7 +19,7 @@ from millstream.cluster.backoff import Backoff
 from millstream.cluster.declarations import CatalogDeclarations, Declarations
 from millstream.cluster.last_run import FILE_NAME as LAST_RUN_NAME
 from millstream.cluster.last_run import FolderOwner
-from millstream.cluster.membership import Membership, Node
+from millstream.cluster.membership import Membership, Node, is_any_address
 from millstream.cluster.pipeline_owner import PipelineOwner, SoleOwner
 from millstream.cluster.pipelines import Pipelines
 from millstream.cluster.producer_ids import ProducerIds
@@ -198,9 +198,7 @@ class Broker:
             keep_freed_memory()
             take_charge()
         config, undo = self._config, self._undo
-        if config.advertise:
-            # Used only when the APIs are built, but what is wrong with it is told before anything starts.
-            parse_address(config.advertise, name="advertise")
+        self._check_advertised()
         self._kafka_socket = bind(*parse_address(config.kafka, name="kafka"), flag="kafka", listening=False)
         undo.callback(self._kafka_socket.close)
         self._kafka_at = _address_of(self._kafka_socket)
@@ -288,6 +286,21 @@ class Broker:
                 if self._clock.monotonic() >= deadline:
                     raise
             await asyncio.sleep(_ORPHAN_LOOK_S)
+
+    def _check_advertised(self) -> None:
+        """Refuse addresses that nobody could connect to; they are used only when the APIs are built."""
+        config = self._config
+        if config.advertise:
+            if is_any_address(parse_address(config.advertise, name="advertise")[0]):
+                raise InvalidSetting(
+                    f"--advertise {config.advertise} names no address that a client could connect to; give a name or "
+                    "an address of this machine"
+                )
+        elif config.in_cluster and is_any_address(parse_address(config.kafka, name="kafka")[0]):
+            raise InvalidSetting(
+                f"--kafka {config.kafka} listens on every address, and the other nodes need one to connect to; give it "
+                "with --advertise HOST:PORT"
+            )
 
     def _check_alone(self) -> None:
         if self._config.in_cluster:

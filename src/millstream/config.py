@@ -48,7 +48,10 @@ class Config:
         "names without a dot and the hosts of `http` and `advertise` need not be named.",
     )
     advertise: str = setting(
-        "advertise", "", "HOST:PORT that clients are told to connect to; empty means the address of `kafka`."
+        "advertise",
+        "",
+        "HOST:PORT that clients are told to connect to; empty means the address of `kafka`, and where that is every "
+        "address of the machine (0.0.0.0), the one that the client reached it by. A node of a cluster needs it then.",
     )
     node_id: int = setting("node-id", 1, "The number of this node in its cluster.", minimum=0, maximum=2**31 - 1)
     etcd: str = setting(

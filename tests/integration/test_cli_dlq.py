@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import httpx
 import pytest
 from kio.schema.delete_records.v2.request import DeleteRecordsPartition, DeleteRecordsRequest, DeleteRecordsTopic
 from kio.schema.types import TopicName
@@ -97,6 +98,18 @@ def test_a_redrive_delivers_the_originals_again_and_only_in_their_subscription(
     assert millstream("topic", "describe", name, "--json").document["partitions"] == before, "nothing was published"
     assert millstream("subscription", "pull", other, "--json").documents == []
     assert open_letters(millstream, name) == 0
+
+
+def test_open_letters_have_metrics_of_their_own(server: Server, millstream: CommandLine, name: str) -> None:
+    def metrics() -> str:
+        return httpx.get(f"http://{server.http}/metrics", timeout=60).text
+
+    assert f'millstream_dead_letters_open{{topic="{name}-dead"}} {LETTERS}.0' in metrics()
+    assert millstream("dlq", "purge", name, "-n", 5).code == 0
+    told = metrics()
+    assert f'millstream_dead_letters_open{{topic="{name}-dead"}} {LETTERS - 5}.0' in told
+    assert f'millstream_dead_letters_oldest_age_seconds{{topic="{name}-dead"}}' in told
+    assert "__dlq/" not in told, "letters wait for people, not for workers"
 
 
 def test_what_dies_again_is_redriven_again(millstream: CommandLine, name: str) -> None:

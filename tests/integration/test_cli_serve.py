@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -14,10 +15,14 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from kio.schema.describe_cluster.v2.request import DescribeClusterRequest
+from kio.schema.find_coordinator.v6.request import FindCoordinatorRequest
+from kio.static.primitive import i8
 
 from millstream import __version__
 from millstream.testing.command import CommandLine, call_command, run_command
 from millstream.testing.server import Server
+from millstream.wire.client import Client
 
 StartServer = Callable[..., Server]
 FREE = ("--kafka", "127.0.0.1:0", "--http", "127.0.0.1:0")
@@ -171,6 +176,38 @@ def test_a_stop_that_cannot_be_marked_is_no_success(tmp_path: Path) -> None:
         _, logged = serve.communicate(timeout=DEADLINE_S)
     assert serve.returncode == 1
     assert "millstream: the node has stopped, but not cleanly" in logged
+
+
+def test_a_node_on_every_address_tells_each_client_the_one_that_it_came_by(start_server: StartServer) -> None:
+    server = start_server(kafka="0.0.0.0:0")
+    port = int(server.kafka.rpartition(":")[2])
+
+    async def told(host: str) -> set[tuple[str, int]]:
+        async with Client.connect(f"{host}:{port}") as client:
+            request = DescribeClusterRequest(
+                include_cluster_authorized_operations=False, endpoint_type=i8(1), include_fenced_brokers=False
+            )
+            described = (await client.send(None, request)).brokers
+            coordinator = await client.send(None, FindCoordinatorRequest(key_type=i8(0), coordinator_keys=("g",)))
+            nodes = (await client.metadata()).nodes.values()
+            return {(one.host, one.port) for one in (*nodes, *described, *coordinator.coordinators)}
+
+    for host in ("127.0.0.1", "127.0.0.2"):
+        assert asyncio.run(told(host)) == {(host, port)}
+    topic = httpx.post(f"http://{server.http}/v1/topics", json={"topic": "t"}, timeout=60)
+    assert topic.status_code == 201, "the gateway reaches its node, too"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--advertise", "0.0.0.0:9092"),
+        ("--kafka", "0.0.0.0:0", "--etcd", "127.0.0.1:1", "--catalog", "postgresql://127.0.0.1:1/x"),
+    ],
+)
+def test_an_address_that_nobody_can_connect_to_is_not_advertised(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    refused = call_command(["serve", "--data", str(tmp_path), *FREE, *flags])
+    assert (refused.code, "--advertise" in refused.err) == (2, True)
 
 
 def test_a_flag_wins_over_the_file(start_server: StartServer, tmp_path: Path) -> None:

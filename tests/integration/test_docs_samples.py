@@ -72,7 +72,7 @@ SAYS = {
     "millstream topic create": "Created topic orders with 3 partitions.",
     "millstream subscription create billing": "Created subscription billing on orders.",
     "millstream dlq show": "KeyError",
-    "millstream dlq redrive": "Redrove 1 letter",
+    "millstream dlq redrive": "Redrove 1 letter in shipping (1).",
     "millstream tail orders": "customer-9",
     "python analysis.py": "b'customer-9'",
     "millstream group describe": "analysis  (Empty, 0 members, 0 messages behind)",

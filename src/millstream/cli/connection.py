@@ -56,11 +56,11 @@ def complete_subscriptions(ctx: typer.Context, incomplete: str) -> list[str]:
     """The subscriptions whose names begin so, for the shell."""
 
     async def names(client: Client) -> Iterable[str]:
-        from millstream.admin.subscriptions import HIDDEN_PREFIX
+        from millstream.model.subscription import OWN_PREFIX
         from millstream.wire.subscriptions import SubscriptionClient
 
         known = [told["name"] for told in await SubscriptionClient(client).describe()]
-        return [name for name in known if not name.startswith(HIDDEN_PREFIX)]
+        return [name for name in known if not name.startswith(OWN_PREFIX)]
 
     return _complete(ctx, incomplete, names)
 

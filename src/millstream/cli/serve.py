@@ -20,7 +20,7 @@ from millstream import __version__
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.options import AsJson
 from millstream.cli.output import print_json, print_line
-from millstream.config import Config
+from millstream.config import Config, parse_address
 from millstream.model.setting import Setting
 
 if TYPE_CHECKING:
@@ -159,12 +159,20 @@ class _Told:
 
 
 def _announce(broker: Broker, config: Config, *, as_json: bool) -> None:
+    from millstream.cluster.membership import is_any_address
+
     if as_json:
         print_json({"kafka": broker.kafka_address, "http": broker.http_address})
         return
     print_line(f"millstream {__version__} is ready")
-    print_line(f"  kafka  {broker.kafka_address}  (point any Kafka client here)")
+    is_everywhere = is_any_address(parse_address(broker.kafka_address, name="kafka")[0])
+    where = (
+        "every address of this machine; point any Kafka client to one"
+        if is_everywhere
+        else "point any Kafka client here"
+    )
+    print_line(f"  kafka  {broker.kafka_address}  ({where})")
     if broker.http_address:
-        print_line(f"  http   http://{broker.http_address}  (/healthz /readyz /metrics)")
+        print_line(f"  http   http://{broker.http_address}  (/docs /healthz /readyz /metrics)")
     print_line(f"  data   {config.data}")
     print_line("Stop with Ctrl-C.")

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Protocol
 
 from millstream.model.ids import NodeId
 
 NO_CONTROLLER = NodeId(-1)
+
+
+def is_any_address(host: str) -> bool:
+    """Whether a host stands for every address of a machine, so that nobody can connect to it."""
+    try:
+        return ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +28,10 @@ class Node:
     host: str
     port: int
     rack: str | None = None
+
+    def host_for(self, reached_at: str) -> str:
+        """The host that a client is told; where the node listens on every address, the one that the client reached."""
+        return reached_at if is_any_address(self.host) else self.host
 
 
 class LiveNodes(Protocol):

@@ -32,6 +32,8 @@ class ClientInfo:
 
     connection_id: int
     host: str
+    reached_at: str = "127.0.0.1"
+    """The address of this machine that it connected to."""
     address: str = ""
     client_id: str = ""
     software_name: str = "unknown"

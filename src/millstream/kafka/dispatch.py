@@ -104,6 +104,7 @@ class Dispatch:
             client = ClientInfo(
                 connection_id=next(self._connection_ids),
                 host=connection.host,
+                reached_at=connection.reached_at,
                 address=connection.peer,
                 mute=connection.mute,
                 presence=connection.presence,

@@ -7,7 +7,7 @@ no subscriptions never loads them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from random import SystemRandom
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ from millstream.model.errors import (
     PolicyViolation,
     UnknownSubscription,
 )
-from millstream.model.ids import NodeId
+from millstream.model.ids import NodeId, PartitionIndex
 from millstream.model.metric import Metric, gauge
 from millstream.model.subscription import (
     EARLIEST,
@@ -49,6 +49,8 @@ from millstream.transactions.peers import WirePeers
 from millstream.wire.client import Client
 
 if TYPE_CHECKING:
+    from millstream.replication.partition import Partition
+    from millstream.subscriptions.delivery import Delivery
     from millstream.subscriptions.engine import Engine
     from millstream.subscriptions.filter.filter import Filter
 
@@ -100,9 +102,10 @@ class SubscriptionService:
         yield gauge("millstream_queues_kept", "Queues whose state this node keeps.", self.states.queues)
         yield gauge("millstream_queues_open", "Queues that this node leads and has open.", opened)
         if self._engine is not None:
-            from millstream.subscriptions.delivery_metrics import delivery_metrics
+            from millstream.subscriptions.delivery_metrics import delivery_metrics, letter_metrics
 
             yield from delivery_metrics(self._engine.deliveries, self._name_of, self._clock)
+            yield from letter_metrics(self._open_letters(), self._clock)
 
     async def start(self) -> None:
         """Begin to load what the log has, and the queues of what is declared."""
@@ -200,6 +203,25 @@ class SubscriptionService:
         with suppress(UnknownSubscription):
             await self.declared.delete(LETTERS_PREFIX + topic)
 
+    def _letter_topics(self) -> set[str]:
+        """Every topic that is declared as a dead letter topic."""
+        settings = [self.declared.settings_of(one) for one in self.declared.all()]
+        return {one.dead_letter_topic for one in settings if one.has_dead_letters}
+
+    def _open_letters(self) -> Iterator[tuple[Partition, Delivery | None]]:
+        """The partitions of dead letter topics that this node leads, each with the queue of its open letters."""
+        for name in sorted(self._letter_topics()):
+            topic = self.topics.get(name)
+            desk = self.declared.get(LETTERS_PREFIX + name)
+            for partition in () if topic is None else self.topics.partitions_of(topic):
+                if not partition.is_leader:
+                    continue
+                opened = None
+                if desk is not None and self._engine is not None:
+                    key = QueueKey(desk.subscription_id, partition.topic.topic_id, PartitionIndex(partition.index))
+                    opened = self._engine.opened(key)
+                yield partition, opened
+
     def _wire_client(self) -> Client:
         if self._client is None:
             self._client = Client.connect(self._addresses(), client_id="subscriptions")
@@ -263,6 +285,9 @@ class SubscriptionService:
         subscribed = [one for one in self.declared.all() if place.topic in one.topics]
         if not partition.is_leader or (subscribed and self._engine is None):
             # The leader knows, and others begin where it does.
+            return partition.log_start
+        if place.topic in self._letter_topics() and self.declared.get(LETTERS_PREFIX + place.topic) is None:
+            # Nobody has looked at its letters yet, so all of them are open.
             return partition.log_start
         needed = [] if self._engine is None else self._engine.needed(topic.topic_id, place.partition, subscribed)
         return min(needed, default=None)

@@ -118,6 +118,8 @@ class Connection(asyncio.BufferedProtocol):
         self.presence = Presence()
         self.peer = ""
         self.host = ""
+        self.reached_at = ""
+        """The address of this machine that the client connected to."""
         self.state: Any = None
         """What the service remembers about this client."""
         self.last_activity = self._loop.time()
@@ -131,6 +133,9 @@ class Connection(asyncio.BufferedProtocol):
         peer = transport.get_extra_info("peername")
         self.host = str(peer[0]) if isinstance(peer, tuple) else str(peer or "")
         self.peer = f"{self.host}:{peer[1]}" if isinstance(peer, tuple) else self.host
+        local = transport.get_extra_info("sockname")
+        # What comes to an IPv6 listener by IPv4 has an address of both.
+        self.reached_at = str(local[0]).removeprefix("::ffff:") if isinstance(local, tuple) else ""
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_HIGH_BYTES)
         self._traffic.connections_accepted += 1
 

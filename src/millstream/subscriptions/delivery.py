@@ -103,6 +103,19 @@ class Wanted(NamedTuple):
     """Whether a batch of which some is given is given as a whole, beyond `max_records`."""
 
 
+def age_ms(partition: Partition, offset: Offset, now_ms: int) -> int:
+    """How old the first message from an offset on is, by the timestamp of its batch; 0 when there is none."""
+    oldest = max(offset, partition.log_start)
+    if oldest >= partition.last_stable_offset:
+        return 0
+    try:
+        records = partition.read(oldest, max_bytes=1)
+    except MillstreamError:
+        return 0
+    header = next(iterate_whole_headers(records), None)
+    return 0 if header is None else max(0, now_ms - header.max_timestamp_ms)
+
+
 class Delivery:
     """The queue of one subscription on one partition that this node leads."""
 
@@ -189,15 +202,7 @@ class Delivery:
 
     def oldest_age_ms(self, now_ms: int) -> int:
         """How old the oldest message is that is not done, by the timestamp of its batch; 0 when there is none."""
-        oldest = max(self.queue.oldest, self.partition.log_start)
-        if self._closed is not None or oldest >= readable_end(self.partition, self.settings.isolation):
-            return 0
-        try:
-            records, _ = read(self.partition, oldest, self.settings.isolation, max_bytes=1)
-        except MillstreamError:
-            return 0
-        header = next(iterate_whole_headers(records), None)
-        return 0 if header is None else max(0, now_ms - header.max_timestamp_ms)
+        return 0 if self._closed is not None else age_ms(self.partition, self.queue.oldest, now_ms)
 
     # Workers
 

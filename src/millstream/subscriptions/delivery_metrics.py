@@ -8,7 +8,9 @@ from uuid import UUID
 
 from millstream.model.clock import Clock
 from millstream.model.metric import Kind, Metric, Sample
-from millstream.subscriptions.delivery import Delivery
+from millstream.model.subscription import LETTERS_PREFIX
+from millstream.replication.partition import Partition
+from millstream.subscriptions.delivery import Delivery, age_ms
 from millstream.subscriptions.delta import DeltaKind
 
 Count = Callable[[Delivery], float]
@@ -51,7 +53,8 @@ def delivery_metrics(deliveries: Iterable[Delivery], name_of: NameOf, clock: Clo
     by_name: dict[str, list[Delivery]] = {}
     for delivery in deliveries:
         name = name_of(delivery.key.subscription_id)
-        if name is not None:
+        # Letters wait for people, not for workers, and have metrics of their own.
+        if name is not None and not name.startswith(LETTERS_PREFIX):
             by_name.setdefault(name, []).append(delivery)
     for suffix, kind, help_text, count in _COUNTED:
         samples = [Sample(sum(map(count, ones)), (("subscription", name),)) for name, ones in by_name.items()]
@@ -74,4 +77,29 @@ def delivery_metrics(deliveries: Iterable[Delivery], name_of: NameOf, clock: Clo
         "histogram",
         "From a batch's timestamp to the first delivery of its messages.",
         latencies,
+    )
+
+
+def letter_metrics(partitions: Iterable[tuple[Partition, Delivery | None]], clock: Clock) -> Iterator[Metric]:
+    """The open letters of dead letter topics, by topic; where nobody has looked at any, all of them are open."""
+    now_ms = clock.now_ms()
+    opened: dict[str, int] = {}
+    ages: dict[str, int] = {}
+    for partition, delivery in partitions:
+        topic = partition.topic.name
+        letters = partition.high_watermark - partition.log_start if delivery is None else delivery.backlog
+        oldest = partition.log_start if delivery is None else delivery.queue.oldest
+        opened[topic] = opened.get(topic, 0) + letters
+        ages[topic] = max(ages.get(topic, 0), age_ms(partition, oldest, now_ms))
+    yield Metric(
+        "millstream_dead_letters_open",
+        "gauge",
+        "Letters in a dead letter topic that were neither redriven nor purged.",
+        [Sample(count, (("topic", topic),)) for topic, count in opened.items()],
+    )
+    yield Metric(
+        "millstream_dead_letters_oldest_age_seconds",
+        "gauge",
+        "Age of the oldest open letter of a dead letter topic.",
+        [Sample(age / 1000, (("topic", topic),)) for topic, age in ages.items()],
     )

@@ -11,8 +11,14 @@ from millstream.model.errors import NotLeader, TopicExists, UnknownTopic
 from millstream.model.ids import Offset
 from millstream.wire.client import Client
 
-_TOPIC_SETTINGS: Final = {"max.message.bytes": str(32 * 1024 * 1024)}
-"""A dead letter is larger than its message: it carries why it died."""
+_KEPT_MS_MAX: Final = 365 * 24 * 3600 * 1000
+_TOPIC_SETTINGS: Final = {
+    # A dead letter is larger than its message: it carries why it died.
+    "max.message.bytes": str(32 * 1024 * 1024),
+    # Open letters are kept, however old they are.
+    "retention.until.delivered": "true",
+    "retention.until.max.ms": str(_KEPT_MS_MAX),
+}
 _CLIENT_ID: Final = "dead-letters"
 _TIMEOUT_S: Final = 30.0
 

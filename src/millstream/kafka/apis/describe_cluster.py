@@ -48,7 +48,7 @@ class DescribeCluster(Api[DescribeClusterRequest, DescribeClusterResponse]):
             brokers=tuple(
                 DescribeClusterBroker(
                     broker_id=BrokerId(node.node_id),
-                    host=node.host,
+                    host=node.host_for(client.reached_at),
                     port=i32(node.port),
                     rack=node.rack,
                     is_fenced=False,

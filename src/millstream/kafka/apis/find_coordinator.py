@@ -58,10 +58,10 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
         if placement is None:
             return _refused(request, ErrorCode.invalid_request, f"no coordinator for keys of type {request.key_type}")
         await placement.ensure()
-        found = tuple(self._find(key, placement) for key in request.coordinator_keys)
+        found = tuple(self._find(key, placement, client) for key in request.coordinator_keys)
         return FindCoordinatorResponse(throttle_time=NO_THROTTLE, coordinators=found)
 
-    def _find(self, key: str, placement: Placement) -> Coordinator:
+    def _find(self, key: str, placement: Placement, client: ClientInfo) -> Coordinator:
         try:
             leader = placement.leader_of(key)
         except MillstreamError as error:
@@ -72,7 +72,7 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
         return Coordinator(
             key=key,
             node_id=BrokerId(node.node_id),
-            host=node.host,
+            host=node.host_for(client.reached_at),
             port=i32(node.port),
             error_code=ErrorCode.none,
             error_message="",

@@ -72,7 +72,7 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
                 for wanted in dict.fromkeys(request.topics)
                 if wanted.name is not None or wanted.topic_id is not None
             ]
-        return self._response(tuple(described))
+        return self._response(tuple(described), client.reached_at)
 
     def upgrade(self, version: int, request: Any) -> MetadataRequest:
         """Turn version 0's empty list into "all"."""
@@ -96,16 +96,19 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
     def failure(self, error: MillstreamError, request: MetadataRequest) -> MetadataResponse:
         """Give the error to every topic asked for, since older versions have no other place for it."""
         refused = tuple(_refused(error_code(error), wanted) for wanted in request.topics or ())
-        return self._response(refused, error=error_code(error))
+        return self._response(refused, "", error=error_code(error))
 
     def _response(
-        self, topics: tuple[MetadataResponseTopic, ...], error: ErrorCode = ErrorCode.none
+        self, topics: tuple[MetadataResponseTopic, ...], reached_at: str, error: ErrorCode = ErrorCode.none
     ) -> MetadataResponse:
         return MetadataResponse(
             throttle_time=NO_THROTTLE,
             brokers=tuple(
                 MetadataResponseBroker(
-                    node_id=BrokerId(node.node_id), host=node.host, port=i32(node.port), rack=node.rack
+                    node_id=BrokerId(node.node_id),
+                    host=node.host_for(reached_at),
+                    port=i32(node.port),
+                    rack=node.rack,
                 )
                 for node in self._membership.nodes()
             ),

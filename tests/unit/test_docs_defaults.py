@@ -1,0 +1,61 @@
+"""The page of defaults names every setting of nodes, topics and subscriptions with the value that it has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from millstream.config import Config
+from millstream.model.subscription import DEAD_LETTER_TOPIC, SubscriptionSettings, settings_of_new
+from millstream.model.topic import TopicSettings
+
+PAGE = (Path(__file__).parents[2] / "docs" / "defaults.md").read_text(encoding="utf-8")
+
+
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def told(title: str) -> dict[str, str]:
+    """What the first column of a table says: `name=value`, or that `name` is empty."""
+    cells = [line.split(" | ")[0] for line in section(title).splitlines() if line.startswith("| `")]
+    found = {}
+    for name, value in re.findall(r"`([\w.-]+)(?:=([^`]*))?`", " ".join(cells)):
+        assert name not in found, f"{name} is told twice"
+        found[name] = value
+    return found
+
+
+def text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@pytest.mark.parametrize(
+    ("title", "declared"),
+    [
+        ("Nodes", {name: text(one.default) for name, (_, one) in Config.declared().items()}),
+        ("Topics", {name: text(one.default) for name, one in TopicSettings.declared().items()}),
+        (
+            "Subscriptions",
+            {
+                **{name: text(one.default) for name, one in SubscriptionSettings.declared().items()},
+                **settings_of_new({}, ""),
+            },
+        ),
+    ],
+)
+def test_every_default_is_argued_with_its_value(title: str, declared: dict[str, str]) -> None:
+    found = told(title)
+    found.pop("NAME-dlq", None)
+    assert found == declared
+
+
+def test_the_dead_letter_topic_is_one_of_its_own() -> None:
+    assert f"`{DEAD_LETTER_TOPIC}` = a topic of its own" in section("Subscriptions")
+
+
+def test_each_row_says_what_happens_in_three_outages() -> None:
+    rows = [line for line in PAGE.splitlines() if line.startswith("|")]
+    assert {line.replace("\\|", "").count("|") for line in rows} == {6}
