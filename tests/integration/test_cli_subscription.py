@@ -73,3 +73,15 @@ def test_an_endpoint_to_which_no_node_pushes_is_told(millstream: CommandLine, na
     assert millstream("subscription", "update", name, "--push", "https://example.invalid/hook").err == ""
     for one in (name, f"{name}-2"):
         assert millstream("subscription", "delete", one, "--yes").code == 0
+
+
+def test_if_not_exists_says_what_differs_and_is_a_conflict(millstream: CommandLine) -> None:
+    create = ("subscription", "create", "once", "--if-not-exists")
+    assert millstream(*create, "--topic", "web", "--attempts", 3).code == 0
+    again = millstream(*create, "--topic", "web", "--attempts", 3)
+    assert (again.code, again.out) == (0, "There is already a subscription once on web.\n")
+    assert millstream(*create, "--topic", "web", "--start", "start", "--json").document["created"] is False
+    other = millstream(*create, "--topic", "mobile", "--attempts", 4)
+    assert (other.code, other.out) == (5, "")
+    assert "its topics are web, not mobile" in other.err
+    assert "share.delivery.count.limit is '3', not '4'" in other.err

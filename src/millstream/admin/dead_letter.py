@@ -309,16 +309,7 @@ class DeadLetterDesk:
 
     async def _patiently(self, attempt: Callable[[], Awaitable[T]], *named: type[MillstreamError]) -> T:
         """Try again what passes by itself, for as long as the command may wait."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._patience_s
-        passing = named or _PASSES
-        while True:
-            try:
-                return await attempt()
-            except passing:
-                if loop.time() + _PAUSE_S > deadline:
-                    raise
-            await asyncio.sleep(_PAUSE_S)
+        return await _patiently(attempt, self._patience_s, named or _PASSES)
 
 
 def _place(letter: LeasedMessage) -> tuple[int, int]:
@@ -333,6 +324,20 @@ def headers_of(letter: LeasedMessage) -> dict[str, str]:
 def without_content(letter: LeasedMessage) -> LeasedMessage:
     """A letter with its headers only: there may be many, and they may be large."""
     return letter._replace(record=letter.record._replace(key=None, value=None))
+
+
+async def _patiently(
+    attempt: Callable[[], Awaitable[T]], patience_s: float, passing: tuple[type[MillstreamError], ...]
+) -> T:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience_s
+    while True:
+        try:
+            return await attempt()
+        except passing:
+            if loop.time() + _PAUSE_S > deadline:
+                raise
+        await asyncio.sleep(_PAUSE_S)
 
 
 async def dead_letter_topics(client: Client) -> list[DeadLetterTopic]:
@@ -356,9 +361,9 @@ async def dead_letter_topics(client: Client) -> list[DeadLetterTopic]:
     ]
 
 
-async def find_topic(client: Client, name: str) -> str:
-    """The dead letter topic of this name, or of the subscription of this name."""
-    known = await dead_letter_topics(client)
+async def find_topic(client: Client, name: str, *, patience_s: float) -> str:
+    """The dead letter topic of this name, or of the subscription of this name; a failover is waited out."""
+    known = await _patiently(lambda: dead_letter_topics(client), patience_s, TRANSIENT)
     if any(one.topic == name for one in known):
         return name
     for one in known:

@@ -187,7 +187,7 @@ def _work(name: str, filter_: str | None, work: Work, *, keep: bool, brokers: st
         from millstream.subscriptions.filter.matcher import matcher
 
         wanted = None if filter_ is None else matcher(filter_)
-        topic = await find_topic(client, name)
+        topic = await find_topic(client, name, patience_s=timeout)
         desk = DeadLetterDesk(client, topic, f"cli/{socket.gethostname()}-{os.getpid()}", patience_s=timeout)
         await work(desk, outcome, wanted)
 

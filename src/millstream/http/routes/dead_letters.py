@@ -149,7 +149,7 @@ async def purge(parts: Parts, asked: Asked[Nothing, Purge]) -> WorkedOn:
 
 async def _desk(parts: Parts, name: str, condition: str | None) -> tuple[DeadLetterDesk, Wanted | None]:
     wanted = None if condition is None else await asyncio.to_thread(_matcher, condition)
-    topic = await find_topic(parts.client, name)
+    topic = await find_topic(parts.client, name, patience_s=PATIENCE_S)
     return DeadLetterDesk(parts.client, topic, parts.new_worker(None), patience_s=PATIENCE_S), wanted
 
 
