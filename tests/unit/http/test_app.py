@@ -61,7 +61,13 @@ async def test_the_index_lists_what_is_served() -> None:
     assert answer.json() == {
         "name": "millstream",
         "version": __version__,
-        "links": {"health": "/healthz", "readiness": "/readyz", "metrics": "/metrics", "api": "/openapi.json"},
+        "links": {
+            "health": "/healthz",
+            "readiness": "/readyz",
+            "metrics": "/metrics",
+            "api": "/openapi.json",
+            "docs": "/docs",
+        },
     }
 
 
