@@ -167,7 +167,7 @@ class SubscriptionService:
 
     async def check_letters_kept(self, topic: str) -> None:
         """Raise `PolicyViolation` for a dead letter topic that holds open letters, which would go with it."""
-        writers = [one.name for one in self.declared.all() if one.settings.dead_letter_topic == topic]
+        writers = [one.name for one in self.declared.all() if self.declared.settings_of(one).dead_letter_topic == topic]
         if not writers and self.declared.get(LETTERS_PREFIX + topic) is None:
             return
         from millstream.admin.dead_letter import letters_would_be_lost, open_letters
