@@ -276,3 +276,13 @@ def create(server: Server, topics: list[str], *, partitions: int) -> None:
     wanted = [NewTopic(name, num_partitions=partitions, replication_factor=1) for name in topics]
     for created in admin.create_topics(wanted).values():
         created.result(WAIT_S)
+
+
+def test_answers_stay_within_what_a_consumer_takes(server: Server, topic: str) -> None:
+    """librdkafka hangs up on an answer larger than `receive.message.max.bytes`, and would ask for the same again."""
+    value = bytes(921_600)
+    create(server, [topic], partitions=2)
+    send(server, topic, [{"value": value, "partition": index} for index in (0, 1)])
+    settings = {"fetch.max.bytes": 1_000_000, "receive.message.max.bytes": 1_000_512}
+    got = read_all(server, topic, 2, partitions=2, **settings)
+    assert sorted(message.partition() or 0 for message in got) == [0, 1]

@@ -15,7 +15,6 @@ from typing import Final
 
 import msgspec
 
-from millstream.http.message import message_bytes
 from millstream.http.unpacking import Unpacked, Unpacking
 from millstream.model.errors import MillstreamError, NotFound, QuotaExceeded, RequestTimedOut
 from millstream.model.ids import NodeId
@@ -24,7 +23,7 @@ from millstream.wire.client import Client
 from millstream.wire.leasing import LeaseRequests
 from millstream.wire.refusal import TRANSIENT, refusal
 from millstream.wire.subscription_messages import Receive, ReceiveAnswer
-from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
+from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient, remaining
 
 _logger = logging.getLogger(__name__)
 
@@ -106,24 +105,21 @@ class Leasing:
     ) -> list[LeasedMessage]:
         """One node after the other, since all of them together give no more than was asked for."""
         messages: list[LeasedMessage] = []
-        is_wanted = False
+        wanted = 0
         try:
             for node in nodes:
-                taken = sum(message_bytes(one.record) for one in messages)
-                left, left_bytes = request.max_records - len(messages), request.max_bytes - taken
-                if left <= 0 or left_bytes <= 0:
+                rest = remaining(request, messages)
+                if rest is None:
                     break
-                rest = msgspec.structs.replace(request, max_records=left, max_bytes=left_bytes)
                 try:
                     messages += await self._from(node, rest)
                 except (QuotaExceeded, *_PASSING) as error:
                     refused.append(error)
-            is_wanted = True
+            wanted = _fitting(messages, request)
         finally:
-            if not is_wanted:
-                # Nobody gets what the first nodes have leased, since the client is gone or another node refuses.
-                await self.give_back(request.subscription, request.worker, messages)
-        return messages
+            # More than was asked for, or all of it when the client is gone or another node refuses.
+            await self.give_back(request.subscription, request.worker, messages[wanted:])
+        return messages[:wanted]
 
     def _in_turn(self, nodes: Sequence[NodeId]) -> list[NodeId]:
         """Each time beginning with another one, without those that hang, unless all do."""
@@ -139,7 +135,7 @@ class Leasing:
     ) -> list[LeasedMessage]:
         """All nodes at once, until one has something; nothing when none has."""
         asking = [asyncio.ensure_future(self._from(node, request)) for node in nodes]
-        wanted = 0
+        is_wanted = False
         messages: list[LeasedMessage] = []
         try:
             for answered in asyncio.as_completed(asking):
@@ -148,13 +144,14 @@ class Leasing:
                         break
                 except (QuotaExceeded, *_PASSING) as error:
                     refused.append(error)
-            wanted = request.max_records
+            is_wanted = True
         finally:
             for task in asking:
                 task.cancel()
             await asyncio.wait(asking)
             told = [task.result() for task in asking if not task.cancelled() and task.exception() is None]
             messages += chain.from_iterable(told)
+            wanted = _fitting(messages, request) if is_wanted else 0
             # More than was asked for, or all of it when nobody asks any more.
             await self.give_back(request.subscription, request.worker, messages[wanted:])
         return messages[:wanted]
@@ -201,6 +198,16 @@ class Leasing:
             self._nodes = sorted((await self._client.metadata(())).nodes)
             self._known_until = now + NODES_S
         return self._nodes
+
+
+def _fitting(messages: Sequence[LeasedMessage], request: Receive) -> int:
+    """Count the messages that fit the request's limits, at least one; compressed batches hold more than their size."""
+    left_bytes = request.max_bytes
+    for count, message in enumerate(messages[: request.max_records]):
+        left_bytes -= message.size
+        if left_bytes < 0 and count:
+            return count
+    return min(len(messages), request.max_records)
 
 
 def _refused(answer: ReceiveAnswer, subscription: str) -> MillstreamError:

@@ -165,13 +165,15 @@ class FollowerFetch:
         """What there is to say of the partitions to which something has happened, within the bytes allowed."""
         room = max(BYTES_MIN, self._budget.share_bytes)
         left = min(fetch.max_bytes, self._bytes_max, room)
+        is_first = True
         found: dict[PartitionKey, ReplicaAnswer] = {}
         for key in tuple(islice(session.unread, LOOK_MAX)):
             followed = session.partitions[key]
             # A partition whose turn comes when nothing is left still notes where the follower is.
-            answer = self._look_at(session, key, followed, fetch.registration, left)
+            answer = self._look_at(session, key, followed, fetch.registration, left, at_least_one=is_first)
             left -= len(answer.records)
-            if left > 0 or answer.records:
+            is_first = is_first and not answer.records
+            if not _is_held_back(answer, followed):
                 del session.unread[key]
             if _is_news(answer, followed):
                 found[key] = answer
@@ -182,7 +184,14 @@ class FollowerFetch:
         return found
 
     def _look_at(
-        self, session: FollowerSession, key: PartitionKey, followed: FollowedPartition, registration: int, left: int
+        self,
+        session: FollowerSession,
+        key: PartitionKey,
+        followed: FollowedPartition,
+        registration: int,
+        left: int,
+        *,
+        at_least_one: bool,
     ) -> ReplicaAnswer:
         position = followed.position
         try:
@@ -197,6 +206,7 @@ class FollowerFetch:
                 last_epoch=position.last_epoch,
                 leader_epoch=position.leader_epoch,
                 max_bytes=min(position.max_bytes, max(left, 0)),
+                at_least_one=at_least_one,
                 registration=registration,
                 reads=self._reads,
             )
@@ -313,6 +323,17 @@ def _is_news(answer: ReplicaAnswer, followed: FollowedPartition) -> bool:
         _is_urgent(answer)
         or answer.high_watermark != followed.watermark_told
         or answer.log_start != followed.log_start_told
+    )
+
+
+def _is_held_back(answer: ReplicaAnswer, followed: FollowedPartition) -> bool:
+    """Whether the partition has records for the follower that did not fit into the answer."""
+    position, partition = followed.position, followed.partition
+    return (
+        not _is_urgent(answer)
+        and partition is not None
+        and position.max_bytes > 0
+        and position.offset < partition.log.end_offset
     )
 
 

@@ -309,12 +309,14 @@ class Log:
 
     # -- read -----------------------------------------------------------------------------------------------
 
-    def read(self, offset: int, *, max_bytes: int, up_to: int) -> bytes | memoryview:
-        """Whole batches from the one that holds `offset`: at least one, then no more than `max_bytes`."""
-        stretch = self.stretch(offset, max_bytes=max_bytes, up_to=up_to)
+    def read(self, offset: int, *, max_bytes: int, up_to: int, at_least_one: bool = True) -> bytes | memoryview:
+        """Whole batches from the one that holds `offset`: no more than `max_bytes`, but `at_least_one` if so asked."""
+        stretch = self.stretch(offset, max_bytes=max_bytes, up_to=up_to, at_least_one=at_least_one)
         return b"" if stretch is None else stretch.data
 
-    def stretch(self, offset: int, *, max_bytes: int, up_to: int, at_once: int = READ_AT_ONCE) -> Stretch | None:
+    def stretch(
+        self, offset: int, *, max_bytes: int, up_to: int, at_once: int = READ_AT_ONCE, at_least_one: bool = True
+    ) -> Stretch | None:
         """The same, as a place in a file; more than `at_once` bytes are left there. None when there is nothing."""
         if not self.start_offset <= offset <= self.end_offset or self.closed:
             raise self._out_of_range(offset)
@@ -330,12 +332,16 @@ class Log:
             else:
                 segment, position = hint
             limit, limit_offset = self._limit(segment, up_to)
-            stretch = self.reader.find(segment, position, max_bytes, limit, limit_offset, at_once)
+            stretch = self.reader.find(
+                segment, position, max_bytes, limit, limit_offset, at_once, at_least_one=at_least_one
+            )
         except BrokenSegment as broken:
             self._inspect(broken)
-            return self.stretch(offset, max_bytes=max_bytes, up_to=up_to, at_once=at_once)
+            return self.stretch(offset, max_bytes=max_bytes, up_to=up_to, at_once=at_once, at_least_one=at_least_one)
         except OSError as error:
             raise self._unreadable(error) from error
+        if not stretch.size:
+            return None
         self.hint(stretch.next_offset, segment, stretch.end_position)
         return stretch
 

@@ -121,14 +121,22 @@ class Reader:
     # -- reading --------------------------------------------------------------------------------------------
 
     def find(
-        self, segment: Segment, position: int, max_bytes: int, limit: int, limit_offset: int, at_once: int
+        self,
+        segment: Segment,
+        position: int,
+        max_bytes: int,
+        limit: int,
+        limit_offset: int,
+        at_once: int,
+        *,
+        at_least_one: bool = True,
     ) -> Stretch:
-        """Find whole batches from a position up to a limit: at least one, then no more than `max_bytes`.
+        """Find whole batches from a position up to a limit: no more than `max_bytes`, but `at_least_one` if so asked.
 
         They are read as well if they are no more than `at_once` bytes.
         """
         size, next_offset = limit - position, limit_offset
-        if size <= 0:
+        if size <= 0 or (not at_least_one and max_bytes < FRAME_BYTES):
             return Stretch(self._open_files, segment, position, 0, next_offset)
         if position < segment.unverified_to:
             self.verify(segment, position, position + min(max_bytes, size))
@@ -138,7 +146,7 @@ class Reader:
                 descriptor = self._open_files.descriptor(segment)
                 data = self._read_at(segment, descriptor, min(size, max(max_bytes, FRAME_BYTES)), position)
             end, next_offset = self._whole(segment, position, position + max_bytes, data)
-            size = end - position
+            size = end - position if at_least_one or end - position <= max_bytes else 0
         stretch = Stretch(self._open_files, segment, position, size, next_offset)
         if size <= len(data):
             stretch.data = memoryview(data)[:size]

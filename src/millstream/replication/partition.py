@@ -190,16 +190,18 @@ class Partition(Replica):
             await acknowledged
         return appended
 
-    def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
+    def read(self, offset: Offset, *, max_bytes: int, at_least_one: bool = True) -> Buffer:
         """Whole batches from the one that holds `offset` up to the high watermark."""
-        stretch = self.stretch(offset, max_bytes=max_bytes, at_once=READ_AT_ONCE)
+        stretch = self.stretch(offset, max_bytes=max_bytes, at_once=READ_AT_ONCE, at_least_one=at_least_one)
         return b"" if stretch is None else stretch.data
 
-    def stretch(self, offset: Offset, *, max_bytes: int, at_once: int) -> Stretch | None:
+    def stretch(self, offset: Offset, *, max_bytes: int, at_once: int, at_least_one: bool = True) -> Stretch | None:
         """The same as a place in a file, if there is something; more than `at_once` bytes are left there to be read."""
         if not self.is_leader:
             raise self._not_leader()
-        stretch = self.log.stretch(offset, max_bytes=max_bytes, up_to=self.high_watermark, at_once=at_once)
+        stretch = self.log.stretch(
+            offset, max_bytes=max_bytes, up_to=self.high_watermark, at_once=at_once, at_least_one=at_least_one
+        )
         if stretch is not None:
             self.bytes_out += stretch.size
         return stretch
@@ -214,18 +216,22 @@ class Partition(Replica):
             return self.high_watermark
         return Offset(max(transactions.stable_offset(self.high_watermark), self.log.start_offset))
 
-    def read_committed(self, offset: Offset, *, max_bytes: int) -> CommittedRead:
+    def read_committed(self, offset: Offset, *, max_bytes: int, at_least_one: bool = True) -> CommittedRead:
         """Whole batches up to the last stable offset, and which of the transactions in them were aborted."""
-        stretch, aborted = self.committed_stretch(offset, max_bytes=max_bytes, at_once=READ_AT_ONCE)
+        stretch, aborted = self.committed_stretch(
+            offset, max_bytes=max_bytes, at_once=READ_AT_ONCE, at_least_one=at_least_one
+        )
         return CommittedRead(b"" if stretch is None else stretch.data, aborted)
 
     def committed_stretch(
-        self, offset: Offset, *, max_bytes: int, at_once: int
+        self, offset: Offset, *, max_bytes: int, at_once: int, at_least_one: bool = True
     ) -> tuple[Stretch | None, list[tuple[int, int]]]:
         """The same as a place in a file, if there is something; more than `at_once` bytes are left there to be read."""
         if not self.is_leader:
             raise self._not_leader()
-        stretch = self.log.stretch(offset, max_bytes=max_bytes, up_to=self.last_stable_offset, at_once=at_once)
+        stretch = self.log.stretch(
+            offset, max_bytes=max_bytes, up_to=self.last_stable_offset, at_once=at_once, at_least_one=at_least_one
+        )
         if stretch is None:
             return None, []
         self.bytes_out += stretch.size
@@ -395,6 +401,7 @@ class Partition(Replica):
         last_epoch: int,
         leader_epoch: int,
         max_bytes: int,
+        at_least_one: bool = True,
         registration: int = NOT_REGISTERED,
         reads: SharedReads | None = None,
     ) -> FollowerRead:
@@ -417,18 +424,20 @@ class Partition(Replica):
         self._note_position(in_sync, node, offset, registration)
         records: Buffer = b""
         if max_bytes > 0 and offset < log.end_offset:
-            records = self._read_shared(in_sync, offset, max_bytes, reads)
+            records = self._read_shared(in_sync, offset, max_bytes, reads, at_least_one=at_least_one)
         return FollowerRead(records, None, self.high_watermark, log.start_offset)
 
-    def _read_shared(self, in_sync: InSync, offset: Offset, max_bytes: int, reads: SharedReads | None) -> Buffer:
+    def _read_shared(
+        self, in_sync: InSync, offset: Offset, max_bytes: int, reads: SharedReads | None, *, at_least_one: bool
+    ) -> Buffer:
         """Read up to the end of the log, or give again what another follower was given."""
         log = self.log
         if reads is None or in_sync.follower_count == 1:
-            return log.read(offset, max_bytes=max_bytes, up_to=log.end_offset)
+            return log.read(offset, max_bytes=max_bytes, up_to=log.end_offset, at_least_one=at_least_one)
         shared = reads.take(log, self.leader_epoch, offset, max_bytes)
         if shared is not None:
             return shared
-        records = log.read(offset, max_bytes=max_bytes, up_to=log.end_offset)
+        records = log.read(offset, max_bytes=max_bytes, up_to=log.end_offset, at_least_one=at_least_one)
         if records:
             reads.keep(log, self.leader_epoch, offset, records)
         return records

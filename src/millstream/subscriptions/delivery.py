@@ -101,6 +101,8 @@ class Wanted(NamedTuple):
     max_bytes: int
     whole_batches: bool = False
     """Whether a batch of which some is given is given as a whole, beyond `max_records`."""
+    at_least_one: bool = True
+    """Whether the first batch is given even if it exceeds `max_bytes`, so that a worker always makes progress."""
 
 
 def age_ms(partition: Partition, offset: Offset, now_ms: int) -> int:
@@ -376,7 +378,13 @@ class Delivery:
         if oldest is None:
             return NOTHING
         try:
-            records, _ = read(self.partition, oldest, self.settings.isolation, max_bytes=self._enough(wanted))
+            records, _ = read(
+                self.partition,
+                oldest,
+                self.settings.isolation,
+                max_bytes=self._enough(wanted),
+                at_least_one=wanted.at_least_one,
+            )
         except OffsetOutOfRange:
             # The log is shorter than it was; what comes in its place is looked at when the queue is opened again.
             return NOTHING

@@ -55,12 +55,14 @@ def readable_end(partition: Partition, isolation: str) -> Offset:
     return partition.last_stable_offset if isolation == READ_COMMITTED else partition.high_watermark
 
 
-def read(partition: Partition, offset: Offset, isolation: str, *, max_bytes: int) -> tuple[Buffer, Ranges]:
+def read(
+    partition: Partition, offset: Offset, isolation: str, *, max_bytes: int, at_least_one: bool = True
+) -> tuple[Buffer, Ranges]:
     """Whole batches from an offset on, and the aborted transactions among them."""
     if isolation == READ_COMMITTED:
-        committed = partition.read_committed(offset, max_bytes=max_bytes)
+        committed = partition.read_committed(offset, max_bytes=max_bytes, at_least_one=at_least_one)
         return committed.records, committed.aborted
-    return partition.read(offset, max_bytes=max_bytes), []
+    return partition.read(offset, max_bytes=max_bytes, at_least_one=at_least_one), []
 
 
 def look(

@@ -153,7 +153,7 @@ def _look_round(deliveries: Sequence[Delivery], asked: Wanted, first: int, room:
             left_bytes = wanted.max_bytes - room.take(received)
             if records <= 0 or left_bytes <= 0:
                 break
-            wanted = wanted._replace(max_records=records, max_bytes=left_bytes)
+            wanted = wanted._replace(max_records=records, max_bytes=left_bytes, at_least_one=False)
     if len(errors) == len(deliveries):
         raise errors[0]
     return given

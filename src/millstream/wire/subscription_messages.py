@@ -29,6 +29,8 @@ class Receive(msgspec.Struct, frozen=True, array_like=True):
     wait_ms: int
     partitions: list[tuple[str, int]] | None = None
     """Topics and partitions; None means all of them."""
+    at_least_one: bool = True
+    """Whether the first batch may exceed `max_bytes`; not if the worker has messages of another node already."""
 
 
 class LeasedRange(msgspec.Struct, frozen=True, array_like=True):

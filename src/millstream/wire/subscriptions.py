@@ -70,6 +70,13 @@ class LeasedMessage(NamedTuple):
         """The same after an extension for so long, else for as long as before, that was sent then."""
         return self._replace(fresh_until=fresh_until(sent_at, self.lease_ms if lease_ms is None else lease_ms))
 
+    @property
+    def size(self) -> int:
+        """The bytes of its key, value and headers."""
+        record = self.record
+        headers = sum(len(name) + len(value or b"") for name, value in record.headers)
+        return len(record.key or b"") + len(record.value or b"") + headers
+
 
 class SubscriptionClient:
     """Speaks to the nodes about subscriptions."""
@@ -192,15 +199,11 @@ class SubscriptionClient:
         self._turn += 1
         first = self._turn % len(nodes)
         for node in (*nodes[first:], *nodes[:first]):
-            left = request.max_records - len(messages)
-            if left <= 0:
+            rest = remaining(request, messages)
+            if rest is None:
                 break
-            # Whoever has something already waits for nobody.
-            wait_ms = 0 if messages else request.wait_ms
             try:
-                messages += await self._receive_from(
-                    node, msgspec.structs.replace(request, max_records=left, wait_ms=wait_ms)
-                )
+                messages += await self._receive_from(node, rest)
             except MillstreamError as error:
                 failed = error
         return messages, failed
@@ -348,6 +351,17 @@ def _follows(before: LeasedMessage, after: LeasedMessage) -> bool:
         and after.node == before.node
         and after.attempt == before.attempt
     )
+
+
+def remaining(request: Receive, messages: Sequence[LeasedMessage]) -> Receive | None:
+    """Build the request to the next node from what the nodes before have given; None if the limits are reached."""
+    if not messages:
+        return request
+    left = request.max_records - len(messages)
+    left_bytes = request.max_bytes - sum(one.size for one in messages)
+    if left <= 0 or left_bytes <= 0:
+        return None
+    return msgspec.structs.replace(request, max_records=left, max_bytes=left_bytes, wait_ms=0, at_least_one=False)
 
 
 def leased_messages(node: NodeId | None, leased: Leased) -> list[LeasedMessage]:

@@ -132,7 +132,19 @@ async def test_all_nodes_together_give_no_more_bytes_than_was_asked_for() -> Non
     for node in cluster.nodes.values():
         node.messages = 2
     await leasing(cluster).receive(request(max_bytes=4))
-    assert [node.asked[0].max_bytes for node in cluster.nodes.values() if node.asked] == [4, 2]
+    asked = [(node.asked[0].max_bytes, node.asked[0].at_least_one) for node in cluster.nodes.values() if node.asked]
+    assert sorted(asked) == [(2, False), (4, True)]
+
+
+async def test_messages_beyond_the_bytes_asked_for_go_back() -> None:
+    """A compressed batch holds more than its size."""
+    cluster = Cluster(1)
+    for wait_ms in (0, 60_000):
+        cluster.nodes[1].messages = 5
+        assert len(await leasing(cluster).receive(request(max_bytes=3, wait_ms=wait_ms))) == 3
+        (released,) = cluster.released
+        assert [(one.first, one.last, one.verb) for one in released.partitions[0].verbs] == [(3, 4, 5)]
+        cluster.released.clear()
 
 
 async def test_whoever_waits_gets_what_comes_to_any_node_and_hangs_up_on_the_others() -> None:

@@ -250,6 +250,24 @@ class TestAnswers:
         assert answers.partitions[key(99)].code == ErrorCode.unknown_topic_id
         assert answers.partitions[key(1)].records
 
+    async def test_only_the_first_partition_exceeds_what_is_asked_for_and_the_others_come_next(
+        self, leader: Leader
+    ) -> None:
+        for index in range(3):
+            leader.write(index, size=1000)
+        fetcher = Fetcher(leader)
+        wanted: dict[int, ReplicaPosition] | None = {index: at(0) for index in range(3)}
+        served = []
+        for _ in range(3):
+            # One that waited for an append would never be answered.
+            async with asyncio.timeout(60):
+                answers = await fetcher.ask(wanted, max_bytes=1500, wait_ms=600_000)
+            with_records = [key for key, answer in answers.partitions.items() if answer.records]
+            assert sum(len(answer.records) for answer in answers.partitions.values()) <= 1500
+            served += [index for _, index in with_records]
+            wanted = {index: at(1, last_epoch=4) for _, index in with_records}
+        assert served == [0, 1, 2]
+
     async def test_a_full_budget_does_not_hold_up_followers(self) -> None:
         leader = Leader(budget_bytes=1000)
         leader.budget.take(5000)

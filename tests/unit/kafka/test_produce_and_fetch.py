@@ -110,8 +110,10 @@ def fetch_request(
     module: Any = newest if version >= 13 else named
     name = {"topic_id": topic_id} if version >= 13 else {"topic": topic}
     partitions = other.pop("partitions", [(0, offset)])
+    partition_max_bytes = other.pop("partition_max_bytes", 1 << 20)
     wanted = tuple(
-        module.FetchPartition(partition=index, fetch_offset=at, partition_max_bytes=1 << 20) for index, at in partitions
+        module.FetchPartition(partition=index, fetch_offset=at, partition_max_bytes=partition_max_bytes)
+        for index, at in partitions
     )
     forgotten = tuple(module.ForgottenTopic(partitions=(index,), **name) for index in other.pop("forgotten", []))
     request = module.FetchRequest(
@@ -357,7 +359,7 @@ async def test_a_long_poll_looks_only_at_what_has_moved_and_sends_all_there_is(t
         looked: list[int] = []
         stretch = Partition.stretch
 
-        def counted(partition: Partition, offset: Offset, **limits: int) -> Any:
+        def counted(partition: Partition, offset: Offset, **limits: Any) -> Any:
             looked.append(partition.index)
             return stretch(partition, offset, **limits)
 
@@ -459,6 +461,86 @@ async def test_no_partition_starves_behind_a_full_one(tmp_path: Path) -> None:
         second = await ask(fetch, request)
         served += [p.partition_index for t in second.responses for p in t.partitions if p.records]
         assert served == [0, 1]
+
+
+def sizes_of(response: Any) -> dict[int, int]:
+    """The partitions with records, and how many bytes each has."""
+    return {p.partition_index: len(p.records) for t in response.responses for p in t.partitions if p.records}
+
+
+async def batches_in(topics: Topics, sizes: dict[int, list[int]]) -> UUID:
+    """A topic with batches of exactly so many bytes in its partitions."""
+    topic = await topics.create("t", partitions=len(sizes), overrides={"flush": "os"})
+    overhead = len(batch(bytes(1000))) - 1000
+    for index, of_partition in sizes.items():
+        for size in of_partition:
+            await topics.partition("t", index).append(bytearray(batch(bytes(size - overhead))))
+    return topic.topic_id
+
+
+@pytest.mark.parametrize("read_committed", [False, True])
+@pytest.mark.parametrize(
+    ("max_bytes", "partition_max_bytes", "expected"),
+    [
+        (900, 1 << 20, {0: 1000}),  # the first batch is given although it is larger
+        (0, 0, {0: 1000}),
+        (1999, 1 << 20, {0: 1000, 2: 600}),  # partition 1 has to wait, a smaller batch behind it fits
+        (2000, 1 << 20, {0: 1000, 1: 1000}),
+        (3600, 999, {0: 1000, 2: 600}),  # only the first may exceed the limit of its partition
+        (1 << 20, 1 << 20, {0: 1000, 1: 2000, 2: 600, 3: 4000}),
+    ],
+)
+async def test_a_fetch_keeps_to_its_limits(
+    tmp_path: Path, max_bytes: int, partition_max_bytes: int, expected: dict[int, int], *, read_committed: bool
+) -> None:
+    """Only the first partition with records may exceed them, by its first batch, as in Kafka."""
+    async with topics_in(tmp_path) as topics:
+        topic_id = await batches_in(topics, {0: [1000], 1: [1000, 1000], 2: [600], 3: [4000]})
+        request = fetch_request(
+            12,
+            "t",
+            topic_id,
+            0,
+            partitions=[(index, 0) for index in range(4)],
+            partition_max_bytes=partition_max_bytes,
+            max_bytes=max_bytes,
+            isolation_level=1 if read_committed else 0,
+        )
+        assert sizes_of(await ask(fetch_api(topics), request)) == expected
+
+
+@pytest.mark.parametrize("version", [4, 12, 18])
+async def test_every_partition_is_read_to_the_end_within_the_limits(tmp_path: Path, version: int) -> None:
+    """With a session the broker takes turns, without one the client does; either way nothing starves."""
+    sizes = {0: [700] * 5, 1: [1900, 300, 1900], 2: [100] * 9, 3: [2500, 2500]}
+    async with topics_in(tmp_path) as topics:
+        topic_id = await batches_in(topics, sizes)
+        fetch, offsets, session = fetch_api(topics), dict.fromkeys(sizes, 0), (0, 0 if version >= 7 else -1)
+        changed = list(offsets)
+        for _ in range(30):
+            wanted = [(index, offsets[index]) for index in changed]
+            limits: dict[str, Any] = {"max_bytes": 2000, "partition_max_bytes": 1500, "partitions": wanted}
+            response = await ask(fetch, fetch_request(version, "t", topic_id, 0, session=session, **limits))
+            served = sizes_of(response)
+            assert sum(served.values()) <= 2000 or len(served) == 1
+            assert all(size <= 1500 for size in list(served.values())[1:])
+            for topic in response.responses:
+                for one in topic.partitions:
+                    offsets[one.partition_index] += len(values(one))
+            if version >= 7:
+                session, changed = (response.session_id, session[1] + 1), list(served)
+            else:
+                changed = [index for index in changed if index not in served] + list(served)
+        assert offsets == {index: len(batches) for index, batches in sizes.items()}
+
+
+async def test_a_fetch_that_has_no_room_for_more_does_not_wait_for_more(tmp_path: Path) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic_id = await batches_in(topics, {0: [1000], 1: [1000]})
+        limits: dict[str, Any] = {"max_bytes": 1500, "min_bytes": 1500, "max_wait_ms": 600_000}
+        request = fetch_request(12, "t", topic_id, 0, partitions=[(0, 0), (1, 0)], **limits)
+        async with asyncio.timeout(60):
+            assert sizes_of(await ask(fetch_api(topics), request)) == {0: 1000}
 
 
 async def test_a_fetch_waits_while_memory_is_used_up(tmp_path: Path) -> None:

@@ -325,6 +325,18 @@ async def test_messages_are_given_once_and_acknowledged_with_the_next_request(on
     assert await one.desk.starts() == [(0, 10)]
 
 
+async def test_the_bytes_asked_for_are_not_exceeded(one: Sharer) -> None:
+    """A session that is opened without room for a byte gets no record; of two partitions one may exceed the limit."""
+    await one.desk.publish("x" * 1000, partition=1)
+    both = ((one.desk.topic_id, 0), (one.desk.topic_id, 1))
+    assert await one.got(max_bytes=0, places=both) == []
+    served = []
+    for _ in range(2):
+        (partition,) = partitions_of(await one.fetch(max_bytes=1))
+        served.append(partition.partition_index)
+    assert sorted(served) == [0, 1]
+
+
 async def test_sessions_that_are_not_there_or_elsewhere(one: Sharer) -> None:
     assert (await one.fetch(share_session_epoch=5)).error_code == ErrorCode.share_session_not_found
     assert (await one.fetch(share_session_epoch=-1)).error_code == ErrorCode.share_session_not_found

@@ -238,7 +238,7 @@ async def test_what_is_written_behind_an_open_transaction_wakes_nobody(tmp_path:
         looks = 0
         read = Partition.committed_stretch
 
-        def counted(partition: Partition, offset: Offset, **limits: int) -> Any:
+        def counted(partition: Partition, offset: Offset, **limits: Any) -> Any:
             nonlocal looks
             looks += 1
             return read(partition, offset, **limits)

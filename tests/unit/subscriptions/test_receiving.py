@@ -102,6 +102,20 @@ async def test_leases_of_one_queue_are_told_although_another_was_lost(bench: Wor
     assert asking.result() == []
 
 
+async def test_only_the_first_queue_exceeds_the_bytes_asked_for_and_no_queue_starves(bench: Workbench) -> None:
+    deliveries = []
+    for index in range(1, 4):
+        bench.partition = bench.make_partition(index)
+        deliveries.append(await bench.open())
+        bench.publish("x" * 1000)
+    served: list[int] = []
+    for turn in range(3):
+        given = await receive(deliveries, wanted(5)._replace(max_bytes=1500), PLENTY, wait_s=0, first=turn)
+        assert sum(len(batch) for one in given for batch in one.received.batches) <= 1500
+        served += [one.delivery.partition.index for one in given]
+    assert served == [1, 2, 3]
+
+
 async def test_without_any_queue_the_answer_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiving, "NOWHERE_S", 0.01)
     assert await receive([], wanted(), PLENTY, wait_s=WAIT_S) == []

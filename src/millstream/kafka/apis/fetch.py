@@ -252,47 +252,62 @@ class Fetch:
     def _look_again(self, context: _Context, found: _FoundByKey, keys: Iterable[PartitionKey]) -> None:
         """The same of some of the partitions; what was found of the others stands."""
         size = _size_of(found)
-        left = min(context.bytes_max, self._budget.share_bytes) - size
+        share_bytes = self._budget.share_bytes
+        left = min(context.bytes_max, share_bytes) - size
         committed = context.request.read_committed
         # A single partition's records are one piece, and sooner read at once than found first.
         most_at_once = READ_BYTES_MAX if len(context.positions) > 1 else READ_ALL_BYTES_MAX
+        # As in Kafka, only the first partition with records may exceed the limits, by its first batch: the client makes
+        # progress, and every other partition keeps to what is left of `max_bytes` and to its own.
         for key in keys:
             at_once = most_at_once if size < READ_ALL_BYTES_MAX else 0
-            one = self._look_at(key, context.positions[key], left, committed=committed, at_once=at_once)
+            one = self._look_at(
+                key,
+                context.positions[key],
+                left,
+                committed=committed,
+                at_once=at_once,
+                at_least_one=share_bytes > 0 and not size,
+            )
             found[key] = one
             if one.stretch is not None:
                 left -= one.stretch.size
                 size += one.stretch.size
 
-    def _look_at(self, key: PartitionKey, position: Position, left: int, *, committed: bool, at_once: int) -> _Found:
+    def _look_at(
+        self, key: PartitionKey, position: Position, left: int, *, committed: bool, at_once: int, at_least_one: bool
+    ) -> _Found:
         try:
             partition = self._partition(key)
             partition.check_leader_epoch(position.leader_epoch)
             stretch: Stretch | None = None
             aborted: Sequence[tuple[int, int]] | None = () if committed else None
-            max_bytes = min(position.max_bytes, left)
+            max_bytes = max(0, min(position.max_bytes, left))
             watermark = partition.high_watermark
-            if max_bytes > 0 or position.offset > watermark:
-                max_bytes = max(max_bytes, 0)
+            if max_bytes or at_least_one or position.offset > watermark:
                 if committed:
                     stretch, aborted = partition.committed_stretch(
-                        position.offset, max_bytes=max_bytes, at_once=at_once
+                        position.offset, max_bytes=max_bytes, at_once=at_once, at_least_one=at_least_one
                     )
                 else:
-                    stretch = partition.stretch(position.offset, max_bytes=max_bytes, at_once=at_once)
+                    stretch = partition.stretch(
+                        position.offset, max_bytes=max_bytes, at_once=at_once, at_least_one=at_least_one
+                    )
             stable = partition.last_stable_offset
             return _Found(key, ErrorCode.none, watermark, partition.log_start, stretch, stable, aborted)
         except MillstreamError as error:
             return _Found(key, error_code(error), -1, -1, None, -1, () if committed else None)
 
     def _is_enough(self, context: _Context, found: _FoundByKey) -> bool:
+        size = _size_of(found)
         return (
-            _size_of(found) >= min(context.request.min_bytes, max(context.bytes_max, 1))
+            size >= min(context.request.min_bytes, max(context.bytes_max, 1))
             or context.request.max_wait_ms <= 0
             or not context.positions
             or self._stopping
             or context.client.presence.has_left
             or any(one.code is not ErrorCode.none for one in found.values())
+            or (size > 0 and _is_full(context, found))
         )
 
     # -- waiting --------------------------------------------------------------------------------------------
@@ -380,6 +395,17 @@ class Fetch:
                     session.served(one.key)
         session_id = 0 if session is None else session.session_id
         return _write(header, ErrorCode.none, session_id, found, throttle_ms=throttle_ms)
+
+
+def _is_full(context: _Context, found: _FoundByKey) -> bool:
+    """Whether a partition has records that did not fit in: waiting would not bring more."""
+    positions = context.positions
+    return any(
+        not one.size
+        and one.key in positions
+        and positions[one.key].offset < (one.high_watermark if one.aborted is None else one.last_stable)
+        for one in found.values()
+    )
 
 
 def _is_news(one: _Found, position: Position) -> bool:

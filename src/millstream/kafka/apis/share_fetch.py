@@ -114,7 +114,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         # What is settled becomes durable while more is acquired.
         confirming = asyncio.ensure_future(self._door.confirm(settled)) if settled else None
         try:
-            if epoch != CLOSES and request.max_records > 0:
+            if epoch != CLOSES and request.max_records > 0 and request.max_bytes > 0:
                 await self._acquire(request, client, subscription, session, confirming, told)
             if confirming is not None:
                 told.acknowledged = await confirming
@@ -158,7 +158,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         wanted = Wanted(
             self._door.worker(request.member_id or ""),
             request.max_records,
-            max(1, self._quota.allowance(client, min(request.max_bytes, self._bytes_max, _BYTES_MAX))),
+            self._quota.allowance(client, min(request.max_bytes, self._bytes_max, _BYTES_MAX)),
             whole_batches=request.share_acquire_mode != _RECORD_LIMIT,
         )
         patience_ms = 0 if told.failed else _WAIT_MS_MAX if confirming is None else _ACKNOWLEDGED_MS_MAX

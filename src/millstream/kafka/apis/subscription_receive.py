@@ -1,6 +1,7 @@
 """SubscriptionReceive (key 32030), version 0: Millstream's private request of a worker for messages of a subscription.
 
-    [subscription, worker, max records, max bytes, wait ms, [[topic, partition], …] or nil for all that are led here]
+    [subscription, worker, max records, max bytes, wait ms, [[topic, partition], …] or nil for all that are led here,
+    whether the first batch may exceed max bytes]
     answer: [error, message, [[topic, topic id, partition, [[first, last, attempt, deadline ms], …], batches], …],
     throttle ms, waited ms]
 
@@ -121,7 +122,12 @@ class SubscriptionReceive(PackedApi[Receive]):
         deliveries = await engine.deliveries_of(subscription, partitions)
         return await receive(
             deliveries,
-            Wanted(request.worker, min(request.max_records, RECORDS_MAX), min(request.max_bytes, BYTES_MAX)),
+            Wanted(
+                request.worker,
+                min(request.max_records, RECORDS_MAX),
+                min(request.max_bytes, BYTES_MAX),
+                at_least_one=request.at_least_one,
+            ),
             self._service.budget,
             wait_s=max(0.0, wait_s),
             first=next(self._turn) % max(1, len(deliveries)),
