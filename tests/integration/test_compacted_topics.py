@@ -12,6 +12,7 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, Pro
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
+import millstream
 from millstream.testing.server import Server
 
 WAIT_S = 60.0
@@ -112,6 +113,33 @@ def test_records_without_a_key_are_refused(server: Server) -> None:
     (error,) = send(server, [(None, b"v")])
     assert error.code() == KafkaError.INVALID_RECORD
     assert content(server) == []
+
+
+def test_only_the_records_without_a_key_are_to_blame(server: Server) -> None:
+    """librdkafka tells the records that the broker names from others of their batch."""
+    create(server)
+    outcomes: dict[bytes | None, KafkaError | None] = {}
+    producer = Producer({"bootstrap.servers": server.kafka, "linger.ms": 60_000, **QUIET})
+    for at in range(10):
+        key, value = None if at in (3, 7) else b"k", b"%d" % at
+        producer.produce(
+            TOPIC, value, key, on_delivery=lambda error, message: outcomes.update({message.value(): error})
+        )
+    assert producer.flush(WAIT_S) == 0
+    codes = {value: error.code() if error is not None else None for value, error in outcomes.items()}
+    wrong, other = KafkaError.INVALID_RECORD, KafkaError._INVALID_DIFFERENT_RECORD
+    assert codes == {b"%d" % at: wrong if at in (3, 7) else other for at in range(10)}
+
+
+async def test_the_sdk_publishes_the_others_of_a_refused_batch(server: Server) -> None:
+    create(server)
+    messages = [millstream.NewMessage(f"{at}", key=None if at in (3, 7) else f"k{at}") for at in range(10)]
+    async with millstream.connect(server.kafka) as ms:
+        with pytest.raises(millstream.PublishFailed) as failed:
+            await ms.publish_many(TOPIC, messages)
+    refused = [at for at, outcome in enumerate(failed.value.outcomes) if isinstance(outcome, Exception)]
+    assert refused == [3, 7]
+    assert [value for _, _, value in content(server)] == [b"%d" % at for at in range(10) if at not in (3, 7)]
 
 
 def test_killed_while_it_compacts_nothing_is_lost(server: Server) -> None:

@@ -7,7 +7,7 @@ so that a client needs no compiled code, whose import would take longer than mos
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from millstream.client.receipt import Receipt
@@ -183,28 +183,35 @@ class OutgoingBatch:
             together.settle(len(indexes))
         self._end()
 
-    def failed(self, error: MillstreamError) -> None:
-        """Tell everyone who waits what went wrong."""
-        for _, future, _, _ in self.singles:
+    def failed(self, error: MillstreamError, by_record: Sequence[MillstreamError] = ()) -> None:
+        """Tell everyone who waits what went wrong, with every record if that is known."""
+        errors = by_record or [error] * self.count
+        for position, future, _, _ in self.singles:
             if not future.done():
-                future.set_exception(error)
-        for _, together, indexes in self.shares:
-            for index in indexes:
-                together.receipts[index] = error
+                future.set_exception(errors[position])
+        for first, together, indexes in self.shares:
+            for position, index in enumerate(indexes, first):
+                together.receipts[index] = errors[position]
             together.settle(len(indexes))
         self._end()
 
     def halves(self, compression: int) -> tuple[OutgoingBatch, OutgoingBatch]:
         """The same records in two batches, since the topic takes none as large as this."""
+        return self.split_off(range(self.count // 2), compression)
+
+    def split_off(self, places: Iterable[int], compression: int) -> tuple[OutgoingBatch, OutgoingBatch]:
+        """Put some of the records, by their place, into a batch of their own, and the others into another."""
         records = list(decode_batch(whole := self.sealed(compression, -1, -1, -1), read_header(whole)))
-        middle = self.count // 2
+        chosen = set(places)
         parts = OutgoingBatch(self.deadline, self._freed), OutgoingBatch(self.deadline, self._freed)
-        for at, part in enumerate(parts):
-            first, end = (0, middle) if at == 0 else (middle, self.count)
-            for record in records[first:end]:
+        for part, is_chosen in zip(parts, (True, False), strict=True):
+            kept = [place for place in range(self.count) if (place in chosen) is is_chosen]
+            for place in kept:
+                record = records[place]
                 part.add(record.key, record.value, record.headers, record.timestamp_ms)
-            part.singles = [(place - first, *rest) for place, *rest in self.singles if first <= place < end]  # type: ignore[misc]
-            part.shares = [cut for share in self.shares if (cut := _cut(share, first, end)) is not None]
+            numbers = {place: number for number, place in enumerate(kept)}
+            part.singles = [(numbers[place], *rest) for place, *rest in self.singles if place in numbers]  # type: ignore[misc]
+            part.shares = [cut for share in self.shares if (cut := _cut(share, numbers)) is not None]
         parts[1].charged = self.charged - parts[0].charged
         parts[1].flushers = self.flushers
         return parts
@@ -235,7 +242,8 @@ def _headers(headers: Headers) -> bytes:
     return b"".join(pieces)
 
 
-def _cut(share: Share, first: int, end: int) -> Share | None:
+def _cut(share: Share, numbers: Mapping[int, int]) -> Share | None:
+    """The records of a share that have a number in another batch, where they follow each other too."""
     start, together, indexes = share
-    kept = [index for place, index in enumerate(indexes, start) if first <= place < end]
-    return (max(start, first) - first, together, kept) if kept else None
+    kept = [(numbers[place], index) for place, index in enumerate(indexes, start) if place in numbers]
+    return (kept[0][0], together, [index for _, index in kept]) if kept else None

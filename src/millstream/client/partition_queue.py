@@ -11,12 +11,14 @@ so a second batch could get in although the first was refused.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from millstream.client.outgoing_batch import RECORDS_MAX, OutgoingBatch
 from millstream.model.errors import (
     BatchTooLarge,
+    InvalidBatch,
+    InvalidTimestamp,
     MillstreamError,
     NotStoredInTime,
     OutOfOrderSequence,
@@ -200,11 +202,9 @@ class PartitionQueue:
             # Halves have sequences that the broker does not know, so they could be stored beside the whole.
             self._give_up(batch, BatchTooLarge(f"{error}; it was sent before, and may have been stored then"))
         elif isinstance(error, BatchTooLarge) and batch.count > 1:
-            at = self.sent.index(batch)
-            self.sent.remove(batch)
-            for half in reversed(batch.halves(self.compression)):
-                self.sent.insert(at, half)
-            self.recovering = True
+            self._replace(batch, batch.halves(self.compression))
+        elif isinstance(error, InvalidBatch | InvalidTimestamp) and not batch.maybe_stored:
+            self._drop_invalid(batch, error)
         else:
             self._give_up(batch, error)
 
@@ -270,6 +270,24 @@ class PartitionQueue:
         for one in self.sent:
             one.behind_gap = one.in_flight
         self._shift()
+
+    def _drop_invalid(self, batch: OutgoingBatch, error: InvalidBatch | InvalidTimestamp) -> None:
+        """Fail the records that the broker names, and send the others again: other callers may have published them."""
+        messages = {index: message for index, message in error.records if 0 <= index < batch.count}
+        if not 0 < len(messages) < batch.count:
+            self._give_up(batch, error)
+            return
+        refused, rest = batch.split_off(messages, self.compression)
+        self._replace(batch, [rest])
+        refused.failed(error, [error.__class__(messages[index]) for index in sorted(messages)])
+
+    def _replace(self, batch: OutgoingBatch, parts: Sequence[OutgoingBatch]) -> None:
+        """Send the parts of a batch instead of it."""
+        at = self.sent.index(batch)
+        self.sent.remove(batch)
+        for part in reversed(parts):
+            self.sent.insert(at, part)
+        self.recovering = True
 
     def _shift(self) -> None:
         while self.sent and self.sent[0].is_done:

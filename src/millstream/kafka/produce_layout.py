@@ -8,6 +8,7 @@ the answer to a request for one partition is laid out by `write_one`, and every 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 from uuid import UUID
@@ -15,6 +16,7 @@ from uuid import UUID
 from kio.schema.errors import ErrorCode
 
 from millstream.log.log import AppendedRange
+from millstream.model.errors import RecordError
 from millstream.net.promise import Buffers
 from millstream.wire.codec import RequestHeader, response_head
 from millstream.wire.primitives import Reader, Writer
@@ -49,7 +51,7 @@ _TOPICS_REMEMBERED: Final = 1000
 class Portion:
     """What a request holds for one partition, and what became of it."""
 
-    __slots__ = ("appended", "code", "index", "message", "records", "topic")
+    __slots__ = ("appended", "code", "index", "message", "record_errors", "records", "topic")
 
     def __init__(self, topic: str | UUID, index: int, records: memoryview | None) -> None:
         self.topic = topic
@@ -58,6 +60,8 @@ class Portion:
         self.appended: AppendedRange | None = None
         self.code = ErrorCode.none
         self.message: str | None = None
+        self.record_errors: Sequence[RecordError] = ()
+        """The records for which the batch was refused, if it is only some of them."""
 
     def fail(self, code: ErrorCode, message: str) -> None:
         """Note why nothing was stored, or why that is not known."""
@@ -288,6 +292,10 @@ def _write_failure(writer: Writer, version: int, portion: Portion) -> None:
     if version >= FIRST_WITH_LOG_START:
         writer.int64(_NULL)
     if version >= FIRST_WITH_MESSAGES:
-        writer.array_length(0)
+        writer.array_length(len(portion.record_errors))
+        for index, message in portion.record_errors:
+            writer.int32(index)
+            writer.string(message)
+            writer.no_tags()
         writer.string(portion.message)
     writer.no_tags()

@@ -1,15 +1,23 @@
-"""What a batch must be before it enters the log. Only on compacted topics are records looked at, for their keys."""
+"""What a batch must be before it enters the log.
+
+Records are looked at on compacted topics only, for their keys, and in a batch that is refused for some of them, to name
+these.
+"""
 
 from __future__ import annotations
 
-from millstream.model.errors import BatchTooLarge, InvalidBatch, InvalidTimestamp
+from collections.abc import Sequence
+
+from millstream.model.errors import BatchRejected, BatchTooLarge, InvalidBatch, InvalidTimestamp, RecordError
 from millstream.model.topic import TopicSettings
 from millstream.records.batch import BatchHeader, Buffer, iterate_headers, read_header
-from millstream.records.raw_record import first_without_key, records_section
+from millstream.records.raw_record import find_without_key, read_timestamp_deltas, records_section
 
 KEYED_RECORDS_MAX = 100_000
 KEYED_BYTES_MAX = 32 * 1024 * 1024
 """So much is looked through for keys on the way in, and no more, as everybody else waits meanwhile."""
+NAMED_MAX = 10
+"""So many records the message of an error names by their index."""
 
 
 def read_headers(batches: Buffer, *, internal: bool, max_message_bytes: int) -> list[BatchHeader]:
@@ -50,24 +58,72 @@ def check_client_batch(header: BatchHeader, max_message_bytes: int) -> None:
         )
 
 
-def check_times(header: BatchHeader, settings: TopicSettings, now_ms: int) -> None:
-    """Raise `InvalidTimestamp` for a batch whose times are too far from the broker's; -1 means that it has none."""
-    oldest, newest = header.base_timestamp_ms, header.max_timestamp_ms
-    if 0 <= oldest < now_ms - settings.message_timestamp_before_max_ms:
-        limit = f"message.timestamp.before.max.ms allows {settings.message_timestamp_before_max_ms} ms"
-        raise InvalidTimestamp(f"the batch's time {oldest} is {now_ms - oldest} ms before the broker's; {limit}")
-    if newest > now_ms + settings.message_timestamp_after_max_ms:
-        limit = f"message.timestamp.after.max.ms allows {settings.message_timestamp_after_max_ms} ms"
-        raise InvalidTimestamp(f"the batch's time {newest} is {newest - now_ms} ms after the broker's; {limit}")
+def check_records(batches: Buffer, header: BatchHeader, settings: TopicSettings, now_ms: int) -> None:
+    """Raise for a batch with records that the topic does not take, and name them.
 
-
-def check_keys(batches: Buffer, header: BatchHeader) -> None:
-    """Raise `InvalidBatch` for a batch of a compacted topic with a record that has no key."""
-    if header.record_count > KEYED_RECORDS_MAX:
-        raise BatchTooLarge(
-            f"the record batch has {header.record_count} records; on a compacted topic {KEYED_RECORDS_MAX} are the most"
+    As in Kafka, one without a key is blamed for that alone, and a batch with any wrong timestamp is `InvalidTimestamp`.
+    """
+    without_key: list[int] = []
+    if settings.compacts:
+        if header.record_count > KEYED_RECORDS_MAX:
+            raise BatchTooLarge(
+                f"the record batch has {header.record_count} records; on a compacted topic {KEYED_RECORDS_MAX} are "
+                "the most"
+            )
+        section = records_section(batches, header, decompressed_bytes_max=KEYED_BYTES_MAX)
+        without_key = find_without_key(section, header.record_count)
+    wrong_times = _find_wrong_times(batches, header, settings, now_ms, set(without_key))
+    if wrong_times is None and not without_key:
+        return
+    records = [RecordError(index, "the record has no key; the topic is compacted by key") for index in without_key]
+    error: InvalidBatch | InvalidTimestamp
+    if wrong_times is None:
+        error = InvalidBatch(f"{_name(records, header, 'no key')}; the topic is compacted by key")
+    else:
+        named = (
+            _name(wrong_times, header, "an invalid timestamp") if wrong_times else "the batch has an invalid timestamp"
         )
-    section = records_section(batches, header, decompressed_bytes_max=KEYED_BYTES_MAX)
-    without = first_without_key(section, header.record_count)
-    if without >= 0:
-        raise InvalidBatch(f"record {without} of the batch has no key, and the topic is compacted by key")
+        error = InvalidTimestamp(
+            f"{named}; the broker's time is {now_ms}, message.timestamp.before.max.ms "
+            f"{settings.message_timestamp_before_max_ms}, message.timestamp.after.max.ms "
+            f"{settings.message_timestamp_after_max_ms}"
+        )
+        records = sorted([*records, *wrong_times])
+    error.records = records
+    raise error
+
+
+def _find_wrong_times(
+    batches: Buffer, header: BatchHeader, settings: TopicSettings, now_ms: int, but: set[int]
+) -> list[RecordError] | None:
+    """Find the records whose time is too far from the broker's; None if the batch has none, by its header.
+
+    A time of -1 means that there is none. The list is empty if the batch is too large to be searched here.
+    """
+    oldest = now_ms - settings.message_timestamp_before_max_ms
+    newest = now_ms + settings.message_timestamp_after_max_ms
+    if settings.message_timestamp_type == "LogAppendTime" or not (
+        0 <= header.base_timestamp_ms < oldest or header.max_timestamp_ms > newest
+    ):
+        return None
+    if header.record_count > KEYED_RECORDS_MAX:
+        return []
+    try:
+        section = records_section(batches, header, decompressed_bytes_max=KEYED_BYTES_MAX)
+        deltas = read_timestamp_deltas(section, header.record_count)
+    except BatchRejected:
+        return []
+    times = [(index, header.base_timestamp_ms + delta) for index, delta in enumerate(deltas)]
+    return [
+        RecordError(index, f"timestamp {time_ms} is outside the range that the topic allows now, {oldest} to {newest}")
+        for index, time_ms in times
+        if (0 <= time_ms < oldest or time_ms > newest) and index not in but
+    ]
+
+
+def _name(records: Sequence[RecordError], header: BatchHeader, fault: str) -> str:
+    """Say which records of a batch have a fault: how many, and the first few by their index."""
+    first = ", ".join(str(record.batch_index) for record in records[:NAMED_MAX])
+    more = ", …" if len(records) > NAMED_MAX else ""
+    verb = "has" if len(records) == 1 else "have"
+    return f"{len(records)} of {header.record_count} records {verb} {fault} (at index {first}{more})"

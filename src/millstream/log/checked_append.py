@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from millstream.log.admission import check_keys, check_times, read_headers
+from millstream.log.admission import check_records, read_headers
 from millstream.log.appended import AppendedRange
 from millstream.log.index import Index
 from millstream.log.producer import ProducedBatch
@@ -39,10 +39,8 @@ def append_checked(
     if settings.message_timestamp_type == "LogAppendTime":
         append_time_ms = now_ms
         headers = _stamped(batches, headers, now_ms)
-    elif not internal:
-        check_times(headers[0], settings, now_ms)
-    if not internal and settings.compacts:
-        check_keys(batches, headers[0])
+    if not internal:
+        check_records(batches, headers[0], settings, now_ms)
     base_offset = log.end_offset
     next_offset = int(base_offset)
     for header in headers:

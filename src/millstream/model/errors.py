@@ -106,6 +106,7 @@ MillstreamError
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 
 class MillstreamError(Exception):
@@ -156,8 +157,17 @@ class InvalidTransactionTimeout(InvalidRequest):
     """A producer asked for a transaction timeout outside the broker's bounds."""
 
 
+class RecordError(NamedTuple):
+    """Why one record of a batch was refused, by its position in the batch."""
+
+    batch_index: int
+    message: str
+
+
 class InvalidTimestamp(InvalidRequest):
-    """A record's timestamp is outside what its topic allows."""
+    """A record's timestamp is outside what its topic allows; `records` are those to blame, as far as they are known."""
+
+    records: Sequence[RecordError] = ()
 
 
 class InvalidExpression(InvalidRequest):
@@ -323,7 +333,9 @@ class CorruptBatch(BatchRejected):
 
 
 class InvalidBatch(BatchRejected):
-    """The batch is well framed, but not what a producer may send."""
+    """The batch is well framed, but not what a producer may send; `records` are those to blame, if only some are."""
+
+    records: Sequence[RecordError] = ()
 
 
 class BatchTooLarge(BatchRejected):

@@ -87,9 +87,10 @@ def _record_at(section: bytes, start: int) -> RawRecord:
     return RawRecord(start, end, offset_at, timestamp_delta_ms, offset_delta, key, value_length >= 0)
 
 
-def first_without_key(section: bytes, record_count: int) -> int:
-    """The number of the first record that has no key, or -1; no more is looked at than that takes."""
+def find_without_key(section: bytes, record_count: int) -> list[int]:
+    """Find the records that have no key, by their number; no more is looked at than that takes."""
     position = 0
+    without: list[int] = []
     try:
         for at in range(record_count):
             length, position = _varint(section, position)
@@ -100,7 +101,7 @@ def first_without_key(section: bytes, record_count: int) -> int:
             while section[field] > 0x7F:
                 field += 1
             if section[field + 1] == _NULL_LENGTH:
-                return at
+                without.append(at)
             if length < RECORD_BYTES_MIN - 1:
                 raise CorruptBatch(f"a record declares {length} bytes")
             position += length
@@ -108,7 +109,23 @@ def first_without_key(section: bytes, record_count: int) -> int:
         raise CorruptBatch("a record batch ends within a record") from None
     if position != len(section):
         raise CorruptBatch(f"the records of a batch end {position - len(section)} bytes away from its end")
-    return -1
+    return without
+
+
+def read_timestamp_deltas(section: bytes, record_count: int) -> list[int]:
+    """Read by how much each record's timestamp differs from the batch's."""
+    position = 0
+    deltas: list[int] = []
+    try:
+        for _ in range(record_count):
+            length, position = _varint(section, position)
+            deltas.append(_varint(section, position + 1)[0])
+            if length < RECORD_BYTES_MIN - 1:
+                raise CorruptBatch(f"a record declares {length} bytes")
+            position += length
+    except IndexError:
+        raise CorruptBatch("a record batch ends within a record") from None
+    return deltas
 
 
 def rebuild_batch(

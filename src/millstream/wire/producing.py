@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 from uuid import UUID
 
-from millstream.model.errors import MillstreamError, ProtocolViolation
+from millstream.model.errors import InvalidBatch, InvalidTimestamp, MillstreamError, ProtocolViolation, RecordError
 from millstream.model.ids import Offset
 from millstream.wire.codec import is_flexible, response_body_at
 from millstream.wire.primitives import Buffer, Reader, Writer
@@ -105,21 +105,24 @@ def read_produced_many(
             partition = reader.int32()
             code = reader.int16()
             produced = Produced(Offset(reader.int64()), reader.int64())
-            message = _message(version, reader)
+            message, records = _failure(version, reader)
             reader.skip_tags()
             said = about or f"publish to {topic}-{partition}"
-            found.append(ProducedAt(topic, partition, refusal(code, message, about=said) if code else produced))
+            error = refusal(code, message, about=said) if code else None
+            if records and isinstance(error, InvalidBatch | InvalidTimestamp):
+                error.records = [RecordError(index, f"{said}: {why}") for index, why in records]
+            found.append(ProducedAt(topic, partition, error or produced))
         reader.skip_tags()
     return found, reader.int32()
 
 
-def _message(version: int, reader: Reader) -> str | None:
+def _failure(version: int, reader: Reader) -> tuple[str | None, list[RecordError]]:
     if version >= 5:
         reader.int64()
     if version < 8:
-        return None
+        return None, []
+    records: list[RecordError] = []
     for _ in range(reader.array_length()):
-        reader.int32()
-        reader.nullable_string()
+        records.append(RecordError(reader.int32(), reader.nullable_string() or "the broker refused the record"))
         reader.skip_tags()
-    return reader.nullable_string()
+    return reader.nullable_string(), records

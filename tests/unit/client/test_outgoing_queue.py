@@ -14,8 +14,16 @@ from millstream.client.lane import Lane
 from millstream.client.outgoing_batch import OutgoingBatch
 from millstream.client.partition_queue import NOT_IDEMPOTENT, PartitionQueue, ProducerIdentity
 from millstream.client.receipt import Receipt
-from millstream.model.errors import BatchTooLarge, InvalidBatch, MillstreamError, RequestRefused, RequestTimedOut
+from millstream.model.errors import (
+    BatchTooLarge,
+    InvalidBatch,
+    MillstreamError,
+    RecordError,
+    RequestRefused,
+    RequestTimedOut,
+)
 from millstream.model.ids import NodeId, Offset
+from millstream.records.record import decode_records
 from millstream.wire import codec
 from millstream.wire.channel import Channel
 from millstream.wire.pool import Pool
@@ -147,6 +155,26 @@ async def test_halves_go_before_what_came_later() -> None:
         assert batch.count == count
         queue.stored(batch, Produced(Offset(base), -1))
     assert ((await receipt).offset, (await later).offset) == (4, 5)
+
+
+async def test_the_records_that_the_broker_names_fail_and_the_others_go_again() -> None:
+    queue = queue_of()
+    batch = queue.room(0, 1)
+    receipts: list[asyncio.Future[Receipt]] = []
+    for at in range(4):
+        receipts.append(asyncio.get_running_loop().create_future())
+        queue.write(batch, None, b"%d" % at, (), 1000)
+        batch.singles.append((at, receipts[-1], 1000, None))
+    later = add(queue)
+    error = InvalidBatch("2 of 4")
+    error.records = [RecordError(2, "two"), RecordError(0, "none")]
+    queue.refused(queue_take(queue), error)
+    rest = queue_take(queue)
+    assert [record.value for record in decode_records(bytes(queue.sealed(rest)))] == [b"1", b"3"]
+    queue.stored(rest, Produced(Offset(7), -1))
+    queue.stored(queue_take(queue), Produced(Offset(9), -1))
+    outcomes = await asyncio.gather(*receipts, later, return_exceptions=True)
+    assert [one.offset if isinstance(one, Receipt) else str(one) for one in outcomes] == ["none", 7, "two", 8, 9]
 
 
 async def test_what_is_done_behind_a_batch_that_is_given_up_is_not_sent_again() -> None:

@@ -463,6 +463,66 @@ async def test_no_partition_starves_behind_a_full_one(tmp_path: Path) -> None:
         assert served == [0, 1]
 
 
+HOUR_MS = 3_600_000
+INVALID_RECORDS: list[tuple[dict[str, str], list[tuple[bytes | None, int]], ErrorCode, list[int]]] = [
+    (
+        {"cleanup.policy": "compact"},
+        [(None if at in (3, 7) else b"k", 0) for at in range(10)],
+        ErrorCode.invalid_record,
+        [3, 7],
+    ),
+    (
+        {"message.timestamp.after.max.ms": "1000"},
+        [(None, HOUR_MS if at in (0, 9) else 0) for at in range(10)],
+        ErrorCode.invalid_timestamp,
+        [0, 9],
+    ),
+    (
+        {"message.timestamp.before.max.ms": str(HOUR_MS // 2)},
+        [(None, -HOUR_MS), (None, 0), (None, -HOUR_MS)],
+        ErrorCode.invalid_timestamp,
+        [0, 2],
+    ),
+    # A record is named once, and a wrong timestamp weighs more, as in Kafka.
+    (
+        {"cleanup.policy": "compact", "message.timestamp.after.max.ms": "1000"},
+        [(b"k", 0), (None, HOUR_MS), (b"k", HOUR_MS)],
+        ErrorCode.invalid_timestamp,
+        [1, 2],
+    ),
+]
+
+
+@pytest.mark.parametrize("compression", [0, COMPRESSION_ZSTD])
+@pytest.mark.parametrize("version", [7, 8, 9, 13])
+@pytest.mark.parametrize(("settings", "records", "code", "indexes"), INVALID_RECORDS)
+async def test_a_refused_batch_names_the_records_to_blame(
+    tmp_path: Path,
+    version: int,
+    settings: dict[str, str],
+    records: list[tuple[bytes | None, int]],
+    code: ErrorCode,
+    indexes: list[int],
+    compression: int,
+) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t", overrides=settings)
+        produce = Produce(topics, no_quota())
+        now_ms = SystemClock().now_ms()
+        new = [NewRecord(key, b"v", (), now_ms + shift_ms) for key, shift_ms in records]
+        content = bytes(encode_batch(new, compression=compression))
+        response = await ask(produce, produce_request(version, "t", topic.topic_id, content))
+        (partition,) = response.responses[0].partition_responses
+        assert (partition.error_code, partition.base_offset) == (code, -1)
+        assert topics.partition("t", 0).high_watermark == 0
+        if version >= 8:
+            assert f"of {len(records)} records" in partition.error_message
+            named = [(one.batch_index, one.batch_index_error_message) for one in partition.record_errors]
+            assert [index for index, _ in named] == indexes
+            if "cleanup.policy" in settings:
+                assert all(("no key" if records[index][0] is None else "timestamp") in why for index, why in named)
+
+
 def sizes_of(response: Any) -> dict[int, int]:
     """The partitions with records, and how many bytes each has."""
     return {p.partition_index: len(p.records) for t in response.responses for p in t.partitions if p.records}

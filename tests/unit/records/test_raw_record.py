@@ -13,8 +13,9 @@ from millstream.records.batch import DELETE_HORIZON_FLAG, check_crc, read_header
 from millstream.records.raw_record import (
     can_shift,
     empty_batch,
-    first_without_key,
+    find_without_key,
     raw_records,
+    read_timestamp_deltas,
     rebuild_batch,
     records_section,
 )
@@ -48,14 +49,15 @@ def test_what_is_kept_reads_as_before(records: list[NewRecord], codec: int, data
     assert after[10:13] == header[10:13]
     assert after.compression == codec
     assert bool(after.attributes & DELETE_HORIZON_FLAG) == (horizon_ms is not None)
-    without = [at for at, record in enumerate(records) if record.key is None]
-    assert first_without_key(section, len(records)) == (without[0] if without else -1)
+    assert find_without_key(section, len(records)) == [at for at, record in enumerate(records) if record.key is None]
+    times_ms = [header.base_timestamp_ms + delta for delta in read_timestamp_deltas(section, len(records))]
+    assert times_ms == [one.timestamp_ms for one in before]
 
 
 @given(section=st.binary(max_size=60), count=st.integers(0, 9))
 def test_anything_else_is_refused_or_read(section: bytes, count: int) -> None:
     header = read_header(empty_batch(0, 10, 0))._replace(record_count=count)
-    for look in (lambda: list(raw_records(section, header)), lambda: first_without_key(section, count)):
+    for look in (lambda: list(raw_records(section, header)), lambda: find_without_key(section, count)):
         with suppress(CorruptBatch):
             look()
 
@@ -84,4 +86,4 @@ def test_a_section_that_is_cut_off_is_refused() -> None:
         with pytest.raises(CorruptBatch):
             list(raw_records(section[:size], header))
         with pytest.raises(CorruptBatch):
-            first_without_key(section[:size], 2)
+            find_without_key(section[:size], 2)

@@ -13,10 +13,12 @@ A batch with which a transaction begins on a partition is appended once the coor
 What only the internals of the broker may write is refused here: internal topics, and batches of a transaction that
 the request does not name.
 
-Version notes: 7 is the first that may send zstd, 8 adds the error message, 9 is flexible, 10 adds the current leader
-(a tag we leave out), 11 knows TRANSACTION_ABORTABLE, from 12 on a partition is added to the transaction by writing to
-it, 13 names topics by id. With `acks=0` there is no reply; an error then closes the connection, as in
-Kafka.
+A batch is stored as a whole or not at all. If some of its records are to blame, the answer names them.
+
+Version notes: 7 is the first that may send zstd, 8 adds the error message and the records to blame, 9 is flexible, 10
+adds the current leader (a tag we leave out), 11 knows TRANSACTION_ABORTABLE, from 12 on a partition is added to the
+transaction by writing to it, 13 names topics by id. With `acks=0` there is no reply; an error then closes the
+connection, as in Kafka.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from millstream.log.transactions import Guard
 from millstream.model.errors import (
     CorruptBatch,
     InvalidBatch,
+    InvalidTimestamp,
     InvalidTopicName,
     MillstreamError,
     ProtocolViolation,
@@ -231,6 +234,8 @@ class Produce:
     def _reject(self, portion: Portion, error: MillstreamError) -> None:
         self.batches_rejected += 1
         portion.fail(error_code(error), str(error))
+        if isinstance(error, InvalidBatch | InvalidTimestamp):
+            portion.record_errors = error.records
 
     def _wait(self, pending: _Pending, waiting: list[tuple[Partition, Portion]], request: Request) -> None:
         loop = asyncio.get_running_loop()
