@@ -110,6 +110,8 @@ class Runtime(Generic[S]):
         """Make the topic if this is its first use."""
         if self._following and self._topics.get(self._topic.name) is not None:
             return
+        # What follows may need a task, and the request may have been started without one.
+        await asyncio.sleep(0)
         async with self._creating:
             if self._closed:
                 raise NotCoordinator(f"the coordinator on {self._topic.name} was closed")

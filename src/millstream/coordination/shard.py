@@ -14,7 +14,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from millstream.coordination.later import Later
@@ -37,6 +36,7 @@ from millstream.model.errors import (
 from millstream.model.ids import Epoch, Offset
 from millstream.records.batch import Buffer
 from millstream.records.record import NewRecord, encode_batch
+from millstream.replication.acknowledgement import AcknowledgementListener, Told
 
 _logger = logging.getLogger(__name__)
 
@@ -83,14 +83,31 @@ class StateLog(Protocol):
     def write(self, batches: bytearray | memoryview, *, acks: int, internal: bool = False) -> AppendedRange:
         """Append without waiting."""
 
-    def acknowledged(self, appended: AppendedRange) -> asyncio.Future[None] | None:
-        """None when the range is acknowledged, else a future that tells."""
+    def is_acknowledged(self, appended: AppendedRange) -> bool:
+        """Whether an append is acknowledged already."""
+
+    def tell(self, appended: AppendedRange, listener: AcknowledgementListener) -> None:
+        """Tell `listener` once an append is acknowledged, or why it never will be."""
 
     def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
         """Whole batches up to the high watermark."""
 
     async def settled(self) -> None:
         """Wait until everything that the log holds now is acknowledged."""
+
+
+class _Append(Told):
+    """An append that is not acknowledged yet. The shard hears of it at once, without a turn of a busy loop."""
+
+    __slots__ = ("_heard",)
+
+    def __init__(self, heard: Callable[[MillstreamError | None], None]) -> None:
+        super().__init__()
+        self._heard = heard
+
+    def acknowledged(self, error: MillstreamError | None) -> None:
+        super().acknowledged(error)
+        self._heard(error)
 
 
 class Shard(Generic[S]):
@@ -225,13 +242,15 @@ class Shard(Generic[S]):
         appended = self.partition.write(batch, acks=ACKS_ALL, internal=True)
         self._written = appended.next_offset
         self._refused = False
-        acknowledgement = self.partition.acknowledged(appended)
-        if acknowledgement is None:
+        if self.partition.is_acknowledged(appended):
             self._acknowledged = appended.next_offset
             self._failures = 0
         else:
-            self._unacknowledged.add(acknowledgement)
-            acknowledgement.add_done_callback(partial(self._on_acknowledged, appended.next_offset, self._incarnation))
+            incarnation = self._incarnation
+            waiting = _Append(lambda error: self._on_acknowledged(appended.next_offset, incarnation, error))
+            self._unacknowledged.add(waiting.future)
+            waiting.future.add_done_callback(self._unacknowledged.discard)
+            self.partition.tell(appended, waiting)
         return appended.next_offset
 
     async def acknowledged_up_to(self, offset: Offset) -> None:
@@ -301,9 +320,7 @@ class Shard(Generic[S]):
             else:
                 self._waiting.append((needed, future, later))
 
-    def _on_acknowledged(self, next_offset: Offset, incarnation: int, done: asyncio.Future[None]) -> None:
-        self._unacknowledged.discard(done)
-        error = CoordinatorUnavailable("the append was given up") if done.cancelled() else done.exception()
+    def _on_acknowledged(self, next_offset: Offset, incarnation: int, error: MillstreamError | None) -> None:
         if incarnation != self._incarnation:
             return
         if error is not None:

@@ -57,6 +57,10 @@ class Api(ABC, Generic[RequestT, ResponseT]):
     waits_for_others: ClassVar[bool] = False
     """Whether the answer waits for what other clients do, so that it is given up when the client leaves."""
 
+    starts_at_once: ClassVar[bool] = False
+    """Whether a request is worked on as it arrives, not a turn of the loop later; up to its first wait it has no task,
+    so nothing there may need one, as timeouts do."""
+
     @abstractmethod
     async def handle(self, request: RequestT, client: ClientInfo) -> ResponseT:
         """Answer a request of the newest version."""

@@ -18,7 +18,7 @@ from millstream.kafka.api import Api, ClientInfo
 from millstream.model.errors import ProtocolViolation
 from millstream.model.metric import Histogram, Metric, Sample
 from millstream.net.connection import Answer, Connection
-from millstream.net.promise import Buffers, Promise, Reply
+from millstream.net.promise import Buffers, Promise, Reply, start
 from millstream.net.stream import Stream
 from millstream.wire.codec import (
     API_VERSIONS_KEY,
@@ -134,7 +134,8 @@ class Dispatch:
             return [_unsupported(api, header)]
         # The frame is not there any more when the coroutine begins.
         request = read_request(api.key, version, frame, header.body_at)
-        return self._answer_with(api, header, request, client, started)
+        answer = self._answer_with(api, header, request, client, started)
+        return start(answer) if api.starts_at_once else answer
 
     async def _answer_with(
         self, api: Api[Any, Any], header: RequestHeader, request: Any, client: ClientInfo, started: float

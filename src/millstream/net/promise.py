@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, cast
 
 from millstream.model.metric import Histogram
 from millstream.net.stream import Piece, Stream
@@ -69,3 +69,45 @@ def promise_of(future: asyncio.Future[Buffers | None], fail: Callable[[BaseExcep
 
     future.add_done_callback(settle)
     return promise
+
+
+def start(answer: Coroutine[Any, Any, Buffers]) -> Buffers | Coroutine[Any, Any, Buffers]:
+    """Run a coroutine up to its first wait; return its result, or a coroutine that goes on from there.
+
+    A task would take its first step in the next turn of the loop, and turns of a busy loop are long.
+    """
+    try:
+        waits_for = answer.send(None)
+    except StopIteration as done:
+        return cast("Buffers", done.value)
+    return _await_started(_Started(answer, waits_for))
+
+
+async def _await_started(started: _Started) -> Buffers:
+    return await started
+
+
+class _Started:
+    """A coroutine that has taken its first step, as something a task can wait for."""
+
+    __slots__ = ("_coroutine", "_waits_for")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Buffers], waits_for: Any) -> None:
+        self._coroutine = coroutine
+        self._waits_for = waits_for
+
+    def __await__(self) -> Generator[Any, Any, Buffers]:
+        waits_for = self._waits_for
+        while True:
+            try:
+                try:
+                    sent = yield waits_for
+                except GeneratorExit:
+                    self._coroutine.close()
+                    raise
+                except BaseException as error:
+                    waits_for = self._coroutine.throw(error)
+                else:
+                    waits_for = self._coroutine.send(sent)
+            except StopIteration as done:
+                return cast("Buffers", done.value)

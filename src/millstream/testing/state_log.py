@@ -16,6 +16,7 @@ from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.model.partition_state import PartitionState, sole
 from millstream.model.topic import Topic
 from millstream.records.batch import Buffer, place_batch, read_header
+from millstream.replication.acknowledgement import AcknowledgementListener
 
 LeadershipListener = Callable[[PartitionIndex, "MemoryPartition | None"], None]
 
@@ -37,7 +38,7 @@ class MemoryPartition:
         self.log_start = Offset(0)
         self.leader_epoch = Epoch(0)
         self._batches: list[_Batch] = []
-        self._waiting: list[tuple[Offset, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[Offset, AcknowledgementListener]] = []
 
     @property
     def log(self) -> MemoryPartition:
@@ -62,13 +63,13 @@ class MemoryPartition:
             self.high_watermark = next_offset
         return AppendedRange(base_offset, next_offset, -1, self.log_start, False)
 
-    def acknowledged(self, appended: AppendedRange) -> asyncio.Future[None] | None:
-        """None when the range is acknowledged, else a future that tells."""
-        if appended.next_offset <= self.high_watermark:
-            return None
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((appended.next_offset, future))
-        return future
+    def is_acknowledged(self, appended: AppendedRange) -> bool:
+        """Whether an append is acknowledged already."""
+        return appended.next_offset <= self.high_watermark
+
+    def tell(self, appended: AppendedRange, listener: AcknowledgementListener) -> None:
+        """Tell `listener` once an append is acknowledged, or why it never will be."""
+        self._waiting.append((appended.next_offset, listener))
 
     def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
         """Whole batches up to the high watermark, at least one if there is one."""
@@ -97,17 +98,14 @@ class MemoryPartition:
         for batch in unread[:batches]:
             self.high_watermark = batch.next_offset
         while self._waiting and self._waiting[0][0] <= self.high_watermark:
-            future = self._waiting.pop(0)[1]
-            if not future.done():
-                future.set_result(None)
+            self._waiting.pop(0)[1].acknowledged(None)
 
     def fail(self, error: MillstreamError) -> None:
         """Lose what is not acknowledged, as after a failed sync."""
         self._batches = [batch for batch in self._batches if batch.next_offset <= self.high_watermark]
         waiting, self._waiting = self._waiting, []
-        for _, future in waiting:
-            if not future.done():
-                future.set_exception(error)
+        for _, listener in waiting:
+            listener.acknowledged(error)
 
     def after_crash(self, *, kept: int = 0) -> MemoryPartition:
         """The partition as a restart finds it: what was acknowledged, and of the rest the first `kept` batches."""

@@ -101,6 +101,16 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+async def test_an_answer_is_there_as_soon_as_the_log_acknowledges_it() -> None:
+    """Turns of a busy loop are long, so an answer takes none that it does not need."""
+    partition = MemoryPartition(acknowledges=False)
+    shard = await opened(partition)
+    kept, read = shard.submit(put(b"a", b"1")), shard.submit(get(b"a"))
+    assert (kept.done(), read.done()) == (False, False)
+    partition.acknowledge()
+    assert (kept.result(), read.result()) == ("kept", b"1")
+
+
 async def test_an_operation_is_durable_and_answered() -> None:
     partition = MemoryPartition()
     shard = await opened(partition)

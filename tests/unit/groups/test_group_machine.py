@@ -187,7 +187,8 @@ class GroupHistory(RuleBasedStateMachine):
 
     @rule()
     def a_sync_fails(self) -> None:
-        self.partition.fail(StorageFailure("the disk failed"))
+        self.loop.call_soon(self.partition.fail, StorageFailure("the disk failed"))
+        self._run(asyncio.sleep(0))
         self._reloaded()
 
     @rule(error=st.sampled_from([StorageFailure("the disk is full"), BatchTooLarge("too large")]))

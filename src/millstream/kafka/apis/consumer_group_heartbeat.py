@@ -51,6 +51,7 @@ class ConsumerGroupHeartbeat(Api[Versioned[ConsumerGroupHeartbeatRequest], Consu
 
     key = 68
     versions = (0, 1)
+    starts_at_once = True
 
     def __init__(self, groups: GroupCoordinator) -> None:
         self._groups = groups

@@ -23,6 +23,7 @@ class Heartbeat(Api[HeartbeatRequest, HeartbeatResponse]):
 
     key = 12
     versions = (0, 4)
+    starts_at_once = True
 
     def __init__(self, groups: GroupCoordinator) -> None:
         self._groups = groups

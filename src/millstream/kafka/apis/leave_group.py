@@ -30,6 +30,7 @@ class LeaveGroup(Api[LeaveGroupRequest, LeaveGroupResponse]):
 
     key = 13
     versions = (0, 5)
+    starts_at_once = True
 
     def __init__(self, groups: GroupCoordinator) -> None:
         self._groups = groups

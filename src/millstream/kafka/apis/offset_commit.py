@@ -70,6 +70,7 @@ class OffsetCommit(Api[OffsetCommitCall, tuple[TopicResult, ...]]):
 
     key = 8
     versions = (2, 10)
+    starts_at_once = True
 
     def __init__(self, groups: GroupCoordinator, topics: Topics) -> None:
         self._groups = groups

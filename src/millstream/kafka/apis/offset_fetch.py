@@ -83,6 +83,7 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
 
     key = 9
     versions = (1, 10)
+    starts_at_once = True
 
     def __init__(self, groups: GroupCoordinator, topics: Topics) -> None:
         self._groups = groups
@@ -90,6 +91,8 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
 
     async def handle(self, request: tuple[GroupQuery, ...], client: ClientInfo) -> tuple[GroupAnswer, ...]:
         """Answer for every group."""
+        if len(request) == 1:
+            return (await self._fetch(request[0]),)
         return tuple(await asyncio.gather(*(self._fetch(query) for query in request)))
 
     def upgrade(self, version: int, request: Any) -> tuple[GroupQuery, ...]:
