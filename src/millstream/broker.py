@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from millstream.catalog.catalog import CATALOG_NAME, Catalog
 from millstream.cluster.backoff import Backoff
 from millstream.cluster.declarations import CatalogDeclarations, Declarations
+from millstream.cluster.group_settings import DeclaredGroups
 from millstream.cluster.last_run import FILE_NAME as LAST_RUN_NAME
 from millstream.cluster.last_run import FolderOwner
 from millstream.cluster.membership import Membership, Node, is_any_address
@@ -120,6 +121,7 @@ class _Core:
     membership: Membership
     declarations: Declarations
     quotas: ClientQuotas
+    groups: DeclaredGroups
     subscriptions: Subscriptions
     pipelines: Pipelines
     node: ClusterNode | None = None
@@ -394,6 +396,8 @@ class Broker:
         membership = Membership(catalog.cluster_id, self._advertised())
         quotas = ClientQuotas(declarations)
         await quotas.load()
+        groups = DeclaredGroups(declarations, self._config)
+        await groups.load()
         subscriptions = Subscriptions(declarations, self._clock)
         await subscriptions.load()
         pipelines = Pipelines(declarations, self._clock)
@@ -403,6 +407,7 @@ class Broker:
             membership=membership,
             declarations=declarations,
             quotas=quotas,
+            groups=groups,
             subscriptions=subscriptions,
             pipelines=pipelines,
         )
@@ -439,6 +444,7 @@ class Broker:
             membership=membership,
             declarations=node.declarations,
             quotas=node.quotas,
+            groups=node.groups,
             subscriptions=node.subscriptions,
             pipelines=node.pipelines,
             node=node,
@@ -465,6 +471,7 @@ class Broker:
             membership=core.membership,
             producer_ids=ProducerIds(core.declarations),
             quotas=core.quotas,
+            groups=core.groups,
             subscriptions=core.subscriptions,
             pipelines=core.pipelines,
             budget=budget,

@@ -47,6 +47,7 @@ from millstream.catalog.tables import (
     counters,
     deleted_subscriptions,
     deleted_topics,
+    group_settings,
     metadata,
     subscriptions,
     topics,
@@ -281,6 +282,21 @@ class Catalog:
                 stored = self._insert(client_quotas).values(entity=entity, limits=limits)
                 replaced = {"limits": stored.excluded.limits}
                 connection.execute(stored.on_conflict_do_update(index_elements=[client_quotas.c.entity], set_=replaced))
+
+    def group_settings(self) -> dict[str, dict[str, str]]:
+        """The settings of every group that has some of its own."""
+        with self._read() as connection:
+            return {row.group_id: dict(row.overrides) for row in connection.execute(select(group_settings))}
+
+    def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
+        """Store the settings of a group; one without any is forgotten."""
+        with self._change() as connection:
+            if not overrides:
+                connection.execute(delete(group_settings).where(group_settings.c.group_id == group_id))
+                return
+            stored = self._insert(group_settings).values(group_id=group_id, overrides=dict(overrides))
+            replaced = {"overrides": stored.excluded.overrides}
+            connection.execute(stored.on_conflict_do_update(index_elements=[group_settings.c.group_id], set_=replaced))
 
     def subscriptions(self) -> list[Subscription]:
         """Every subscription, by name."""

@@ -14,6 +14,7 @@ from millstream.catalog.tables import (
     SCHEMA_VERSION,
     client_quotas,
     deleted_subscriptions,
+    group_settings,
     pipelines,
     routing_rules,
     subscriptions,
@@ -34,8 +35,12 @@ def _add_pipelines(connection: Connection) -> None:
     routing_rules.create(connection, checkfirst=True)
 
 
+def _add_group_settings(connection: Connection) -> None:
+    group_settings.create(connection, checkfirst=True)
+
+
 STEPS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
-    {2: _add_client_quotas, 3: _add_subscriptions, 4: _add_pipelines}
+    {2: _add_client_quotas, 3: _add_subscriptions, 4: _add_pipelines, 5: _add_group_settings}
 )
 """What leads to each version from the one before."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, String, Table, Text
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Whoever raises this adds the step to `catalog/migrations.py`."""
 
 metadata = MetaData()
@@ -52,6 +52,14 @@ client_quotas = Table(
     Column("limits", JSON, nullable=False),
 )
 """Limits of clients. The entity is the JSON text of a list of `[type, name]`; no name means the default."""
+
+group_settings = Table(
+    "group_settings",
+    metadata,
+    Column("group_id", String(1024), primary_key=True),
+    Column("overrides", JSON, nullable=False),
+)
+"""Settings of single consumer groups; share groups are subscriptions."""
 
 subscriptions = Table(
     "subscriptions",

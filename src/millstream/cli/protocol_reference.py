@@ -97,7 +97,6 @@ NOT_SERVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "StreamsGroupDescribe",
         ),
         "metrics of clients are not collected": ("GetTelemetrySubscriptions", "PushTelemetry"),
-        "a node has one folder": ("AlterReplicaLogDirs",),
         "there is no KRaft quorum: a single node decides for itself, and a cluster agrees through etcd": (
             "DescribeQuorum",
             "UnregisterBroker",

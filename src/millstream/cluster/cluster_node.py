@@ -21,6 +21,7 @@ from millstream.cluster.backoff import Backoff
 from millstream.cluster.cluster_topics import ClusterTopics
 from millstream.cluster.controller import Controller
 from millstream.cluster.declarations import AnnouncedDeclarations, Announcer, Declarations
+from millstream.cluster.group_settings import DeclaredGroups
 from millstream.cluster.last_run import FolderOwner, LastRun
 from millstream.cluster.membership import Membership, Node
 from millstream.cluster.pipeline_owner import ElectedOwner
@@ -107,6 +108,7 @@ class ClusterNode:
         self._tasks: list[asyncio.Task[None]] = []
         self._catalog_changed = asyncio.Event()
         self.quotas = ClientQuotas(self.declarations)
+        self.groups = DeclaredGroups(self.declarations, around.config)
         self.subscriptions = Subscriptions(self.declarations, around.clock, new_id=self._new_id)
         self.pipelines = Pipelines(self.declarations, around.clock, new_id=self._new_id)
 
@@ -204,11 +206,12 @@ class ClusterNode:
         return task
 
     async def _follow_catalog(self) -> None:
-        """Read quotas, subscriptions and pipelines, and again whenever somebody has changed the catalog; for ever."""
+        """Read quotas, groups, subscriptions and pipelines now and after each change of the catalog, for ever."""
         backoff = self._backoff()
         while True:
             try:
                 await self.quotas.load()
+                await self.groups.load()
                 await self.subscriptions.load()
                 await self.pipelines.load()
                 backoff.succeeded()

@@ -59,6 +59,12 @@ class Declarations(Protocol):
     async def change_client_quotas(self, changes: Quotas) -> None:
         """Store the limits of some entities."""
 
+    async def group_settings(self) -> dict[str, dict[str, str]]:
+        """The settings of every group that has some of its own."""
+
+    async def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
+        """Store the settings of a group."""
+
     async def subscriptions(self) -> list[Subscription]:
         """Every subscription, by name."""
 
@@ -149,6 +155,14 @@ class CatalogDeclarations:
     async def change_client_quotas(self, changes: Quotas) -> None:
         """Store the limits of some entities."""
         await self._call(lambda catalog: catalog.change_client_quotas(changes))
+
+    async def group_settings(self) -> dict[str, dict[str, str]]:
+        """The settings of every group that has some of its own."""
+        return await self._call(Catalog.group_settings)
+
+    async def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
+        """Store the settings of a group."""
+        await self._call(lambda catalog: catalog.change_group_settings(group_id, overrides))
 
     async def subscriptions(self) -> list[Subscription]:
         """Every subscription, by name."""
@@ -270,6 +284,7 @@ class AnnouncedDeclarations:
         self.forget_deleted = inner.forget_deleted
         self.take_block = inner.take_block
         self.client_quotas = inner.client_quotas
+        self.group_settings = inner.group_settings
         self.subscriptions = inner.subscriptions
         self.subscriptions_named = inner.subscriptions_named
         self.deleted_subscriptions = inner.deleted_subscriptions
@@ -303,6 +318,13 @@ class AnnouncedDeclarations:
         """Store the limits of some entities."""
         try:
             await self._inner.change_client_quotas(changes)
+        finally:
+            self._announcer.announce()
+
+    async def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
+        """Store the settings of a group."""
+        try:
+            await self._inner.change_group_settings(group_id, overrides)
         finally:
             self._announcer.announce()
 

@@ -31,6 +31,7 @@ from millstream.groups.requests import (
     Leaver,
     Left,
     MemberRef,
+    SettingsOf,
     Synced,
     SyncRequest,
 )
@@ -82,9 +83,10 @@ class GroupCoordinator:
         clock: Clock,
         *,
         pipeline_of: Callable[[str], str | None] = lambda _group_id: None,
+        settings_of: SettingsOf = lambda _group_id: {},
         retry_first_s: float = RETRY_FIRST_S,
     ) -> None:
-        """`pipeline_of` names the declared pipeline whose group this is, if it is one's."""
+        """`pipeline_of` names the declared pipeline whose group this is, if any; `settings_of` has its own ones."""
         self._topics = topics
         self._pipeline_of = pipeline_of
         self._consumer_topics = ConsumerTopics.of(topics)
@@ -97,6 +99,7 @@ class GroupCoordinator:
             consumer_session_ms=config.group_consumer_session_ms,
             consumer_heartbeat_ms=config.group_consumer_heartbeat_ms,
             offsets_retention_ms=config.offsets_retention_ms,
+            settings_of=settings_of,
         )
         topic = StateTopic(name=CONSUMER_OFFSETS, partitions=config.offsets_partitions, overrides=_TOPIC_SETTINGS)
         self._runtime: Runtime[GroupShard] = Runtime(

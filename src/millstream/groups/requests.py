@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from millstream.model.errors import MillstreamError
+from millstream.model.group import HEARTBEAT, SESSION
+
+SettingsOf = Callable[[str], Mapping[str, int]]
+"""The settings that a group has of its own, by their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,3 +201,13 @@ class GroupLimits:
     """How long a joining member without a session is waited for."""
     sweep_ms: int = 600_000
     """How often expired offsets are looked for."""
+    settings_of: SettingsOf = lambda _group_id: {}
+    """What single groups have otherwise."""
+
+    def session_of(self, group_id: str) -> int:
+        """How long a member of this consumer group may not be heard of."""
+        return self.settings_of(group_id).get(SESSION, self.consumer_session_ms)
+
+    def heartbeat_of(self, group_id: str) -> int:
+        """How often members of this consumer group are told to send heartbeats."""
+        return self.settings_of(group_id).get(HEARTBEAT, self.consumer_heartbeat_ms)

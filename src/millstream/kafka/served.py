@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millstream.cluster.behind import replicas_behind
+from millstream.cluster.group_settings import DeclaredGroups
 from millstream.cluster.membership import Membership
 from millstream.cluster.pipelines import Pipelines
 from millstream.cluster.producer_ids import ProducerIds
@@ -23,6 +24,7 @@ from millstream.kafka.apis.add_partitions_to_txn import AddPartitionsToTxn
 from millstream.kafka.apis.alter_client_quotas import AlterClientQuotas
 from millstream.kafka.apis.alter_configs import AlterConfigs
 from millstream.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
+from millstream.kafka.apis.alter_replica_log_dirs import AlterReplicaLogDirs
 from millstream.kafka.apis.alter_share_group_offsets import AlterShareGroupOffsets
 from millstream.kafka.apis.api_versions import ApiVersions
 from millstream.kafka.apis.client_list import ClientList
@@ -124,6 +126,7 @@ class Parts:
     membership: Membership
     producer_ids: ProducerIds
     quotas: ClientQuotas
+    groups: DeclaredGroups
     subscriptions: Subscriptions
     pipelines: Pipelines
     budget: Budget
@@ -141,7 +144,13 @@ class Served:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._groups = GroupCoordinator(parts.topics, parts.config, parts.clock, pipeline_of=parts.pipelines.of_group)
+        self._groups = GroupCoordinator(
+            parts.topics,
+            parts.config,
+            parts.clock,
+            pipeline_of=parts.pipelines.of_group,
+            settings_of=parts.groups.values_of,
+        )
         self._meters = QuotaMeters(parts.quotas)
         self._fetch = Fetch(parts.topics, parts.budget, self._meters.fetch, bytes_max=parts.config.fetch_bytes_max)
         self._transactions = TransactionService(
@@ -215,12 +224,13 @@ class Served:
         yield DeleteTopics(topics, self._subscriptions)
         yield CreatePartitions(topics, membership)
         yield DeleteRecords(topics)
-        yield DescribeConfigs(topics, membership, self._parts.config, self._parts.subscriptions)
-        yield IncrementalAlterConfigs(topics, self._parts.subscriptions)
+        yield DescribeConfigs(topics, membership, self._parts.config, self._parts.groups, self._parts.subscriptions)
+        yield IncrementalAlterConfigs(topics, self._parts.groups, self._parts.subscriptions)
         yield AlterConfigs(topics)
-        yield ListConfigResources(topics, membership, self._parts.subscriptions)
+        yield ListConfigResources(topics, membership, self._parts.groups, self._parts.subscriptions)
         yield DescribeProducers(topics, self._groups)
         yield DescribeLogDirs(topics, folder=self._parts.node.data)
+        yield AlterReplicaLogDirs(topics, folder=self._parts.node.data)
         yield ElectLeaders(topics)
         yield AlterPartitionReassignments(topics, membership)
         yield ListPartitionReassignments(topics)

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from millstream.cluster.group_settings import DeclaredGroups
 from millstream.cluster.topics import Topics
 from millstream.config import Config
+from millstream.model.group import DECLARED
 from millstream.model.setting import Setting, settings_of
 from millstream.model.subscription import Subscription, SubscriptionSettings
 from millstream.model.topic import Topic, TopicSettings
@@ -92,7 +94,19 @@ def node_settings(config: Config) -> Iterator[SettingView]:
         yield SettingView(declared, tuple(synonyms), read_only=declared.needs_restart)
 
 
-def group_settings(subscription: Subscription | None) -> Iterator[SettingView]:
+def consumer_group_settings(groups: DeclaredGroups, group_id: str) -> Iterator[SettingView]:
+    """Every setting of a consumer group: what was set for it, else the node's, else the built-in default."""
+    own = groups.overrides_of(group_id)
+    for name, declared in DECLARED.items():
+        synonyms = [Synonym(name, _text(declared.default), SOURCE_DEFAULT)]
+        if groups.defaults[name] != declared.default:
+            synonyms.insert(0, Synonym(name, _text(groups.defaults[name]), SOURCE_NODE))
+        if name in own:
+            synonyms.insert(0, Synonym(name, own[name], SOURCE_GROUP))
+        yield SettingView(declared, tuple(synonyms), read_only=False)
+
+
+def share_group_settings(subscription: Subscription | None) -> Iterator[SettingView]:
     """Every setting of a share group, which is a subscription; the defaults when it is not declared."""
     overrides = {} if subscription is None else subscription.overrides
     for _, declared in settings_of(SubscriptionSettings):

@@ -203,6 +203,12 @@ def test_limits_are_replaced_and_forgotten(catalog: Catalog) -> None:
     assert catalog.client_quotas() == {one: {PRODUCER_BYTE_RATE: 3.0}}
 
 
+def test_settings_of_groups_are_replaced_and_forgotten(catalog: Catalog) -> None:
+    for group_id, overrides in (("a", {"x": "1"}), ("b", {"y": "2"}), ("a", {"x": "3"}), ("b", {})):
+        catalog.change_group_settings(group_id, overrides)
+    assert catalog.group_settings() == {"a": {"x": "3"}}
+
+
 def test_a_new_catalog_has_every_table(catalog: Catalog) -> None:
     assert set(inspect(catalog._engine).get_table_names()) == set(metadata.tables)
 

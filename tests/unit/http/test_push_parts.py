@@ -20,7 +20,7 @@ from millstream.http.push.endpoint import DOWN_AFTER, REST_S_MAX, REST_S_MIN, En
 from millstream.http.push.event import Content, content_of
 from millstream.http.push.signature import signature
 from millstream.http.push.verdict import Answer, Verdict, retry_after
-from millstream.kafka.setting_view import group_settings
+from millstream.kafka.setting_view import share_group_settings
 from millstream.model.errors import InvalidSetting, PolicyViolation
 from millstream.model.ids import Offset
 from millstream.model.push import BINARY, RAW, STRUCTURED, check_push, headers_of, keys_of
@@ -96,7 +96,7 @@ def test_secrets_are_not_shown() -> None:
     assert SubscriptionSettings().as_strings()["millstream.push.secret"] == ""
     assert headers_of('{"Authorization": "Bearer x"}') == {"Authorization": "Bearer x"}
     declared = Subscription(name="s", subscription_id=UUID(int=1), topics=(), overrides=given, created_ms=0)
-    views = {view.declared.name: view for view in group_settings(declared)}
+    views = {view.declared.name: view for view in share_group_settings(declared)}
     assert views["millstream.push.secret"].value is None
     assert views["millstream.push.secret"].declared.is_secret
     assert views["millstream.push.format"].value == BINARY

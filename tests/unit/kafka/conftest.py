@@ -10,6 +10,7 @@ import pytest
 
 from millstream.catalog.catalog import Catalog
 from millstream.cluster.declarations import CatalogDeclarations
+from millstream.cluster.group_settings import DeclaredGroups
 from millstream.cluster.membership import Membership, Node
 from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.topics import Topics
@@ -45,6 +46,12 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
 async def quotas(catalog: Catalog) -> ClientQuotas:
     """No quotas yet."""
     return ClientQuotas(CatalogDeclarations(catalog))
+
+
+@pytest.fixture
+async def groups(catalog: Catalog, config: Config) -> DeclaredGroups:
+    """No group has settings of its own yet."""
+    return DeclaredGroups(CatalogDeclarations(catalog), config)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
+from millstream.cluster.group_settings import DeclaredGroups
 from millstream.cluster.membership import Membership
 from millstream.cluster.topics import Topics
 from millstream.kafka.apis.alter_configs import AlterConfigs
@@ -89,10 +90,10 @@ class TestAlterConfigs:
 
 class TestListConfigResources:
     @pytest.fixture
-    async def api(self, topics: Topics, membership: Membership) -> ListConfigResources:
+    async def api(self, topics: Topics, membership: Membership, groups: DeclaredGroups) -> ListConfigResources:
         await topics.create("orders")
         await topics.create("bills")
-        return ListConfigResources(topics, membership)
+        return ListConfigResources(topics, membership, groups)
 
     async def list(self, api: ListConfigResources, *kinds: int) -> list[tuple[int, str]]:
         answer = await ask(api, LIST.ListConfigResourcesRequest(resource_types=kinds))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
+from millstream.cluster.group_settings import DeclaredGroups
 from millstream.cluster.membership import Membership
 from millstream.cluster.topics import Topics
 from millstream.config import Config
@@ -22,9 +23,11 @@ ALTER: Any = importlib.import_module("kio.schema.incremental_alter_configs.v1.re
 
 class TestDescribeConfigs:
     @pytest.fixture
-    async def api(self, topics: Topics, membership: Membership, config: Config) -> DescribeConfigs:
+    async def api(
+        self, topics: Topics, membership: Membership, config: Config, groups: DeclaredGroups
+    ) -> DescribeConfigs:
         await topics.create("orders", overrides={"segment.ms": "1000"})
-        return DescribeConfigs(topics, membership, config)
+        return DescribeConfigs(topics, membership, config, groups)
 
     def describe(self, kind: int, name: str, keys: tuple[str, ...] | None = None, *, everything: bool = False) -> Any:
         resource = DESCRIBE.DescribeConfigsResource(resource_type=kind, resource_name=name, configuration_keys=keys)
@@ -98,9 +101,9 @@ class TestDescribeConfigs:
 
 class TestIncrementalAlterConfigs:
     @pytest.fixture
-    async def api(self, topics: Topics) -> IncrementalAlterConfigs:
+    async def api(self, topics: Topics, groups: DeclaredGroups) -> IncrementalAlterConfigs:
         await topics.create("orders", overrides={"segment.ms": "1000"})
-        return IncrementalAlterConfigs(topics)
+        return IncrementalAlterConfigs(topics, groups)
 
     def alter(
         self, *changes: tuple[str, int, str | None], kind: int = TOPIC_RESOURCE, name: str = "orders", **flags: bool

@@ -13,6 +13,7 @@ from kio.schema.errors import ErrorCode
 from millstream.cluster.membership import Membership
 from millstream.cluster.topics import Topics
 from millstream.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
+from millstream.kafka.apis.alter_replica_log_dirs import AlterReplicaLogDirs
 from millstream.kafka.apis.describe_log_dirs import DescribeLogDirs
 from millstream.kafka.apis.describe_producers import DescribeProducers
 from millstream.kafka.apis.elect_leaders import ElectLeaders
@@ -20,6 +21,7 @@ from millstream.kafka.apis.list_partition_reassignments import ListPartitionReas
 from millstream.records.record import NewRecord, encode_batch
 from millstream.testing.asking import ask, ask_in
 
+FOLDERS: Any = importlib.import_module("kio.schema.alter_replica_log_dirs.v2.request")
 LOG_DIRS: Any = importlib.import_module("kio.schema.describe_log_dirs.v5.request")
 PRODUCERS: Any = importlib.import_module("kio.schema.describe_producers.v0.request")
 ELECT: Any = importlib.import_module("kio.schema.elect_leaders.v2.request")
@@ -76,6 +78,18 @@ class TestDescribeLogDirs:
         api = DescribeLogDirs(topics, folder=str(tmp_path / "nope"))
         (folder,) = (await ask(api, self.request())).results
         assert (folder.error_code, folder.topics) == (ErrorCode.kafka_storage_error, ())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_replicas_stay_in_the_one_folder(topics: Topics, tmp_path: Path, version: int) -> None:
+    await topics.create("orders", partitions=2)
+    topic = FOLDERS.AlterReplicaLogDirTopic(name="orders", partitions=(0, 7))
+    folders = [FOLDERS.AlterReplicaLogDir(path=path, topics=(topic,)) for path in (str(tmp_path), "/elsewhere")]
+    api = AlterReplicaLogDirs(topics, folder=str(tmp_path))
+    (told,) = (await ask_in(api, version, FOLDERS.AlterReplicaLogDirsRequest(dirs=tuple(folders)))).results
+    codes = [(one.partition_index, one.error_code.name) for one in told.partitions]
+    away = [(0, "log_dir_not_found"), (7, "log_dir_not_found")]
+    assert codes == [(0, "none"), (7, "replica_not_available"), *away]
 
 
 class TestDescribeProducers:

@@ -15,6 +15,7 @@ from millstream.broker import Broker
 from millstream.catalog.catalog import Catalog
 from millstream.cli.protocol_reference import NOT_SERVED, api_entries
 from millstream.cluster.declarations import CatalogDeclarations
+from millstream.cluster.group_settings import DeclaredGroups
 from millstream.cluster.membership import Membership
 from millstream.cluster.pipelines import Pipelines
 from millstream.cluster.producer_ids import ProducerIds
@@ -42,6 +43,7 @@ async def served(
         membership=membership,
         producer_ids=ProducerIds(CatalogDeclarations(catalog)),
         quotas=quotas,
+        groups=DeclaredGroups(CatalogDeclarations(catalog), config),
         subscriptions=Subscriptions(CatalogDeclarations(catalog), SystemClock()),
         pipelines=Pipelines(CatalogDeclarations(catalog), SystemClock()),
         budget=Budget(1 << 20),

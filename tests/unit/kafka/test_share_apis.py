@@ -16,6 +16,7 @@ from kio.static.primitive import i32Timedelta
 
 from millstream.catalog.catalog import Catalog
 from millstream.cluster.declarations import CatalogDeclarations
+from millstream.cluster.group_settings import DeclaredGroups
 from millstream.cluster.membership import Membership, Node
 from millstream.cluster.pipelines import Pipelines
 from millstream.cluster.producer_ids import ProducerIds
@@ -42,6 +43,7 @@ from millstream.wire.shape import default_of
 GROUP = "workers"
 TOPIC = "orders"
 ACCEPT, RELEASE, REJECT, RENEW = 1, 2, 3, 4
+ALTER, DESCRIBE_CONFIGS, LIST_CONFIGS = 44, 32, 74
 HEARTBEAT, DESCRIBE, FETCH, ACKNOWLEDGE, OFFSETS, MOVE, FORGET, DELETE_GROUPS = 76, 77, 78, 79, 90, 91, 92, 42
 LIMITS: dict[str, Any] = {"max_wait": 0, "min_bytes": 1, "max_bytes": 1 << 20, "max_records": 500, "batch_size": 500}
 NO_LIMITS: dict[str, Any] = {"max_wait": 0, "min_bytes": 0, "max_bytes": 0, "max_records": 0, "is_renew_ack": True}
@@ -218,6 +220,7 @@ async def desk(
         membership=membership,
         producer_ids=ProducerIds(CatalogDeclarations(catalog)),
         quotas=quotas,
+        groups=DeclaredGroups(CatalogDeclarations(catalog), config),
         subscriptions=subscriptions,
         pipelines=Pipelines(CatalogDeclarations(catalog), SystemClock()),
         budget=Budget(1 << 20),
@@ -610,3 +613,53 @@ async def test_a_group_that_is_not_there_has_no_offsets_and_is_made_when_it_is_m
     await desk.ask(68, 1, **names, rebalance_timeout=timeout, topic_partitions=())
     refused = await desk.ask(MOVE, 0, group_id="consumers", topics=())
     assert refused.error_code == ErrorCode.group_id_not_found
+
+
+# Settings of consumer groups
+
+
+async def alter_group(desk: Desk, group: str, operation: int, **changes: str | None) -> Any:
+    configs = tuple(
+        dataclasses.replace(
+            built(ALTER, 1, "AlterableConfig", config_operation=operation, value=value), name=name.replace("_", ".")
+        )
+        for name, value in changes.items()
+    )
+    resource = built(ALTER, 1, "AlterConfigsResource", resource_type=32, resource_name=group, configs=configs)
+    (answer,) = (await desk.ask(ALTER, 1, resources=(resource,))).responses
+    return answer
+
+
+async def described(desk: Desk, group: str) -> dict[str, tuple[str, int]]:
+    resource = built(DESCRIBE_CONFIGS, 4, "DescribeConfigsResource", resource_type=32, resource_name=group)
+    (answer,) = (await desk.ask(DESCRIBE_CONFIGS, 4, resources=(resource,))).results
+    return {one.name: (one.value, one.config_source) for one in answer.configs}
+
+
+async def test_a_consumer_group_has_settings_of_its_own_and_is_no_subscription(desk: Desk) -> None:
+    set_, delete = 0, 1
+    session, heartbeat = "consumer.session.timeout.ms", "consumer.heartbeat.interval.ms"
+    changes = {"consumer_session_timeout_ms": "9000", "consumer_heartbeat_interval_ms": "700"}
+    assert (await alter_group(desk, "readers", set_, **changes)).error_code is ErrorCode.none
+    assert desk.subscriptions.get("readers") is None
+    listed = await desk.ask(LIST_CONFIGS, 1, resource_types=(32,))
+    assert "readers" in [one.resource_name for one in listed.config_resources]
+    told = await described(desk, "readers")
+    assert (told[session], told[heartbeat]) == (("9000", 8), ("700", 8))
+    assert (await described(desk, "others"))[session] == ("45000", 5)
+    member = {"member_id": "m", "member_epoch": 0, "rebalance_timeout": timedelta(seconds=60)}
+    for group, milliseconds in (("readers", 700), ("others", 5000)):
+        joined = await desk.ask(68, 1, group_id=group, subscribed_topic_names=(TOPIC,), topic_partitions=(), **member)
+        assert (joined.error_code, joined.heartbeat_interval) == (ErrorCode.none, timedelta(milliseconds=milliseconds))
+    for wrong in ({"consumer_session_timeout_ms": "600"}, {"consumer_heartbeat_interval_ms": "soon"}):
+        refused = await alter_group(desk, "readers", set_, **wrong)
+        assert refused.error_code is ErrorCode.invalid_config
+        assert "consumer." in refused.error_message
+    assert (await alter_group(desk, "readers", delete, **dict.fromkeys(changes))).error_code is ErrorCode.none
+    assert (await described(desk, "readers"))[session] == ("45000", 5)
+
+
+async def test_settings_that_no_group_has_declare_nothing(desk: Desk) -> None:
+    assert (await alter_group(desk, "readers", 0, streams_session_timeout_ms="9000")).error_code is not ErrorCode.none
+    await alter_group(desk, "readers", 1, share_session_timeout_ms=None)
+    assert desk.subscriptions.get("readers") is None

@@ -42,7 +42,7 @@ class Heartbeats:
         answer = HeartbeatAnswer(
             member_id=member_id,
             epoch=member.epoch,
-            heartbeat_ms=self._around.limits.consumer_heartbeat_ms,
+            heartbeat_ms=self._around.limits.heartbeat_of(group.group_id),
             assignment=member.position.assigned if tell else None,
         )
         return records, answer

@@ -26,9 +26,9 @@ _RETRY_MS = 1000
 class Sessions:
     """The timers of all members of one shard's consumer groups."""
 
-    def __init__(self, timers: Timers, *, session_ms: int) -> None:
+    def __init__(self, timers: Timers, *, session_of: Callable[[str], int]) -> None:
         self._timers = timers
-        self._session_ms = session_ms
+        self._session_of = session_of
         self._expire: Expire = lambda group_id, member_id, reason, late: []
 
     def on_expiry(self, expire: Expire) -> None:
@@ -38,7 +38,7 @@ class Sessions:
     def keep_alive(self, group_id: str, member: ConsumerMember) -> None:
         """Begin the member's session anew."""
         classic = member.subscription.classic
-        delay_ms = self._session_ms if classic is None else classic.session_timeout_ms
+        delay_ms = self._session_of(group_id) if classic is None else classic.session_timeout_ms
         self._schedule(_SESSION, group_id, member.member_id, delay_ms, "was not heard of in time")
 
     def await_revocation(self, group_id: str, member: ConsumerMember) -> None:

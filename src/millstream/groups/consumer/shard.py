@@ -98,7 +98,7 @@ class ConsumerShard:
         self._clock = clock
         self._topics = topics.topics
         self._rebalance_classic = rebalance_classic
-        self._sessions = Sessions(timers, session_ms=limits.consumer_session_ms)
+        self._sessions = Sessions(timers, session_of=limits.session_of)
         self._sessions.on_expiry(self._expire)
         around = Surroundings(
             topics=topics.topics,

@@ -1,4 +1,4 @@
-"""DescribeConfigs (key 32), versions 1 to 4: the settings of topics, of this node, and of share groups.
+"""DescribeConfigs (key 32), versions 1 to 4: the settings of topics, of this node, and of groups.
 
 Each setting tells its value, where that comes from (the topic, this node's configuration, or the built-in default),
 on request what it would be otherwise (synonyms) and its documentation. A node's settings need a restart to change
@@ -10,6 +10,7 @@ Version notes: 1 adds synonyms and sources, 3 the type and the documentation, 4 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Final
 
 from kio.schema.describe_configs.v4.request import DescribeConfigsRequest, DescribeConfigsResource
@@ -22,13 +23,20 @@ from kio.schema.describe_configs.v4.response import (
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i8
 
+from millstream.cluster.group_settings import DeclaredGroups
 from millstream.cluster.membership import Membership
 from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.kafka.api import Api, ClientInfo
 from millstream.kafka.errors import error_code, error_message
-from millstream.kafka.setting_view import SettingView, group_settings, node_settings, topic_settings
+from millstream.kafka.setting_view import (
+    SettingView,
+    consumer_group_settings,
+    node_settings,
+    share_group_settings,
+    topic_settings,
+)
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.kafka.topic_lookup import topic_named
 from millstream.model.errors import InvalidRequest, MillstreamError
@@ -46,9 +54,15 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
     versions = (1, 4)
 
     def __init__(
-        self, topics: Topics, membership: Membership, config: Config, subscriptions: Subscriptions | None = None
+        self,
+        topics: Topics,
+        membership: Membership,
+        config: Config,
+        groups: DeclaredGroups,
+        subscriptions: Subscriptions | None = None,
     ) -> None:
         self._topics = topics
+        self._groups = groups
         self._subscriptions = subscriptions
         self._membership = membership
         self._config = config
@@ -88,7 +102,8 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
             return node_settings(self._config)
         if resource.resource_type == GROUP_RESOURCE and self._subscriptions is not None:
             # A group that nobody has declared has the defaults, as in Kafka.
-            return group_settings(self._subscriptions.get(name))
+            shared = share_group_settings(self._subscriptions.get(name))
+            return chain(consumer_group_settings(self._groups, name), shared)
         raise InvalidRequest(
             f"resource type {resource.resource_type} has no settings here; topics, nodes and groups have"
         )

@@ -1,8 +1,9 @@
 """IncrementalAlterConfigs (key 44), versions 0 and 1: sets some settings of topics and leaves the others.
 
 The operations are set, delete (back to the node's default), and, for settings that take a list, append and subtract.
-All changes of one topic are made together or not at all. The settings of a share group are those of the subscription of
-that name. A node's settings live in its configuration and need a
+All changes of one topic are made together or not at all. Those of a consumer group are kept
+for its name alone (`consumer.session.timeout.ms`, `consumer.heartbeat.interval.ms`); those of a share group are the
+settings of the subscription of that name. A node's settings live in its configuration and need a
 restart, so a request to change them is refused with a sentence that says where they are.
 
 Version notes: 1 is flexible.
@@ -24,6 +25,7 @@ from kio.schema.incremental_alter_configs.v1.response import (
     IncrementalAlterConfigsResponse,
 )
 
+from millstream.cluster.group_settings import DeclaredGroups
 from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
 from millstream.kafka.api import Api, ClientInfo
@@ -33,6 +35,7 @@ from millstream.kafka.setting_view import is_list
 from millstream.kafka.throttle import NO_THROTTLE
 from millstream.kafka.topic_lookup import topic_named
 from millstream.model.errors import InvalidRequest, InvalidSetting, MillstreamError
+from millstream.model.group import DECLARED
 from millstream.model.missing_setting import unknown_setting
 from millstream.model.topic import Topic, TopicSettings, check_topic_name
 
@@ -48,8 +51,9 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
     key = 44
     versions = (0, 1)
 
-    def __init__(self, topics: Topics, subscriptions: Subscriptions | None = None) -> None:
+    def __init__(self, topics: Topics, groups: DeclaredGroups, subscriptions: Subscriptions | None = None) -> None:
         self._topics = topics
+        self._groups = groups
         self._subscriptions = subscriptions
 
     async def handle(
@@ -81,7 +85,10 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
     async def _alter_group(
         self, subscriptions: Subscriptions, resource: AlterConfigsResource, *, validate_only: bool
     ) -> None:
-        """Change a share group's settings; one that does not exist yet will have them."""
+        """Change a group's settings; one that does not exist yet will have them.
+
+        A consumer group's are its own; all others are those of a share group, which is a subscription.
+        """
         name = resource.resource_name
         changes: dict[str, str | None] = {}
         for config in resource.configs:
@@ -92,11 +99,24 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
             if config.config_operation == SET and config.value is None:
                 raise InvalidRequest(f"{config.name} has no value")
             changes[config.name] = config.value if config.config_operation == SET else None
-        if subscriptions.get(name) is None:
-            wanted = {key: value for key, value in changes.items() if value is not None}
-            await subscriptions.create(name, (), wanted, validate_only=validate_only)
-        else:
+        own = {key: value for key, value in changes.items() if key in DECLARED}
+        shared = {key: value for key, value in changes.items() if key not in DECLARED}
+        # Both are checked before either is changed.
+        if own:
+            await self._groups.alter(name, own, validate_only=True)
+        if shared:
+            await self._alter_share_group(subscriptions, name, shared, validate_only=validate_only)
+        if own:
+            await self._groups.alter(name, own, validate_only=validate_only)
+
+    async def _alter_share_group(
+        self, subscriptions: Subscriptions, name: str, changes: dict[str, str | None], *, validate_only: bool
+    ) -> None:
+        wanted = {key: value for key, value in changes.items() if value is not None}
+        if subscriptions.get(name) is not None:
             await subscriptions.alter(name, changes, validate_only=validate_only)
+        elif wanted:
+            await subscriptions.create(name, (), wanted, validate_only=validate_only)
 
     def _changes(self, topic: Topic, configs: tuple[AlterableConfig, ...]) -> dict[str, str | None]:
         changes: dict[str, str | None] = {}

@@ -16,6 +16,7 @@ from kio.schema.list_config_resources.v1.request import ListConfigResourcesReque
 from kio.schema.list_config_resources.v1.response import ConfigResource, ListConfigResourcesResponse
 from kio.static.primitive import i8
 
+from millstream.cluster.group_settings import DeclaredGroups
 from millstream.cluster.membership import Membership
 from millstream.cluster.subscriptions import Subscriptions
 from millstream.cluster.topics import Topics
@@ -35,8 +36,15 @@ class ListConfigResources(Api[ListConfigResourcesRequest, ListConfigResourcesRes
     key = 74
     versions = (0, 1)
 
-    def __init__(self, topics: Topics, membership: Membership, subscriptions: Subscriptions | None = None) -> None:
+    def __init__(
+        self,
+        topics: Topics,
+        membership: Membership,
+        groups: DeclaredGroups,
+        subscriptions: Subscriptions | None = None,
+    ) -> None:
         self._topics = topics
+        self._groups = groups
         self._subscriptions = subscriptions
         self._membership = membership
 
@@ -67,6 +75,7 @@ class ListConfigResources(Api[ListConfigResourcesRequest, ListConfigResourcesRes
             yield TOPIC_RESOURCE, topic.name
         for node in self._membership.nodes():
             yield NODE_RESOURCE, str(node.node_id)
-        for subscription in () if self._subscriptions is None else self._subscriptions.all():
-            if subscription.overrides:
-                yield _GROUP_RESOURCE, subscription.name
+        declared = () if self._subscriptions is None else self._subscriptions.all()
+        shared = [subscription.name for subscription in declared if subscription.overrides]
+        for name in dict.fromkeys([*self._groups.all(), *shared]):
+            yield _GROUP_RESOURCE, name

@@ -92,6 +92,13 @@ class SimulatedDeclarations:
     async def change_client_quotas(self, changes: Mapping[QuotaEntity, Mapping[str, float]]) -> None:
         """Nobody is limited."""
 
+    async def group_settings(self) -> dict[str, dict[str, str]]:
+        """No group has settings of its own."""
+        return {}
+
+    async def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
+        """No group has settings of its own."""
+
     async def subscriptions(self) -> list[Subscription]:
         """Every subscription, by name."""
         return await self._ask(lambda: sorted(self._subscriptions.values(), key=lambda one: one.name))
