@@ -184,7 +184,7 @@ class Config:
     retention_check_ms: int = setting(
         "retention-check-ms",
         60_000,
-        "How often old segments are looked for, to delete or to compact them.",
+        "How often old segments are looked for, to delete them, and compactions that failed are tried again.",
         minimum=100,
     )
     request_bytes_max: int = setting(

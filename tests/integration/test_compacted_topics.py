@@ -115,6 +115,18 @@ def test_records_without_a_key_are_refused(server: Server) -> None:
     assert content(server) == []
 
 
+@pytest.mark.parametrize(
+    "settings", [{"segment_ms": "1000"}, {"segment_ms": "86400000", "max_compaction_lag_ms": "1000"}]
+)
+def test_compaction_comes_when_it_is_due(tmp_path: Path, settings: dict[str, str]) -> None:
+    """By the topic's own times, however seldom the node looks for old segments."""
+    with Server(tmp_path / "data", settings={"retention-check-ms": 86_400_000}) as server:
+        create(server, **settings)
+        for value in (b"old", b"older", b"last"):
+            assert send(server, [(b"k", value)]) == []
+        wait_until(lambda: [value for _, _, value in content(server)] == [b"last"])
+
+
 def test_only_the_records_without_a_key_are_to_blame(server: Server) -> None:
     """librdkafka tells the records that the broker names from others of their batch."""
     create(server)

@@ -195,9 +195,10 @@ class Topics:
 
     def settings_of(self, topic: Topic) -> TopicSettings:
         """What holds for a topic: the node's defaults and, on top, what its owner set."""
-        return TopicSettings.from_strings(topic.overrides, base=self._defaults_for(topic.replication))
+        return TopicSettings.from_strings(topic.overrides, base=self.defaults_for(topic.replication))
 
-    def _defaults_for(self, replication: int) -> TopicSettings:
+    def defaults_for(self, replication: int) -> TopicSettings:
+        """What holds for a topic with so many replicas that sets nothing itself."""
         if replication < _SAFE_REPLICATION:
             return self._defaults
         return dataclasses.replace(self._defaults, min_insync_replicas=_SAFE_IN_SYNC)

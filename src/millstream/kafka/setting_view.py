@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from millstream.cluster.group_settings import DeclaredGroups
@@ -23,6 +24,55 @@ SOURCE_GROUP: Final = 8
 _TYPES: Final[dict[type, int]] = {bool: 1, str: 2, int: 5, float: 6}
 _LIST_TYPE: Final = 7
 _NODE_DEFAULT_PREFIX: Final = "default_"
+
+_KAFKA_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "auto-create-topics": "auto.create.topics.enable",
+        "connection-idle-ms": "connections.max.idle.ms",
+        "connections-max": "max.connections",
+        "data": "log.dirs",
+        "default-partitions": "num.partitions",
+        "default-replication": "default.replication.factor",
+        "default-retention-ms": "log.retention.ms",
+        "fetch-bytes-max": "fetch.max.bytes",
+        "group-consumer-heartbeat-ms": "group.consumer.heartbeat.interval.ms",
+        "group-consumer-session-ms": "group.consumer.session.timeout.ms",
+        "group-initial-delay-ms": "group.initial.rebalance.delay.ms",
+        "group-members-max": "group.max.size",
+        "group-session-max-ms": "group.max.session.timeout.ms",
+        "group-session-min-ms": "group.min.session.timeout.ms",
+        "node-id": "node.id",
+        "offsets-partitions": "offsets.topic.num.partitions",
+        "producer-expiry-ms": "producer.id.expiration.ms",
+        "rack": "broker.rack",
+        "replica-fetch-bytes": "replica.fetch.response.max.bytes",
+        "replica-fetch-wait-ms": "replica.fetch.wait.max.ms",
+        "replica-lag-ms": "replica.lag.time.max.ms",
+        "request-bytes-max": "socket.request.max.bytes",
+        "retention-check-ms": "log.retention.check.interval.ms",
+        "transaction-timeout-max-ms": "transaction.max.timeout.ms",
+        "transactional-id-expiry-ms": "transactional.id.expiration.ms",
+        "transactions-partitions": "transaction.state.log.num.partitions",
+        "unclean-leader-election": "unclean.leader.election.enable",
+    }
+)
+"""Settings of a node that Kafka's brokers have too, in the same unit, under another name."""
+
+_KAFKA_TOPIC_DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "cleanup.policy": "log.cleanup.policy",
+        "compression.type": "compression.type",
+        "max.message.bytes": "message.max.bytes",
+        "message.timestamp.after.max.ms": "log.message.timestamp.after.max.ms",
+        "message.timestamp.before.max.ms": "log.message.timestamp.before.max.ms",
+        "message.timestamp.type": "log.message.timestamp.type",
+        "min.insync.replicas": "min.insync.replicas",
+        "retention.bytes": "log.retention.bytes",
+        "segment.bytes": "log.segment.bytes",
+        "segment.ms": "log.roll.ms",
+    }
+)
+"""Settings of topics whose default is a setting of Kafka's brokers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +134,22 @@ def topic_settings(topics: Topics, topic: Topic) -> Iterator[SettingView]:
         yield SettingView(declared, tuple(synonyms), read_only=False)
 
 
-def node_settings(config: Config) -> Iterator[SettingView]:
-    """Every setting of this node."""
+def node_settings(config: Config, topic_defaults: TopicSettings) -> Iterator[SettingView]:
+    """Every setting of this node, and under Kafka's names those that Kafka's tools look for."""
     for attribute, declared in settings_of(Config):
         value = getattr(config, attribute)
         synonyms = [Synonym(declared.name, _text(declared.default), SOURCE_DEFAULT)]
         if value != declared.default:
             synonyms.insert(0, Synonym(declared.name, _text(value), SOURCE_NODE))
         yield SettingView(declared, tuple(synonyms), read_only=declared.needs_restart)
+        if (kafka_name := _KAFKA_NAMES.get(declared.name)) is not None:
+            yield SettingView(dataclasses.replace(declared, name=kafka_name), tuple(synonyms), read_only=True)
+    for attribute, declared in settings_of(TopicSettings):
+        if (kafka_name := _KAFKA_TOPIC_DEFAULTS.get(declared.name)) is not None:
+            value = getattr(topic_defaults, attribute)
+            source = SOURCE_DEFAULT if value == declared.default else SOURCE_NODE
+            synonym = Synonym(kafka_name, _text(value), source)
+            yield SettingView(dataclasses.replace(declared, name=kafka_name), (synonym,), read_only=True)
 
 
 def consumer_group_settings(groups: DeclaredGroups, group_id: str) -> Iterator[SettingView]:

@@ -116,6 +116,21 @@ def dirty_ratio(log: Log, now_ms: int) -> float:
     return sum(segment.size for segment in dirty) / total if total else 0.0
 
 
+def next_due_ms(log: Log, now_ms: int) -> int | None:
+    """When time alone may make a pass due: a segment is closed, or has waited long enough; None if nothing waits."""
+    if log.closed or log.broken or not log.segments:
+        return None
+    settings, times = log.settings, []
+    active = log.segments[-1]
+    if active.size:
+        times.append(active.first_append_ms + min(settings.segment_ms, settings.max_compaction_lag_ms))
+    oldest = next((segment for segment in log.segments[:-1] if segment.next_offset > log.cleaned_offset), None)
+    if oldest is not None:
+        times.append(max(oldest.max_timestamp_ms, oldest.last_append_ms) + settings.min_compaction_lag_ms)
+        times.append(oldest.first_append_ms + settings.max_compaction_lag_ms + 1)
+    return min((time for time in times if time > now_ms), default=None)
+
+
 def is_due(log: Log, ratio: float) -> bool:
     """Whether a log with this much that is new should be compacted."""
     ready = not (log.closed or log.broken or log.repairing or log.swaps)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from millstream.log.cleaner import Pass
 from millstream.log.cleaner_worker import ChildWorker, InlineWorker, Worker
-from millstream.log.compaction import Compaction, dirty_ratio, is_compacted, is_due, roll_idle
+from millstream.log.compaction import Compaction, dirty_ratio, is_compacted, is_due, next_due_ms, roll_idle
 from millstream.log.files import DiskFiles, Files
 from millstream.log.key_map import KEYS_MAX
 from millstream.log.log import Log
@@ -22,7 +22,7 @@ class Compactor:
         self._files = files
         self._clock = clock
         self._put_off: set[Log] = set()
-        """Logs whose last pass failed; they wait for the next round."""
+        """Logs whose last pass failed; they wait for `retry`."""
         self._running: Compaction | None = None
         self._read_bytes = 0
         self._freed_bytes = 0
@@ -31,13 +31,26 @@ class Compactor:
         self._last_ms = 0
         self._dirty_ratio = 0.0
 
-    def begin_round(self, logs: Iterable[Log]) -> None:
-        """Some time has passed: look at all logs again."""
+    def retry(self) -> None:
+        """Some time has passed: what failed may be tried again."""
         self._put_off.clear()
+
+    def begin_round(self, logs: Iterable[Log]) -> None:
+        """Close the segments whose time has come, so that they can be compacted."""
         now_ms = self._clock.now_ms()
         for log in logs:
             if is_compacted(log):
                 roll_idle(log, now_ms)
+
+    def due_in_s(self, log: Log) -> float | None:
+        """In how many seconds a pass over a log may be due, if nothing is appended until then; None for never."""
+        if not is_compacted(log):
+            return None
+        now_ms = self._clock.now_ms()
+        if log not in self._put_off and is_due(log, dirty_ratio(log, now_ms)):
+            return 0.0
+        due_ms = next_due_ms(log, now_ms)
+        return None if due_ms is None else (due_ms - now_ms) / 1000
 
     def next(self, logs: Iterable[Log]) -> Compaction | None:
         """A pass over the log with most that is new, if one is due."""

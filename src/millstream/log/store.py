@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -44,6 +45,8 @@ CHECKPOINT_S = 10.0
 """So long after a write a log is checkpointed, which bounds what has to be scanned after a crash."""
 
 RETRY_S = 1.0
+COMPACTION_PAUSE_S = 1.0
+"""Logs that become due within this time are compacted in one round."""
 FAILURE_S = 30.0
 CLOSE_ATTEMPTS = 3
 RETENTION_SLICE = 500
@@ -95,6 +98,8 @@ class LogStore:
         self._commit_wake = asyncio.Event()
         self._upkeep_wake = asyncio.Event()
         self._compact_wake = asyncio.Event()
+        self._compact_at = math.inf
+        """When compaction is to look again, of the monotonic clock."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Future[None] | None = None
         self._retention_due = False
@@ -285,6 +290,7 @@ class LogStore:
 
     def touched(self, log: Log) -> None:
         """A log has begun to hold what is not synced."""
+        self._plan_compaction(log)
         if log.settings.flush == FLUSH_OS:
             return
         if not self._stale:
@@ -350,6 +356,7 @@ class LogStore:
 
     def compact_once(self) -> bool:
         """Compact the log that needs it most; False when none does."""
+        self._compactor.retry()
         self._compactor.begin_round(self._logs.values())
         compaction = self._compactor.next(self._logs.values())
         if compaction is None:
@@ -413,6 +420,8 @@ class LogStore:
                 self._upkeep_wake.set()
         elif isinstance(job, Checkpoints):
             self._checkpoints += len(job.checkpoints)
+            for checkpoint in job.checkpoints:
+                self._plan_compaction(checkpoint.log)
             for log in job.failed:
                 if any(segment.broken for segment in log.unsynced_segments()):
                     self.sync_soon(log)
@@ -462,6 +471,7 @@ class LogStore:
             if self._retention_due:
                 self._retention_due = False
                 await self._delete_expired_slowly()
+                self._compactor.retry()
                 self._compact_wake.set()
                 self._retention_timer()
 
@@ -469,9 +479,23 @@ class LogStore:
         while not self._closing:
             await self._compact_wake.wait()
             self._compact_wake.clear()
+            self._compact_at = math.inf
             self._compactor.begin_round(self._logs.values())
             while not self._closing and (compaction := self._compactor.next(self._logs.values())) is not None:
                 await self._compact(compaction)
+            for log in self._logs.values():
+                self._plan_compaction(log)
+
+    def _plan_compaction(self, log: Log) -> None:
+        """Have compaction look when a log is due, unless it does so before."""
+        due_s = self._compactor.due_in_s(log) if self._loop is not None else None
+        if due_s is None:
+            return
+        pause_s = max(COMPACTION_PAUSE_S, due_s)
+        at = self._clock.monotonic() + pause_s
+        if at < self._compact_at:
+            self._compact_at = at
+            self._later(pause_s, self._compact_wake.set)
 
     async def _compact(self, compaction: Compaction) -> None:
         for job in compaction.jobs(self.checkpoint_job):

@@ -2,7 +2,8 @@
 
 Each setting tells its value, where that comes from (the topic, this node's configuration, or the built-in default),
 on request what it would be otherwise (synonyms) and its documentation. A node's settings need a restart to change
-and are marked read-only. A node asked for by the empty name has no settings that were changed for the whole cluster.
+and are marked read-only; those that Kafka's brokers have too are shown under Kafka's names as well. A node asked for
+by the empty name has no settings that were changed for the whole cluster.
 
 Version notes: 1 adds synonyms and sources, 3 the type and the documentation, 4 is flexible.
 """
@@ -99,7 +100,8 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
                 return ()
             if name != str(self._membership.me.node_id):
                 raise InvalidRequest(f"this is node {self._membership.me.node_id}; ask node {name} for its settings")
-            return node_settings(self._config)
+            replication = min(self._config.default_replication, len(self._membership.nodes()))
+            return node_settings(self._config, self._topics.defaults_for(replication))
         if resource.resource_type == GROUP_RESOURCE and self._subscriptions is not None:
             # A group that nobody has declared has the defaults, as in Kafka.
             shared = share_group_settings(self._subscriptions.get(name))
