@@ -1,40 +1,28 @@
-"""The commands of `millstream`. Only typer is imported up front: whatever a command needs, it imports when it runs."""
+"""The commands of `millstream`, one module per noun.
+
+Only the module of the command that was typed is imported; `--help` and completion import all of them.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
 
 from millstream import __version__
-from millstream.cli import (
-    client,
-    cluster,
-    config_reference,
-    demo,
-    dlq,
-    doctor,
-    group,
-    message,
-    pipeline,
-    protocol_reference,
-    publish,
-    serve,
-    subscription,
-    tail,
-    topic,
-    transaction,
-)
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.output import OutputClosed
 from millstream.model.errors import MillstreamError
 
 PROGRAM = "millstream"
 TRACEBACK_VARIABLE = "MILLSTREAM_TRACEBACK"
+COMPLETION_VARIABLE = "_MILLSTREAM_COMPLETE"
+"""Set by the shell when it wants to complete what was typed so far."""
 ORDER = (
     "serve",
     "topic",
@@ -53,7 +41,7 @@ ORDER = (
     "config-reference",
     "protocol-reference",
 )
-
+_HIDDEN: Final = ("config-reference", "protocol-reference")
 
 _SHARED: Final = {"--brokers": 1, "--timeout": 1, "--json": 0}
 """Options that most commands have, each with the number of its values."""
@@ -93,42 +81,13 @@ class InOrder(TyperGroup):
         return parsed
 
 
-app = typer.Typer(
-    name=PROGRAM,
-    cls=InOrder,
-    help="One log. Kafka clients stream it, workers acknowledge it message by message, Spark reads it as a table.",
-    epilog="Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 unreachable, 5 conflict, 6 timed out, 130 interrupted.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("serve", help=serve.HELP)(serve.serve)
-app.add_typer(topic.app, name="topic")
-app.command("publish")(publish.publish)
-app.command("tail")(tail.tail)
-app.add_typer(message.app, name="message")
-app.add_typer(group.app, name="group")
-app.add_typer(subscription.app, name="subscription")
-app.add_typer(dlq.app, name="dlq")
-app.add_typer(pipeline.app, name="pipeline")
-app.add_typer(transaction.app, name="transaction")
-app.add_typer(client.app, name="client")
-app.add_typer(cluster.app, name="cluster")
-app.command("doctor")(doctor.doctor)
-app.command("demo")(demo.demo)
-app.command("config-reference", hidden=True)(config_reference.config_reference)
-app.command("protocol-reference", hidden=True)(protocol_reference.protocol_reference)
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"{PROGRAM} {__version__}")
         raise typer.Exit
 
 
-@app.callback()
-def root(
+def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
@@ -136,9 +95,45 @@ def root(
     """One log. Kafka clients stream it, workers acknowledge it message by message, Spark reads it as a table."""
 
 
+def build_app(names: Iterable[str] = ORDER) -> typer.Typer:
+    """Put the commands together; each module has either a group of commands, `app`, or the one command itself."""
+    app = typer.Typer(
+        name=PROGRAM,
+        cls=InOrder,
+        help="One log. Kafka clients stream it, workers acknowledge it message by message, Spark reads it as a table.",
+        epilog="Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 unreachable, 5 conflict, 6 timed out, "
+        "130 interrupted.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for name in names:
+        module = import_module(f"millstream.cli.{name.replace('-', '_')}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name)
+        else:
+            command = getattr(module, name.replace("-", "_"))
+            app.command(name, help=getattr(module, "HELP", None), hidden=name in _HIDDEN)(command)
+    return app
+
+
+def _asked_for(arguments: Sequence[str]) -> Sequence[str]:
+    """The one command that was typed, or all of them if that is not certain."""
+    at = 0
+    while at < len(arguments) and COMPLETION_VARIABLE not in os.environ:
+        name, has_value, _ = arguments[at].partition("=")
+        if name not in _SHARED:
+            return [name] if name in ORDER else ORDER
+        at += 1 if has_value else 1 + _SHARED[name]
+    return ORDER
+
+
 def call(arguments: list[str]) -> int:
     """Run one command and return its exit code. Every error becomes one sentence on stderr."""
     try:
+        app = build_app(_asked_for(arguments))
         result: Any = app(args=arguments, prog_name=PROGRAM, standalone_mode=False)
     except (CommandFailed, MillstreamError) as error:
         return _fail(str(error), exit_code_of(error), error)
