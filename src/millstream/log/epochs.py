@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from millstream.model.ids import NO_EPOCH, NO_OFFSET, Epoch, Offset
 
+OFFSET_MAX = 2**63 - 1
+
 
 class EpochHistory:
     """Epochs and their first offsets, both strictly rising."""
@@ -52,6 +54,12 @@ class EpochHistory:
         """The epoch that wrote an offset, or -1."""
         at = bisect_right(self._starts, offset)
         return Epoch(self._epochs[at - 1]) if at else NO_EPOCH
+
+    def span_at(self, offset: int) -> tuple[Epoch, int]:
+        """The epoch that wrote an offset, or -1, and the offset at which the next epoch begins."""
+        at = bisect_right(self._starts, offset)
+        until = self._starts[at] if at < len(self._starts) else OFFSET_MAX
+        return Epoch(self._epochs[at - 1]) if at else NO_EPOCH, until
 
     def cut_after(self, end_offset: int) -> None:
         """Forget the epochs that begin at or beyond a new end of the log."""

@@ -143,7 +143,7 @@ class Log:
         self.changed = contents.changed
         """Whether the last checkpoint is behind."""
         self.reader = Reader(
-            files, open_files, indexes, self.epochs, index_interval_bytes=settings.index_interval_bytes
+            files, open_files, indexes, self.epochs, clock, index_interval_bytes=settings.index_interval_bytes
         )
         self._lookup = Lookup(self.reader)
         self._bases = [segment.base_offset for segment in self.segments]
@@ -335,7 +335,8 @@ class Log:
             self._inspect(broken)
             return self.stretch(offset, max_bytes=max_bytes, up_to=up_to, at_once=at_once)
         except OSError as error:
-            raise self._unreadable(error) from error
+            self._lose_missing(error)
+            return self.stretch(offset, max_bytes=max_bytes, up_to=up_to, at_once=at_once)
         self.hint(stretch.next_offset, segment, stretch.end_position)
         return stretch
 
@@ -413,7 +414,7 @@ class Log:
             except BrokenSegment as broken:
                 self._inspect(broken)
             except OSError as error:
-                raise self._unreadable(error) from error
+                self._lose_missing(error)
 
     def boundary(self, offset: int) -> tuple[Segment, int, int]:
         """Where to cut so that nothing at or beyond an offset is left: segment, position, and the new end."""
@@ -428,7 +429,7 @@ class Log:
             except BrokenSegment as broken:
                 self._inspect(broken)
             except OSError as error:
-                raise self._unreadable(error) from error
+                self._lose_missing(error)
 
     # -- damage ---------------------------------------------------------------------------------------------
 
@@ -441,6 +442,14 @@ class Log:
                 self.lose(segment, bad)
                 return
         raise StorageFailure(f"{self.partition}: {broken}, and looking again found nothing wrong")
+
+    def _lose_missing(self, error: OSError) -> None:
+        """Note that all of a segment is lost if its file was removed; any other error is raised to the reader."""
+        missing = [segment for segment in self.segments if segment.path == error.filename]
+        if not isinstance(error, FileNotFoundError) or not missing or not self._files.exists(self.directory):
+            raise self._unreadable(error) from error
+        (segment,) = missing
+        self.lose(segment, Bad(0, segment.size, segment.base_offset, segment.next_offset))
 
     def inspect(self, segment: Segment, position: int) -> None:
         """Somebody found a segment to be broken; note what is lost."""
@@ -473,7 +482,8 @@ class Log:
         _logger.error(
             "records are damaged on disk",
             extra={
-                "partition": str(self.partition),
+                "topic": self.partition.topic,
+                "partition": self.partition.partition,
                 "first_offset": bad.first,
                 "next_offset": bad.next_offset,
                 "file": segment.path,

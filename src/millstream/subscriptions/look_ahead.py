@@ -48,6 +48,8 @@ class Stretch(NamedTuple):
     due: Ranges
     """Delayed messages: offset and time."""
     keys: npt.NDArray[np.int64] | None
+    damage: DamagedRange | None = None
+    """Why all of it is absent, if the disk lost it."""
 
 
 def readable_end(partition: Partition, isolation: str) -> Offset:
@@ -76,7 +78,8 @@ def look(
     try:
         records, aborted = read(partition, offset, isolation, max_bytes=max_bytes)
     except DamagedRange as damage:
-        return _lost(offset, min(damage.next_offset, readable_end(partition, isolation)), with_keys=with_keys)
+        next_offset = Offset(min(damage.next_offset, readable_end(partition, isolation)))
+        return _lost(offset, next_offset, damage, with_keys=with_keys)
     absent: Ranges = []
     due: Ranges = []
     left_out = AbortedBatches(aborted)
@@ -107,12 +110,12 @@ def look(
     )
 
 
-def _lost(offset: Offset, next_offset: int, *, with_keys: bool) -> Stretch | None:
+def _lost(offset: Offset, next_offset: Offset, damage: DamagedRange, *, with_keys: bool) -> Stretch | None:
     """A stretch that the disk has lost: nothing is there, and what follows goes on."""
     if next_offset <= offset:
         return None
     keys = np.zeros(next_offset - offset, np.int64) if with_keys else None
-    return Stretch(b"", offset, Offset(next_offset), [(offset, next_offset - 1)], [], keys)
+    return Stretch(b"", offset, next_offset, [(offset, next_offset - 1)], [], keys, damage)
 
 
 def _open_if_needed(records: Buffer, header: BatchHeader, first: int, absent: Ranges, due: Ranges) -> None:
