@@ -171,6 +171,8 @@ class Broker:
             journal_bytes=config.journal_bytes,
             producer_expiry_ms=config.producer_expiry_ms,
             retention_check_ms=config.retention_check_ms,
+            scrub_bytes_per_s=config.scrub_bytes_per_s,
+            scrub_interval_ms=config.scrub_interval_ms,
         )
         self._store = store
         store.when_recovering(lambda done, left: self._tell(f"{done} of {done + left} logs are recovered"))

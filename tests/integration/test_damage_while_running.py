@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -154,7 +155,7 @@ def test_damage_under_a_running_broker_is_found_told_and_passed_over(tmp_path: P
         assert partition["damage"] == [{"first": one.start, "next": one.stop} for one in lost]
         shown = millstream("tail", TOPIC, "--from", "start", "--json")
         assert [one["offset"] for one in shown.documents] == sorted(got)
-        metrics = urllib.request.urlopen(f"http://{server.http}/metrics", timeout=60).read().decode()
+        metrics = metrics_of(server)
         assert "\nmillstream_log_damaged_ranges 5.0\n" in metrics
         assert f'\nmillstream_subscription_damaged_total{{subscription="plain"}} {float(len(gone))}\n' in metrics
         lines = [json.loads(line) for line in server.log.read_text().splitlines()]
@@ -162,6 +163,37 @@ def test_damage_under_a_running_broker_is_found_told_and_passed_over(tmp_path: P
         places = [(one["topic"], one["partition"], one["first_offset"], one["next_offset"]) for one in logged]
         assert sorted(places) == [(TOPIC, 0, one.start, one.stop) for one in lost]
         assert server.stop() == 0
+
+
+def test_the_scrub_finds_what_nobody_reads(tmp_path: Path) -> None:
+    settings = {"scrub-interval-ms": 100, "scrub-bytes-per-s": 100_000_000}
+    with Server(tmp_path / "data", settings=settings) as server:
+        millstream = CommandLine(server.kafka)
+        millstream("topic", "create", TOPIC, "--set", "segment.bytes=1048576")
+        asyncio.run(fill(server))
+        paths = sorted(server.data.glob("partitions/*/0/*.log"), key=lambda path: path.stem)
+        first, second, *_ = [path for path in paths if path.stat().st_size > 500_000]
+        lost = [harm(first, flip_payload), harm(second, flip_base_offset)]
+        wait_for_damage(server, len(lost))
+        checked = millstream("doctor", "--json")
+        details = [one["detail"] for one in checked.document["findings"] if one["check"] == "damage"]
+        assert details == [f"{TOPIC}-0: the disk lost the offsets {one.start} to {one.stop - 1}" for one in lost]
+        # What is put right again is served again.
+        harm(first, flip_payload)
+        wait_for_damage(server, 1)
+        assert server.stop() == 0
+
+
+def wait_for_damage(server: Server, ranges: int) -> None:
+    deadline = time.monotonic() + 60
+    while f"\nmillstream_log_damaged_ranges {float(ranges)}\n" not in metrics_of(server):
+        assert time.monotonic() < deadline, server.log_tail()
+        time.sleep(0.1)
+
+
+def metrics_of(server: Server) -> str:
+    answer: bytes = urllib.request.urlopen(f"http://{server.http}/metrics", timeout=60).read()
+    return answer.decode()
 
 
 async def drain(server: Server, name: str, settings: dict[str, str], gone: set[int]) -> None:

@@ -39,6 +39,10 @@ class Damage:
         ]
         insort(self._lost, lost)
 
+    def remove(self, lost: LostRange) -> None:
+        """Forget a range that is whole again."""
+        self._lost.remove(lost)
+
     def at(self, offset: int) -> LostRange | None:
         """The range that an offset lies in."""
         found = bisect_right(self._lost, offset, key=_first) - 1

@@ -448,8 +448,13 @@ class Log:
         missing = [segment for segment in self.segments if segment.path == error.filename]
         if not isinstance(error, FileNotFoundError) or not missing or not self._files.exists(self.directory):
             raise self._unreadable(error) from error
-        (segment,) = missing
-        self.lose(segment, Bad(0, segment.size, segment.base_offset, segment.next_offset))
+        self.lose_file(missing[0])
+
+    def lose_file(self, segment: Segment) -> None:
+        """Note that all of a segment is lost, as its file was removed."""
+        if self.lost.at(segment.base_offset) != _whole(segment):
+            self.open_files.close(segment)
+            self.lose(segment, Bad(0, segment.size, segment.base_offset, segment.next_offset))
 
     def inspect(self, segment: Segment, position: int) -> None:
         """Somebody found a segment to be broken; note what is lost."""
@@ -488,6 +493,26 @@ class Log:
                 "next_offset": bad.next_offset,
                 "file": segment.path,
                 "bytes": f"{bad.start}-{bad.end}",
+            },
+        )
+
+    def find_again(self, lost: LostRange) -> None:
+        """Serve a range that was lost and is whole again, as somebody restored its file."""
+        self.lost.remove(lost)
+        for segment in self.segments:
+            if segment.base_offset == lost.segment:
+                segment.holes.pop(lost.start, None)
+                segment.forget_verified()
+        self._hints.clear()
+        self.changed = True
+        self.keeper.checkpoint_soon(self)
+        _logger.warning(
+            "records that were damaged are whole again",
+            extra={
+                "topic": self.partition.topic,
+                "partition": self.partition.partition,
+                "first_offset": lost.first,
+                "next_offset": lost.next_offset,
             },
         )
 
@@ -597,6 +622,10 @@ class Log:
         settle_swaps(self, list(self.swaps))
         for segment in self.segments:
             self.open_files.release(segment)
+
+
+def _whole(segment: Segment) -> LostRange:
+    return LostRange(segment.base_offset, segment.next_offset, segment.base_offset, 0, segment.size)
 
 
 def _takes_plain(settings: TopicSettings) -> bool:
