@@ -39,9 +39,10 @@ class Damage:
         ]
         insort(self._lost, lost)
 
-    def remove(self, lost: LostRange) -> None:
-        """Forget a range that is whole again."""
-        self._lost.remove(lost)
+    def replace(self, lost: LostRange, left: Iterable[LostRange]) -> None:
+        """Forget a range, and all others of its segment but those that are left."""
+        kept = [one for one in self._lost if one != lost and (one.segment != lost.segment or one.segment < 0)]
+        self._lost = sorted([*kept, *left])
 
     def at(self, offset: int) -> LostRange | None:
         """The range that an offset lies in."""

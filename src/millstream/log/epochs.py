@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
 from millstream.model.ids import NO_EPOCH, NO_OFFSET, Epoch, Offset
@@ -36,6 +36,17 @@ class EpochHistory:
         self._epochs.append(epoch)
         self._starts.append(start)
         self.latest = Epoch(epoch)
+
+    def extend_back(self, epoch: int, start: int) -> None:
+        """Note that an epoch before the latest one wrote from an offset on, which may be before all that were known."""
+        at = bisect_left(self._epochs, epoch)
+        if epoch > self.latest:
+            self.begin(epoch, start)
+        elif self._epochs[at] != epoch:
+            self._epochs.insert(at, epoch)
+            self._starts.insert(at, start)
+        elif start < self._starts[at]:
+            self._starts[at] = start
 
     def end_of(self, epoch: int, end_offset: int) -> tuple[Epoch, Offset]:
         """The largest known epoch up to the one asked for, and where it ended.

@@ -39,6 +39,7 @@ from millstream.model.errors import (
     DamagedRange,
     OffsetOutOfRange,
     PartitionClosed,
+    RepairPending,
     StorageFailure,
 )
 from millstream.model.ids import Epoch, Offset
@@ -116,6 +117,12 @@ class Log:
         self.journal_mark = contents.journal_mark
         self.on_synced: Callable[[], None] | None = None
         self.on_sync_failed: Callable[[StorageFailure], None] | None = None
+        self.on_damage: Callable[[], None] | None = None
+        """Called when a range was lost, or is whole again."""
+        self.has_replicas = False
+        """Whether other nodes carry the partition, so that what the disk lost is fetched from them."""
+        self.beyond_repair: set[tuple[int, int]] = set()
+        """Ranges that no other replica has, by their offsets."""
         self.acknowledged_offset: Callable[[], int] | None = None
         """Up to where nothing can be cut off again, so that it may be deleted and compacted; None for all of it."""
         self.failure: str | None = None
@@ -355,6 +362,11 @@ class Log:
     def _undamaged(self, offset: int, up_to: int) -> int:
         """Up to where reading may go before it meets a lost range; raise when the offset lies in one."""
         lost = self.lost.at(offset)
+        if lost is not None and lost in self.repairable:
+            raise RepairPending(
+                f"{self.partition}: the disk lost the offsets {lost.first} to {lost.next_offset - 1}; "
+                "they are being fetched from another replica"
+            )
         if lost is not None:
             raise DamagedRange(
                 f"{self.partition}: the disk lost the offsets {lost.first} to {lost.next_offset - 1}; "
@@ -495,13 +507,27 @@ class Log:
                 "bytes": f"{bad.start}-{bad.end}",
             },
         )
+        if self.on_damage is not None:
+            self.on_damage()
+
+    @property
+    def repairable(self) -> list[LostRange]:
+        """The lost ranges that another replica may still have."""
+        if not self.has_replicas:
+            return []
+        return [lost for lost in self.lost if (lost.first, lost.next_offset) not in self.beyond_repair]
 
     def find_again(self, lost: LostRange) -> None:
         """Serve a range that was lost and is whole again, as somebody restored its file."""
-        self.lost.remove(lost)
+        others = [one for one in self.lost if one.segment == lost.segment and one != lost]
+        self.heal(lost, lost.next_offset, others)
+
+    def heal(self, lost: LostRange, next_offset: int, left: list[LostRange]) -> None:
+        """Serve a lost range up to an offset again; `left` is what is still lost of its segment."""
+        self.lost.replace(lost, left)
         for segment in self.segments:
-            if segment.base_offset == lost.segment:
-                segment.holes.pop(lost.start, None)
+            segment.holes = self.lost.holes_of(segment.base_offset) if self.lost else {}
+            if segment.base_offset <= lost.first < segment.next_offset:
                 segment.forget_verified()
         self._hints.clear()
         self.changed = True
@@ -512,9 +538,11 @@ class Log:
                 "topic": self.partition.topic,
                 "partition": self.partition.partition,
                 "first_offset": lost.first,
-                "next_offset": lost.next_offset,
+                "next_offset": next_offset,
             },
         )
+        if self.on_damage is not None:
+            self.on_damage()
 
     # -- deletion -------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from millstream.log.indexes import LoadedIndexes
 from millstream.log.journal import Journal, remove_journal
 from millstream.log.ledger import Ledger, LogKey
 from millstream.log.log import Log
+from millstream.log.mend import Mend
 from millstream.log.recovery import Opening, open_contents
 from millstream.log.recovery_told import RecoveryTold
 from millstream.log.replay import Replay
@@ -498,11 +499,7 @@ class LogStore:
         """Verify all logs, one pass after the other, as fast as is allowed."""
         scrubber, loop = self._scrubber, asyncio.get_running_loop()
         pause_s = scrubber.wait_s
-        while not self._closing:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._scrub_wake.wait(), pause_s)
-            if self._closing:
-                break
+        while not await self._is_closing_within(pause_s):
             step = scrubber.next(self._logs)
             if step is not None:
                 await self._in_thread(self._scrub_thread, step)
@@ -512,6 +509,19 @@ class LogStore:
             if step is None:
                 pause_s = scrubber.wait_s
         await loop.run_in_executor(self._scrub_thread, scrubber.keep)
+
+    async def _is_closing_within(self, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._scrub_wake.wait(), seconds)
+        return self._closing
+
+    async def mend(self, mend: Mend) -> None:
+        """Put what another replica gave into the place of what was lost, or raise why that is not done."""
+        await self._in_thread(self._compact_thread, mend)
+        if isinstance(mend.error, OSError):
+            raise StorageFailure(f"{mend.log.partition}: lost offsets could not be put back: {mend.error}")
+        if mend.error is not None:
+            raise mend.error
 
     def scrub_once(self) -> bool:
         """Verify the next piece of a segment; False at the end of a pass."""

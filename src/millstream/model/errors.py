@@ -385,6 +385,10 @@ class StorageFailure(LogUnavailable):
     """The disk is full or failed. Reads go on."""
 
 
+class RepairPending(StorageFailure):
+    """The disk lost what was asked for, and another replica may have it; it is being fetched from there."""
+
+
 class OffsetOutOfRange(LogUnavailable):
     """The offset asked for is below the start or beyond the end of the log."""
 

@@ -20,6 +20,7 @@ from millstream.log.stretch import Stretch
 from millstream.log.transactions import Guard, OpenTransaction
 from millstream.model.clock import Clock, SystemClock
 from millstream.model.errors import (
+    DamagedRange,
     FencedLeaderEpoch,
     MillstreamError,
     NotEnoughReplicas,
@@ -27,6 +28,7 @@ from millstream.model.errors import (
     OffsetOutOfRange,
     OutOfOrderSequence,
     PartitionClosed,
+    RepairPending,
     StorageFailure,
     UnknownLeaderEpoch,
 )
@@ -419,6 +421,27 @@ class Partition(Replica):
         if max_bytes > 0 and offset < log.end_offset:
             records = self._read_shared(in_sync, offset, max_bytes, reads)
         return FollowerRead(records, None, self.high_watermark, log.start_offset)
+
+    def read_for_repair(self, node: NodeId, *, offset: Offset, max_bytes: int) -> FollowerRead:
+        """What follows an offset, up to what is known to be acknowledged, for a replica whose disk lost it.
+
+        Any replica answers this, whatever its role: below the high watermark all of them are the same.
+        """
+        log, state = self.log, self.state
+        if state is None or self._closed or node not in state.replicas:
+            raise NotLeader(f"{log.partition}: node {node} has no replica of it")
+        records: Buffer = b""
+        if offset < self.high_watermark:
+            try:
+                records = log.read(offset, max_bytes=max_bytes, up_to=self.high_watermark)
+            except RepairPending as error:
+                # It was lost here, too, and the one that asks must not wait for this one.
+                raise DamagedRange(str(error), first=offset, next_offset=offset + 1) from error
+        return FollowerRead(records, None, self.high_watermark, log.start_offset)
+
+    def damage_changed(self) -> None:
+        """A range was lost, is whole again or given up: those who wait for records look again."""
+        self._tell_listeners()
 
     def _read_shared(self, in_sync: InSync, offset: Offset, max_bytes: int, reads: SharedReads | None) -> Buffer:
         """Read up to the end of the log, or give again what another follower was given."""

@@ -28,6 +28,7 @@ from millstream.model.errors import (
     NotCoordinator,
     NotLeader,
     OffsetOutOfRange,
+    RepairPending,
 )
 from millstream.model.heap import give_back_in
 from millstream.model.ids import Epoch, Offset
@@ -353,6 +354,9 @@ class Delivery:
                 records, _ = read(self.partition, oldest, self.settings.isolation, max_bytes=self._enough(wanted))
             except OffsetOutOfRange:
                 # The log is shorter than it was; what comes in its place is looked at when the queue is opened again.
+                return None
+            except RepairPending:
+                # Those who wait are woken when it is back, or when nobody has it.
                 return None
             except DamagedRange as damage:
                 if not self._give_up(oldest, damage):

@@ -12,7 +12,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from millstream.model.errors import BatchRejected, DamagedRange
+from millstream.model.errors import BatchRejected, DamagedRange, RepairPending
 from millstream.model.ids import Offset
 from millstream.model.subscription import READ_COMMITTED
 from millstream.records.aborted_batches import AbortedBatches
@@ -80,6 +80,9 @@ def look(
     except DamagedRange as damage:
         next_offset = Offset(min(damage.next_offset, readable_end(partition, isolation)))
         return _lost(offset, next_offset, damage, with_keys=with_keys)
+    except RepairPending:
+        # Whoever waits is woken when it is back, or when nobody has it.
+        return None
     absent: Ranges = []
     due: Ranges = []
     left_out = AbortedBatches(aborted)
