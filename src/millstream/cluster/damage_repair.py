@@ -1,8 +1,9 @@
 """Putting back what the disk of this node lost of partitions that other nodes carry, too.
 
 Whether it leads or follows, a replica asks the others for the batches of a lost range, the leader first, and puts them
-in their place. Of several replicas that lost different ranges each gets what the others still have. Only what is
-acknowledged is put back this way, since below the high watermark all replicas are the same. A range that every other
+in their place. Of several replicas that lost different ranges each gets what the others still have. A follower takes
+what its leader has; otherwise only what is acknowledged is put back, since below the high watermark all replicas are
+the same. A range that every other
 replica says it does not have is beyond repair, and from then on readers are told so.
 """
 
@@ -16,7 +17,7 @@ from random import Random
 from millstream.cluster.replica_link import ReplicaLink, ReplicaLinks
 from millstream.log.damage import LostRange
 from millstream.model.errors import CorruptBatch, DamagedRange, LogUnavailable, MillstreamError, OffsetOutOfRange
-from millstream.model.ids import NO_EPOCH, NodeId, Offset
+from millstream.model.ids import NO_EPOCH, Epoch, NodeId, Offset
 from millstream.model.metric import Metric, counter, gauge
 from millstream.records.batch import iterate_headers
 from millstream.replication.partition import Partition
@@ -92,14 +93,13 @@ class DamageRepair:
 
     async def _repair(self, partition: Partition) -> None:
         for lost in tuple(partition.log.lost):
-            # What is not known to be acknowledged may differ elsewhere; a follower hears more with its next fetch.
-            if lost.first >= partition.high_watermark or lost not in partition.log.lost:
+            if lost not in partition.log.lost:
                 continue
             try:
                 await self._repair_range(partition, lost)
             except MillstreamError as error:
                 self._tell(
-                    logging.WARNING, "lost offsets could not be put back; it is tried again", partition, lost, error
+                    logging.WARNING, "lost offsets are not put back yet; it is tried again", partition, lost, error
                 )
             except Exception as error:
                 _logger.exception("the repair of a partition failed: a defect")
@@ -108,8 +108,13 @@ class DamageRepair:
     async def _repair_range(self, partition: Partition, lost: LostRange) -> None:
         undecided: MillstreamError | None = None
         for node in self._others(partition):
+            epoch = partition.leader_epoch if node == partition.follows else NO_EPOCH
             try:
-                batches = await self._fetch(partition, node, lost)
+                if epoch == NO_EPOCH and lost.first >= partition.high_watermark:
+                    raise LogUnavailable(f"offset {lost.first} is not known to be acknowledged")
+                batches = await self._fetch(partition, node, lost, epoch)
+                if epoch not in (NO_EPOCH, partition.leader_epoch):
+                    raise LogUnavailable(f"node {node} does not lead any more")
                 if batches:
                     await partition.put_back(lost, batches)
                     self._repaired += 1
@@ -135,14 +140,14 @@ class DamageRepair:
             if node in state.replicas and node != self._me
         ]
 
-    async def _fetch(self, partition: Partition, node: NodeId, lost: LostRange) -> bytes:
+    async def _fetch(self, partition: Partition, node: NodeId, lost: LostRange, epoch: Epoch) -> bytes:
         """The batches of a lost range, or the first of them, as another replica has them; nothing if it has none."""
         link = self._links.open(node)
         found, offset = bytearray(), lost.first
         try:
             while offset < lost.next_offset and len(found) < PART_BYTES:
                 try:
-                    answer = await self._ask(link, partition, offset)
+                    answer = await self._ask(link, partition, offset, epoch)
                 except (DamagedRange, CorruptBatch, OffsetOutOfRange):
                     break
                 if not answer.records:
@@ -156,9 +161,9 @@ class DamageRepair:
             await link.close()
         return bytes(found)
 
-    async def _ask(self, link: ReplicaLink, partition: Partition, offset: int) -> ReplicaAnswer:
+    async def _ask(self, link: ReplicaLink, partition: Partition, offset: int, epoch: Epoch) -> ReplicaAnswer:
         key: PartitionKey = (partition.topic.topic_id, partition.index)
-        position = ReplicaPosition(Offset(offset), NO_EPOCH, NO_EPOCH, partition.log_start, ASK_BYTES)
+        position = ReplicaPosition(Offset(offset), epoch, NO_EPOCH, partition.log_start, ASK_BYTES)
         fetch = ReplicaFetch(
             self._me, self._registration(), 0, ASK_BYTES, {key: position}, session_epoch=CLOSED_SESSION_EPOCH
         )

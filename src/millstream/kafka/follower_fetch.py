@@ -215,7 +215,10 @@ class FollowerFetch:
         for key, position in fetch.wanted.items():
             try:
                 read = self._partitions.partition_by_id(*key).read_for_repair(
-                    fetch.node, offset=position.offset, max_bytes=min(position.max_bytes, left)
+                    fetch.node,
+                    offset=position.offset,
+                    leader_epoch=position.last_epoch,
+                    max_bytes=min(position.max_bytes, left),
                 )
             except MillstreamError as error:
                 found[key] = ReplicaAnswer(error_code(error), NO_OFFSET, NO_OFFSET, None, b"")

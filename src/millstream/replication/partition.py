@@ -422,18 +422,21 @@ class Partition(Replica):
             records = self._read_shared(in_sync, offset, max_bytes, reads)
         return FollowerRead(records, None, self.high_watermark, log.start_offset)
 
-    def read_for_repair(self, node: NodeId, *, offset: Offset, max_bytes: int) -> FollowerRead:
-        """What follows an offset, up to what is known to be acknowledged, for a replica whose disk lost it.
+    def read_for_repair(self, node: NodeId, *, offset: Offset, leader_epoch: int, max_bytes: int) -> FollowerRead:
+        """What follows an offset, for a replica whose disk lost it.
 
-        Any replica answers this, whatever its role: below the high watermark all of them are the same.
+        Any replica answers this up to what it knows to be acknowledged, since below that all of them are the same. The
+        leader of the epoch that is named gives all that it has, as to any follower.
         """
         log, state = self.log, self.state
         if state is None or self._closed or node not in state.replicas:
             raise NotLeader(f"{log.partition}: node {node} has no replica of it")
+        leads = self.is_leader and leader_epoch == self.leader_epoch
+        up_to = log.end_offset if leads else self.high_watermark
         records: Buffer = b""
-        if offset < self.high_watermark:
+        if offset < up_to:
             try:
-                records = log.read(offset, max_bytes=max_bytes, up_to=self.high_watermark)
+                records = log.read(offset, max_bytes=max_bytes, up_to=up_to)
             except RepairPending as error:
                 # It was lost here, too, and the one that asks must not wait for this one.
                 raise DamagedRange(str(error), first=offset, next_offset=offset + 1) from error

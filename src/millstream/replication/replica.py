@@ -119,8 +119,8 @@ class Replica:
         return self.stored()
 
     def note_watermark(self, high_watermark: Offset) -> None:
-        """The leader tells up to where records are acknowledged."""
-        known = max(min(high_watermark, self.log.end_offset), self.log.start_offset)
+        """The leader tells up to where records are acknowledged; it has seen that both logs agree up to `has_until`."""
+        known = max(min(high_watermark, self.has_until), self.log.start_offset)
         if known > self.high_watermark:
             self.high_watermark = Offset(known)
 

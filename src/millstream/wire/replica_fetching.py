@@ -4,8 +4,8 @@ It is Kafka's own layout. A follower tells its node id and, as its epoch, the re
 partition the leader epoch it knows, where its log ends and the epoch of its last record. The answer has records, or
 the place where the two histories part (KIP-595). Within a session (KIP-227) both name only what has changed. One thing
 Kafka leaves out is said here: an answer that an offset is out of range also tells where the log begins. And a fetch
-without a session that names no leader epoch asks any replica, leader or not, for what is acknowledged: the disk of the
-one that asks has lost it.
+without a session that names no leader epoch asks any replica, leader or not, for what the disk of the one that asks has
+lost; where it asks its leader, the epoch of that takes the place of the epoch of its last record.
 
 Every megabyte that is replicated passes here four times, so what nodes say to each other all the time is read with a
 few look-ups of fixed layouts. Whatever does not fit these goes through the reader that checks every step.

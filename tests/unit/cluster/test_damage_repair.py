@@ -159,7 +159,18 @@ async def test_while_a_replica_that_may_have_it_is_away_a_range_is_not_given_up(
 
 async def test_only_replicas_are_given_what_others_lost(group: ReplicaGroup) -> None:
     follower = group.partition(2)
-    assert follower.read_for_repair(THREE, offset=Offset(17), max_bytes=1).records
-    assert not follower.read_for_repair(THREE, offset=Offset(COUNT), max_bytes=1).records
+    assert follower.read_for_repair(THREE, offset=Offset(17), leader_epoch=-1, max_bytes=1).records
     with pytest.raises(NotLeader):
-        follower.read_for_repair(NodeId(4), offset=Offset(17), max_bytes=1)
+        follower.read_for_repair(NodeId(4), offset=Offset(17), leader_epoch=-1, max_bytes=1)
+
+
+async def test_what_is_not_acknowledged_only_the_leader_gives_and_only_in_its_epoch(group: ReplicaGroup) -> None:
+    group.cut |= {(TWO, ONE), (THREE, ONE)}
+    leader = group.partition(1)
+    leader.write(a_batch(COUNT), acks=1)
+    assert leader.high_watermark == COUNT
+    given = [
+        bool(leader.read_for_repair(TWO, offset=Offset(COUNT), leader_epoch=epoch, max_bytes=1).records)
+        for epoch in (-1, 0, 1)
+    ]
+    assert given == [False, True, False]
