@@ -221,6 +221,8 @@ class ReplicaFetcher:
         if followed is not None:
             followed.failures = 0
             self._release(key, followed)
+            # So that the leader tells its high watermark again, of which a damaged replica took only what it has.
+            self._forgotten[key] = None
 
     async def _cut_damage(self) -> None:
         damaged = [(key, self._followed[key]) for key in self._changed if self._followed[key].partition.log.lost]
