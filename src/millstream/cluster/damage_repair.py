@@ -3,8 +3,8 @@
 Whether it leads or follows, a replica asks the others for the batches of a lost range, the leader first, and puts them
 in their place. Of several replicas that lost different ranges each gets what the others still have. A follower takes
 what its leader has; otherwise only what is acknowledged is put back, since below the high watermark all replicas are
-the same. A range that every other
-replica says it does not have is beyond repair, and from then on readers are told so.
+the same. A leader that cannot put something back, though others have it, hands over to one of them. A range that every
+other replica says it does not have is beyond repair, and from then on readers are told so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from random import Random
 
 from millstream.cluster.replica_link import ReplicaLink, ReplicaLinks
 from millstream.log.damage import LostRange
-from millstream.model.errors import CorruptBatch, DamagedRange, LogUnavailable, MillstreamError, OffsetOutOfRange
+from millstream.model.errors import (
+    CorruptBatch,
+    DamagedRange,
+    LogUnavailable,
+    MillstreamError,
+    OffsetOutOfRange,
+    StorageFailure,
+)
 from millstream.model.ids import NO_EPOCH, Epoch, NodeId, Offset
 from millstream.model.metric import Metric, counter, gauge
 from millstream.records.batch import iterate_headers
@@ -107,22 +114,25 @@ class DamageRepair:
 
     async def _repair_range(self, partition: Partition, lost: LostRange) -> None:
         undecided: MillstreamError | None = None
+        cannot: CorruptBatch | StorageFailure | None = None
         for node in self._others(partition):
-            epoch = partition.leader_epoch if node == partition.follows else NO_EPOCH
             try:
-                if epoch == NO_EPOCH and lost.first >= partition.high_watermark:
-                    raise LogUnavailable(f"offset {lost.first} is not known to be acknowledged")
-                batches = await self._fetch(partition, node, lost, epoch)
-                if epoch not in (NO_EPOCH, partition.leader_epoch):
-                    raise LogUnavailable(f"node {node} does not lead any more")
+                batches = await self._fetch(partition, node, lost)
+            except MillstreamError as error:
+                undecided = error
+                continue
+            try:
                 if batches:
                     await partition.put_back(lost, batches)
                     self._repaired += 1
                     return
-            except CorruptBatch as error:
-                self._tell(logging.ERROR, f"what node {node} gave does not fit", partition, lost, error)
-            except MillstreamError as error:
-                undecided = error
+            except (CorruptBatch, StorageFailure) as error:
+                cannot = error
+        if cannot is not None:
+            # Others have it: one of them leads better, and a follower in which it does not fit fetches all again.
+            partition.must_refetch = isinstance(cannot, CorruptBatch)
+            partition.hand_over()
+            raise cannot
         if undecided is not None:
             raise undecided
         if (lost.first, lost.next_offset) not in partition.log.beyond_repair:
@@ -140,8 +150,11 @@ class DamageRepair:
             if node in state.replicas and node != self._me
         ]
 
-    async def _fetch(self, partition: Partition, node: NodeId, lost: LostRange, epoch: Epoch) -> bytes:
+    async def _fetch(self, partition: Partition, node: NodeId, lost: LostRange) -> bytes:
         """The batches of a lost range, or the first of them, as another replica has them; nothing if it has none."""
+        epoch = partition.leader_epoch if node == partition.follows else NO_EPOCH
+        if epoch == NO_EPOCH and lost.first >= partition.high_watermark:
+            raise LogUnavailable(f"offset {lost.first} is not known to be acknowledged")
         link = self._links.open(node)
         found, offset = bytearray(), lost.first
         try:
@@ -159,6 +172,8 @@ class DamageRepair:
                 raise
         finally:
             await link.close()
+        if epoch not in (NO_EPOCH, partition.leader_epoch):
+            raise LogUnavailable(f"node {node} does not lead any more")
         return bytes(found)
 
     async def _ask(self, link: ReplicaLink, partition: Partition, offset: int, epoch: Epoch) -> ReplicaAnswer:

@@ -77,6 +77,7 @@ class Partition(Replica):
     __slots__ = (
         "_append_listeners",
         "_clock",
+        "_hands_over",
         "_in_sync",
         "_is_behind",
         "_listeners",
@@ -102,6 +103,8 @@ class Partition(Replica):
         self._in_sync: InSync | None = None
         """The followers, while there are some and this node leads them."""
         self._is_behind = False
+        self._hands_over = False
+        """Whether another replica should lead, as this one cannot put back what its disk lost."""
         self._clock = clock or SystemClock()
         # Dictionaries keep an order, so that a simulated run can be repeated.
         self._listeners: dict[AdvanceListener, None] = {}
@@ -361,6 +364,7 @@ class Partition(Replica):
 
     def _stand_down(self, state: PartitionState) -> None:
         was_leader, self.is_leader = self.is_leader, False
+        self._hands_over = False
         self.leader_epoch = state.leader_epoch
         self._in_sync = None
         self._is_behind = False
@@ -512,6 +516,10 @@ class Partition(Replica):
         """The change of the in-sync set to ask the store for, if there is one; `change_began` when it is asked."""
         if self._in_sync is None:
             return None
+        if self._hands_over:
+            change = self._in_sync.handed_over(high_watermark=self.high_watermark, may_join=may_join)
+            if change is not None:
+                return change
         return self._in_sync.wanted(
             end=self.log.end_offset,
             high_watermark=self.high_watermark,
@@ -519,6 +527,12 @@ class Partition(Replica):
             lag_s=lag_s,
             may_join=may_join,
         )
+
+    def hand_over(self) -> None:
+        """Have another replica lead that is in sync, as soon as there is one."""
+        if self._in_sync is not None and not self._hands_over:
+            self._hands_over = True
+            self._look_for_change()
 
     def change_began(self, change: InSyncChange) -> bool:
         """A change is about to be asked for: until it ends, both sets count. False if it is out of date."""

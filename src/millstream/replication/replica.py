@@ -39,6 +39,7 @@ class Replica:
         "is_leader",
         "leader_epoch",
         "log",
+        "must_refetch",
         "state",
         "topic",
     )
@@ -53,6 +54,8 @@ class Replica:
         self.state: PartitionState | None = None
         self.high_watermark = log.end_offset if alone else log.start_offset
         self.bytes_in = 0
+        self.must_refetch = False
+        """Whether what other replicas have does not fit in the place of what the disk lost here."""
         self._revision = _NO_REVISION
         self._me: NodeId | None = None
         self._store = store
@@ -184,16 +187,18 @@ class Replica:
         """Cut a log that has lost what was never acknowledged, to fetch it again; not while anybody counts on the rest.
 
         The leader, whose high watermark is given, hears of it by `has_until`, and then sees to it that nobody does.
-        What was acknowledged is put back in its place instead, from any replica. The future is that of `truncate`.
+        What was acknowledged is put back in its place instead, from any replica, unless that cannot be done. The future
+        is that of `truncate`.
         """
         state, log = self.state, self.log
         first = self.has_until
-        if first >= log.end_offset or first < watermark or self.follows is None or state is None:
+        if first >= log.end_offset or self.follows is None or state is None:
             return None
-        if self._me in (*state.in_sync, *state.eligible):
+        if self._me in (*state.in_sync, *state.eligible) or (first < watermark and not self.must_refetch):
             return None
+        self.must_refetch = False
         _logger.warning(
-            "a log has lost what was not acknowledged yet, and is fetched again from there",
+            "a log is cut off where it has lost something, and is fetched again from there",
             extra={"partition": str(log.partition), "first": first, "end": log.end_offset},
         )
         return self._cut(log.begin_truncation(first))

@@ -174,3 +174,15 @@ async def test_what_is_not_acknowledged_only_the_leader_gives_and_only_in_its_ep
         for epoch in (-1, 0, 1)
     ]
     assert given == [False, True, False]
+
+
+async def test_a_leader_whose_disk_takes_nothing_hands_over(group: ReplicaGroup) -> None:
+    files, harmed = group.nodes[ONE].files, group.partition(1)
+    harm(group, 1, 17)
+    files.fail_next_writes(*[".log"] * 3)
+    scrub(group, 1)
+    await until(lambda: group.partition(2).is_leader)
+    assert b"%0100d" % 17 in bytes(group.partition(2).read(Offset(17), max_bytes=1))
+    await until(lambda: are_whole(group) and is_in_sync(group))
+    assert not harmed.is_leader
+    assert (await group.partition(2).append(a_batch(COUNT))).base_offset == COUNT
