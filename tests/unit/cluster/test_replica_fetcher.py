@@ -109,7 +109,10 @@ async def test_what_an_earlier_fetcher_left_unsynced_is_not_called_stored(store:
     await end(task)
 
 
-@pytest.mark.parametrize(("in_sync", "watermark", "end"), [((LEADER,), 1, 1), ((LEADER,), 2, 3), ((LEADER, ME), 1, 3)])
+@pytest.mark.parametrize(
+    ("in_sync", "watermark", "must_refetch", "end"),
+    [((LEADER,), 1, False, 1), ((LEADER,), 2, False, 3), ((LEADER,), 2, True, 1), ((LEADER, ME), 1, True, 3)],
+)
 async def test_what_was_lost_and_never_acknowledged_is_cut_off_when_nobody_counts_on_the_rest(
     in_sync: tuple[NodeId, ...], watermark: int, must_refetch: bool, end: int
 ) -> None:
