@@ -66,7 +66,7 @@ class DamageRepair:
         timer = self._retries.pop(partition, None)
         if timer is not None:
             timer.cancel()
-        if log.lost and log.has_replicas and not log.closed:
+        if log.lost and log.lost.has_replicas and not log.closed:
             self._due[partition] = None
             self._wake.set()
         else:
@@ -135,7 +135,7 @@ class DamageRepair:
             raise cannot
         if undecided is not None:
             raise undecided
-        if (lost.first, lost.next_offset) not in partition.log.beyond_repair:
+        if (lost.first, lost.next_offset) not in partition.log.lost.beyond_repair:
             self._tell(logging.ERROR, "no other replica has what the disk lost", partition, lost, None)
             partition.give_up(lost)
 

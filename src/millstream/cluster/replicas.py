@@ -146,12 +146,14 @@ class Replicas:
     def _mind_damage(self, partition: Partition) -> None:
         """Have what the disk lost, or will lose, of a partition put back from other replicas, where there are some."""
         log, state = partition.log, partition.state
-        log.has_replicas = state is not None and len(state.replicas) > 1
-        log.on_damage = lambda: self._damage_changed(partition)
+        log.lost.has_replicas = state is not None and len(state.replicas) > 1
+        log.lost.on_change = lambda: self._damage_changed(partition)
         if log.lost:
             self._repair.look_at(partition)
 
     def _damage_changed(self, partition: Partition) -> None:
+        if partition.in_sync_keeper is not self:
+            return
         self._repair.look_at(partition)
         key = (partition.topic.topic_id, partition.index)
         leader = self._where.get(key)
@@ -171,7 +173,7 @@ class Replicas:
             self._behind.pop(partition, None)
             self._incomplete.pop(partition, None)
             self._repair.forget(partition)
-            partition.in_sync_keeper = partition.log.on_damage = None
+            partition.in_sync_keeper = None
 
     def _note_incomplete(self, partition: Partition) -> None:
         state = partition.state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -21,10 +21,16 @@ class LostRange(msgspec.Struct, frozen=True, array_like=True, order=True):
 class Damage:
     """Every lost range of a log, in order and without overlap."""
 
-    __slots__ = ("_lost",)
+    __slots__ = ("_lost", "beyond_repair", "has_replicas", "on_change")
 
     def __init__(self, lost: Iterable[LostRange] = ()) -> None:
         self._lost = sorted(lost)
+        self.on_change: Callable[[], None] = _nothing
+        """Called when a range was lost, or is whole again."""
+        self.has_replicas = False
+        """Whether other nodes carry the partition, so that what the disk lost is fetched from them."""
+        self.beyond_repair: set[tuple[int, int]] = set()
+        """Ranges that no other replica has, by their offsets."""
 
     def __len__(self) -> int:
         return len(self._lost)
@@ -38,6 +44,13 @@ class Damage:
             known for known in self._lost if known.next_offset <= lost.first or known.first >= lost.next_offset
         ]
         insort(self._lost, lost)
+
+    @property
+    def repairable(self) -> list[LostRange]:
+        """The ranges that another replica may still have."""
+        if not self.has_replicas:
+            return []
+        return [lost for lost in self._lost if (lost.first, lost.next_offset) not in self.beyond_repair]
 
     def replace(self, lost: LostRange, left: Iterable[LostRange]) -> None:
         """Forget a range, and all others of its segment but those that are left."""
@@ -85,3 +98,7 @@ class Damage:
 
 def _first(lost: LostRange) -> int:
     return lost.first
+
+
+def _nothing() -> None:
+    pass

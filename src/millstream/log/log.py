@@ -117,12 +117,6 @@ class Log:
         self.journal_mark = contents.journal_mark
         self.on_synced: Callable[[], None] | None = None
         self.on_sync_failed: Callable[[StorageFailure], None] | None = None
-        self.on_damage: Callable[[], None] | None = None
-        """Called when a range was lost, or is whole again."""
-        self.has_replicas = False
-        """Whether other nodes carry the partition, so that what the disk lost is fetched from them."""
-        self.beyond_repair: set[tuple[int, int]] = set()
-        """Ranges that no other replica has, by their offsets."""
         self.acknowledged_offset: Callable[[], int] | None = None
         """Up to where nothing can be cut off again, so that it may be deleted and compacted; None for all of it."""
         self.failure: str | None = None
@@ -362,7 +356,7 @@ class Log:
     def _undamaged(self, offset: int, up_to: int) -> int:
         """Up to where reading may go before it meets a lost range; raise when the offset lies in one."""
         lost = self.lost.at(offset)
-        if lost is not None and lost in self.repairable:
+        if lost is not None and lost in self.lost.repairable:
             raise RepairPending(
                 f"{self.partition}: the disk lost the offsets {lost.first} to {lost.next_offset - 1}; "
                 "they are being fetched from another replica"
@@ -507,15 +501,7 @@ class Log:
                 "bytes": f"{bad.start}-{bad.end}",
             },
         )
-        if self.on_damage is not None:
-            self.on_damage()
-
-    @property
-    def repairable(self) -> list[LostRange]:
-        """The lost ranges that another replica may still have."""
-        if not self.has_replicas:
-            return []
-        return [lost for lost in self.lost if (lost.first, lost.next_offset) not in self.beyond_repair]
+        self.lost.on_change()
 
     def find_again(self, lost: LostRange) -> None:
         """Serve a range that was lost and is whole again, as somebody restored its file."""
@@ -541,8 +527,7 @@ class Log:
                 "next_offset": next_offset,
             },
         )
-        if self.on_damage is not None:
-            self.on_damage()
+        self.lost.on_change()
 
     # -- deletion -------------------------------------------------------------------------------------------
 

@@ -631,9 +631,12 @@ class LogStore:
             if log.failure is not None and (log.broken or log.failed_at > since)
         }
 
-    def damage(self) -> Iterator[tuple[TopicPartition, tuple[tuple[int, int], ...]]]:
-        """The partitions of which the disk lost something, each with the ranges of offsets, as (first, next)."""
-        return ((log.partition, log.damage) for log in self._logs.values() if log.lost)
+    def damage(self) -> Iterator[tuple[TopicPartition, list[tuple[int, int, bool]]]]:
+        """The partitions of which the disk lost something, each with ranges: first, next, and if a replica may help."""
+        for log in self._logs.values():
+            if log.lost:
+                repairable = log.lost.repairable
+                yield log.partition, [(lost.first, lost.next_offset, lost in repairable) for lost in log.lost]
 
     def metrics(self) -> Iterable[Metric]:
         """The numbers of the log."""
@@ -649,7 +652,7 @@ class LogStore:
         aborted = sum(len(of_log.aborted) for of_log in transactions)
         yield gauge("millstream_log_aborted_transactions", "Aborted transactions that readers are told of.", aborted)
         yield gauge("millstream_log_failed_partitions", "Partitions that the disk fails.", len(self.failures))
-        lost = [after - first for _, ranges in self.damage() for first, after in ranges]
+        lost = [after - first for _, ranges in self.damage() for first, after, _ in ranges]
         yield gauge("millstream_log_damaged_ranges", "Ranges of offsets that the disk lost.", len(lost))
         yield gauge("millstream_log_damaged_offsets", "Offsets that the disk lost.", sum(lost))
         yield gauge("millstream_log_free_bytes", "What the disk of the data folder still takes.", self.free_bytes)

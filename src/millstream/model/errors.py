@@ -67,6 +67,7 @@ MillstreamError
 │   └── TransactionCoordinatorFenced   a newer coordinator has written a marker already
 ├── LogUnavailable                 the log cannot do this now
 │   ├── StorageFailure             the disk is full or failed; reads go on
+│   │   └── RepairPending          the disk lost these offsets; another replica may have them
 │   ├── OffsetOutOfRange
 │   ├── DamagedRange               the disk lost these offsets; others are unharmed
 │   └── PartitionClosed            the partition was deleted or the broker is stopping

@@ -169,7 +169,7 @@ class Replica:
         What no other replica has either does not count: nobody could ever have more.
         """
         log = self.log
-        lost = log.repairable if log.lost else ()
+        lost = log.lost.repairable if log.lost else ()
         return Offset(max(lost[0].first, log.start_offset)) if lost else log.end_offset
 
     async def put_back(self, lost: LostRange, batches: Buffer) -> None:
@@ -179,9 +179,8 @@ class Replica:
 
     def give_up(self, lost: LostRange) -> None:
         """Tell readers that a range is lost for good: no other replica has it either."""
-        self.log.beyond_repair.add((lost.first, lost.next_offset))
-        if self.log.on_damage is not None:
-            self.log.on_damage()
+        self.log.lost.beyond_repair.add((lost.first, lost.next_offset))
+        self.log.lost.on_change()
 
     def cut_damage(self, watermark: Offset) -> asyncio.Future[None] | None:
         """Cut a log that has lost what was never acknowledged, to fetch it again; not while anybody counts on the rest.

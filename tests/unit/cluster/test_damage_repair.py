@@ -137,7 +137,7 @@ async def test_what_every_replica_lost_is_told_and_holds_up_nothing(group: Repli
     scrub(group, 1, 2, 3)
     leader = group.partition(1)
     await until(lambda: all(group.partition(node).log.damage == ((17, 18),) for node in (1, 2, 3)))
-    await until(lambda: all(not group.partition(node).log.repairable for node in (1, 2, 3)))
+    await until(lambda: all(not group.partition(node).log.lost.repairable for node in (1, 2, 3)))
     with pytest.raises(DamagedRange):
         leader.read(Offset(17), max_bytes=1)
     await until(lambda: is_in_sync(group))

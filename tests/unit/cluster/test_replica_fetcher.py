@@ -131,7 +131,7 @@ async def test_what_was_lost_and_never_acknowledged_is_cut_off_when_nobody_count
     partition = Partition(TOPIC, where.partition, log, store, alone=False, clock=ManualClock())
     partition.apply(Versioned(dataclasses.replace(STATE, in_sync=in_sync), 1), me=ME)
     assert log.damage == ((1, 2),)
-    log.has_replicas = True
+    log.lost.has_replicas = True
     partition.must_refetch = must_refetch
     cut = partition.cut_damage(Offset(watermark))
     if cut is not None:
