@@ -11,6 +11,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Protocol
 from uuid import UUID
 
@@ -458,9 +459,16 @@ class Log:
 
     def lose_file(self, segment: Segment) -> None:
         """Note that all of a segment is lost, as its file was removed."""
-        if self.lost.at(segment.base_offset) != _whole(segment):
-            self.open_files.close(segment)
-            self.lose(segment, Bad(0, segment.size, segment.base_offset, segment.next_offset))
+        if self.lost.at(segment.base_offset) == _whole(segment):
+            return
+        self.open_files.close(segment)
+        # There is nothing to sync any more; the checkpoint that follows says that it is lost.
+        segment.mark_synced(segment.size, segment.next_offset)
+        self.lose(segment, Bad(0, segment.size, segment.base_offset, segment.next_offset))
+        if segment is self.segments[-1]:
+            # A disk that takes no new file is told to whoever writes.
+            with suppress(StorageFailure):
+                self.roll()
 
     def inspect(self, segment: Segment, position: int) -> None:
         """Somebody found a segment to be broken; note what is lost."""
