@@ -145,11 +145,8 @@ class Replicas:
 
     def _mind_damage(self, partition: Partition) -> None:
         """Have what the disk lost, or will lose, of a partition put back from other replicas, where there are some."""
-        log, state = partition.log, partition.state
-        log.lost.has_replicas = state is not None and len(state.replicas) > 1
-        log.lost.on_change = lambda: self._damage_changed(partition)
-        if log.lost:
-            self._repair.look_at(partition)
+        partition.log.lost.on_change = lambda: self._damage_changed(partition)
+        self._repair.look_at(partition)
 
     def _damage_changed(self, partition: Partition) -> None:
         if partition.in_sync_keeper is not self:

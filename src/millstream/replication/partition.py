@@ -334,6 +334,8 @@ class Partition(Replica):
         before = (self.is_leader, self.leader_epoch)
         self.state, self._revision, self._me = state, versioned.revision, me
         alone = state.replicas == (me,)
+        # Before anybody reads: what the disk lost is then waited for, and not passed over.
+        self.log.lost.has_replicas = not alone
         if inherited and state.leader == me and not alone:
             self._stale_epoch = state.leader_epoch
         if state.leader == me and state.leader_epoch > self._stale_epoch:
