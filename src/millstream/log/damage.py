@@ -16,6 +16,8 @@ class LostRange(msgspec.Struct, frozen=True, array_like=True, order=True):
     segment: int
     start: int
     end: int
+    unread: bool = False
+    """Whether it was lost before it was ever read, so that nothing is known of the producers that wrote it."""
 
 
 class Damage:
@@ -82,6 +84,7 @@ class Damage:
                 lost.segment,
                 lost.start,
                 min(lost.end, size) if lost.segment == segment else lost.end,
+                lost.unread,
             )
             for lost in self._lost
             if lost.first < end_offset

@@ -25,6 +25,7 @@ from millstream.log.index import RELATIVE_OFFSET_MAX, Index
 from millstream.log.indexes import LoadedIndexes
 from millstream.log.lookup import Found, Lookup
 from millstream.log.plain_append import append_plain
+from millstream.log.producer_replay import producers_up_to
 from millstream.log.producers import Producers
 from millstream.log.reader import Reader
 from millstream.log.replica import append_replica, begin_restart
@@ -491,10 +492,10 @@ class Log:
         if scan.expected < segment.next_offset:
             yield Bad(scan.position, segment.size, scan.expected, segment.next_offset)
 
-    def lose(self, segment: Segment, bad: Bad) -> None:
+    def lose(self, segment: Segment, bad: Bad, *, unread: bool = False) -> None:
         """Note that a range of offsets is lost. What lies behind it stays."""
         segment.holes[bad.start] = (bad.end, bad.next_offset)
-        self.lost.add(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end))
+        self.lost.add(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end, unread))
         self._hints.clear()
         self.changed = True
         self.keeper.checkpoint_soon(self)
@@ -535,6 +536,9 @@ class Log:
                 "next_offset": next_offset,
             },
         )
+        if lost.unread and not any(one.unread for one in self.lost):
+            # Among what is back may be the end of a transaction, or the last batch of a producer.
+            self.producers = producers_up_to(self, self.end_offset)
         self.lost.on_change()
 
     # -- deletion -------------------------------------------------------------------------------------------

@@ -198,15 +198,22 @@ class Mend:
         """What is still lost of the segment, by where it lies now."""
         lost, new = self._lost, self._new
         if new is not None:
-            left = [LostRange(bad.first, bad.next_offset, new.base_offset, bad.start, bad.end) for bad in self._bad]
+            left = [
+                LostRange(bad.first, bad.next_offset, new.base_offset, bad.start, bad.end, self._is_unread(bad.first))
+                for bad in self._bad
+            ]
             if self._old is None and self._next_offset < lost.next_offset:
-                left.append(LostRange(self._next_offset, lost.next_offset, -1, 0, 0))
+                left.append(LostRange(self._next_offset, lost.next_offset, -1, 0, 0, lost.unread))
             return left
         left = [one for one in self.log.lost if one.segment == lost.segment and one != lost]
         if self._next_offset < lost.next_offset:
             start = lost.start + len(self._batches)
-            left.append(LostRange(self._next_offset, lost.next_offset, lost.segment, start, lost.end))
+            left.append(LostRange(self._next_offset, lost.next_offset, lost.segment, start, lost.end, lost.unread))
         return left
+
+    def _is_unread(self, offset: int) -> bool:
+        known = self.log.lost.at(offset)
+        return known is not None and known.unread
 
 
 def _read(files: Files, descriptor: int, start: int, end: int) -> Iterator[bytes]:

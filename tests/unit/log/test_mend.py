@@ -200,3 +200,26 @@ def test_a_disk_that_refuses_leaves_the_range_lost(opened: tuple[LogStore, Log],
     assert log.damage == ((17, 18),)
     mend(store, log, given[17])
     assert values(log) == list(range(COUNT))
+
+
+def test_what_recovery_could_not_read_of_producers_is_learned_when_it_is_back(files: MemoryFiles) -> None:
+    """Lost before it was ever read: the marker of a transaction would be missed, and so would a sequence."""
+    store, log = open_log(files)
+    given = []
+    for number in range(5):
+        batch = encode_batch(
+            [NewRecord(None, b"%0100d" % number, (), 1000)], producer_id=7, producer_epoch=0, base_sequence=number
+        )
+        log.append(batch, leader_epoch=Epoch(0))
+        given.append(bytes(batch))
+    store.sync_soon(log)
+    store.commit_once()
+    path, position = log.segments[0].path, place_of(log, 2)
+    files.kill()
+    files.flip_bit(path, position + PAYLOAD_AT, 1)
+    store, log = open_log(files)
+    assert [(lost.first, lost.unread) for lost in log.lost] == [(2, True)]
+    mend(store, log, given[2])
+    producer = log.producers.get(7)
+    assert producer is not None
+    assert [batch.base_offset for batch in producer.batches] == [0, 1, 2, 3, 4]
