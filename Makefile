@@ -14,7 +14,7 @@ SOAK_ARGS ?=
 CHAOS_ARGS ?=
 SIMULATE_ARGS ?=
 
-.PHONY: help demo test check bench bench-cluster bench-commits bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-push chaos-transactions conformance compare fuzz simulate spark docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-push chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -86,6 +86,9 @@ bench-spark: $(DEV_STAMP) ## Measure Spark on topics against Parquet, a row-by-r
 
 bench-commits: $(DEV_STAMP) ## Measure OffsetCommit and OffsetFetch against Produce on a busy broker (half a minute)
 	@$(BIN)/python -m benchmarks.commits $(BENCH_ARGS)
+
+bench-cold-reads: $(DEV_STAMP) ## Measure what verifying stored records costs a fetch (a minute)
+	@$(BIN)/python -m benchmarks.cold_reads $(BENCH_ARGS)
 
 bench-filters: $(DEV_STAMP) ## Measure what the filters of subscriptions cost per message (seconds)
 	@$(BIN)/python -m benchmarks.filters $(BENCH_ARGS)

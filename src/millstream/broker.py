@@ -214,14 +214,7 @@ class Broker:
         reached = await self._reach_cluster() if config.in_cluster else None
         if self._has_much_to_recover():
             await self._tell_start("the logs are checked, since the last stop was not clean")
-        store = LogStore.open(
-            Path(self._data),
-            files=self._files,
-            clock=self._clock,
-            journal_bytes=config.journal_bytes,
-            producer_expiry_ms=config.producer_expiry_ms,
-            retention_check_ms=config.retention_check_ms,
-        )
+        store = self._open_store()
         self._store = store
         make_private(Path(self._data))
         store.when_recovering(lambda done, left: self._tell(f"{done} of {done + left} logs are recovered"))
@@ -318,6 +311,18 @@ class Broker:
             raise ClusterMismatch(
                 f"{self._config.data} is that of a node of a cluster; give --etcd and --catalog too, or another --data"
             )
+
+    def _open_store(self) -> LogStore:
+        return LogStore.open(
+            Path(self._data),
+            files=self._files,
+            clock=self._clock,
+            journal_bytes=self._config.journal_bytes,
+            producer_expiry_ms=self._config.producer_expiry_ms,
+            retention_check_ms=self._config.retention_check_ms,
+            scrub_bytes_per_s=self._config.scrub_bytes_per_s,
+            scrub_interval_ms=self._config.scrub_interval_ms,
+        )
 
     async def _reach_cluster(self) -> _Reached:
         """What the nodes of a cluster share, when it is there and belongs to this node's folder."""

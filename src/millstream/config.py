@@ -187,6 +187,18 @@ class Config:
         "How often old segments are looked for, to delete them, and compactions that failed are tried again.",
         minimum=100,
     )
+    scrub_bytes_per_s: int = setting(
+        "scrub-bytes-per-s",
+        8 * 1024 * 1024,
+        "How fast the scrub reads segments again to find damage before somebody needs what is lost; 0 turns it off.",
+        minimum=0,
+    )
+    scrub_interval_ms: int = setting(
+        "scrub-interval-ms",
+        3_600_000,
+        "How long the scrub rests between two passes over all segments.",
+        minimum=100,
+    )
     request_bytes_max: int = setting(
         "request-bytes-max",
         100 * 1024 * 1024,

@@ -24,6 +24,8 @@ class LostOffsets(NamedTuple):
     partition: int
     first: int
     next_offset: int
+    is_repaired: bool = False
+    """Whether it is being fetched from other replicas."""
 
     def __str__(self) -> str:
         return f"{self.topic}-{self.partition}: the disk lost the offsets {self.first} to {self.next_offset - 1}"
@@ -31,6 +33,11 @@ class LostOffsets(NamedTuple):
     @property
     def advice(self) -> str:
         """What to do about it."""
+        if self.is_repaired:
+            return (
+                "nothing, while the nodes that carry the partition run: the offsets are fetched from another replica; "
+                "if this stays, the log of this node says why"
+            )
         if self.topic == TRANSACTION_STATE:
             # No group reads this topic; what it lost are decisions about transactions.
             return (
@@ -56,7 +63,10 @@ async def node_status(client: Client, node: NodeId | None = None) -> dict[str, A
 
 def lost_of(status: dict[str, Any]) -> list[LostOffsets]:
     """What a node lost, by its status."""
-    return [LostOffsets(one["topic"], one["partition"], one["first"], one["next"]) for one in status["damage"]]
+    return [
+        LostOffsets(one["topic"], one["partition"], one["first"], one["next"], one["repair"])
+        for one in status["damage"]
+    ]
 
 
 async def ask_lost(client: Client, topic: TopicMetadata, partitions: Iterable[int]) -> list[LostOffsets] | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from millstream import __version__
-from millstream.admin.damage import lost_of, node_status
+from millstream.admin.damage import LostOffsets, lost_of, node_status
 from millstream.admin.topics import min_in_sync
 from millstream.cli.connection import CLIENT_ID
 from millstream.cli.exit_code import ExitCode
@@ -101,7 +101,8 @@ async def _status_findings(client: Client, brokers: str) -> list[Finding]:
     if status is None:
         advice = "checks of its inside are left out; if it is a Millstream node, look at its log"
         return [warning("status", f"{brokers} does not tell its status; it may be another kind of broker", advice)]
-    findings = [_version(status), _readiness(status), *_warned(status), *_damage(status), _clock(status)]
+    damage = _damage(await _lost_of_all(client, status))
+    findings = [_version(status), _readiness(status), *_warned(status), *damage, _clock(status)]
     return [*findings, *await check_pipelines(client, status), *_held(status), await _http(status)]
 
 
@@ -124,10 +125,21 @@ def _warned(status: dict[str, Any]) -> Iterator[Finding]:
         yield warning("cluster", text, "millstream cluster status shows the nodes and partitions that are concerned")
 
 
-def _damage(status: dict[str, Any]) -> Iterator[Finding]:
-    lost = lost_of(status) if "damage" in status else []
-    for one in lost[:_SHOWN_MAX]:
-        yield problem("damage", str(one), one.advice)
+async def _lost_of_all(client: Client, status: dict[str, Any]) -> list[tuple[str, LostOffsets]]:
+    """What the disks of all nodes lost, each with what to say before it: the node, where there are several."""
+    nodes = (await client.metadata([])).nodes
+    found: list[tuple[str, LostOffsets]] = []
+    for node in sorted(nodes):
+        told = status if node == status["node_id"] else await node_status(client, node)
+        if told is not None and "damage" in told:
+            found += [(f"node {node}: " if len(nodes) > 1 else "", one) for one in lost_of(told)]
+    return found
+
+
+def _damage(lost: list[tuple[str, LostOffsets]]) -> Iterator[Finding]:
+    for where, one in lost[:_SHOWN_MAX]:
+        found = warning if one.is_repaired else problem
+        yield found("damage", f"{where}{one}", one.advice)
     if len(lost) > _SHOWN_MAX:
         advice = "millstream topic describe NAME shows those of a topic"
         yield problem("damage", f"{counted(len(lost) - _SHOWN_MAX, 'more range')} that the disk lost", advice)

@@ -16,7 +16,7 @@ from random import Random
 from millstream.cluster.backoff import Backoff
 from millstream.cluster.replica_link import ReplicaLink
 from millstream.model.errors import LogUnavailable, MillstreamError, NotLeader, UnknownTopic, UnknownTopicId
-from millstream.model.ids import NO_EPOCH, Epoch, NodeId
+from millstream.model.ids import NO_EPOCH, NO_OFFSET, Epoch, NodeId, Offset
 from millstream.replication.in_sync import NOT_REGISTERED
 from millstream.replication.partition import Partition
 from millstream.wire.refusal import OFFSET_OUT_OF_RANGE, refusal
@@ -54,14 +54,16 @@ class FetchLimits:
 class _Followed:
     """One partition that is fetched here."""
 
-    __slots__ = ("asked_epoch", "failing_since", "failures", "held", "is_damaged", "is_told", "partition")
+    __slots__ = ("asked_epoch", "failing_since", "failures", "held", "is_damaged", "is_told", "partition", "watermark")
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
         self.asked_epoch: Epoch = NO_EPOCH
         """The leader epoch in which it was last asked for, which is the one that an answer is for."""
         self.is_damaged = False
-        """Whether its disk lost something that the leader was told of and that it does not fetch anew yet."""
+        """Whether its disk lost something that the leader was told of and that is not back yet."""
+        self.watermark: Offset = NO_OFFSET
+        """The leader's high watermark, as it said when it was told of damage; -1 before that."""
         self.failures = 0
         self.failing_since = 0.0
         self.is_told = False
@@ -213,11 +215,22 @@ class ReplicaFetcher:
             self._session_registration = registration
             self._begin_session()
 
+    def say_again(self, key: PartitionKey) -> None:
+        """Tell the leader where a partition is: its disk lost something, or has it back."""
+        followed = self._followed.get(key)
+        if followed is not None:
+            followed.failures = 0
+            self._release(key, followed)
+            # So that the leader tells its high watermark again, of which a damaged replica took only what it has.
+            self._forgotten[key] = None
+
     async def _cut_damage(self) -> None:
         damaged = [(key, self._followed[key]) for key in self._changed if self._followed[key].partition.log.lost]
         for key, followed in damaged:
+            if followed.watermark == NO_OFFSET:
+                continue
             try:
-                cut = followed.partition.cut_damage()
+                cut = followed.partition.cut_damage(followed.watermark)
             except MillstreamError as error:
                 self._hold(key, followed, error)
             else:
@@ -318,7 +331,10 @@ class ReplicaFetcher:
             self._changed[key] = None
             return cut
         if followed.is_damaged:
-            raise LogUnavailable(f"{partition.log.partition} waits to fetch anew what its disk lost")
+            followed.watermark = answer.high_watermark
+            partition.note_watermark(answer.high_watermark)
+            raise LogUnavailable(f"{partition.log.partition} waits for what its disk lost")
+        followed.watermark = NO_OFFSET
         stored = partition.append_fetched(
             answer.records, leader_epoch=epoch, high_watermark=answer.high_watermark, log_start=answer.log_start
         )

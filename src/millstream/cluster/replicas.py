@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 from millstream.cluster.backoff import Backoff
+from millstream.cluster.damage_repair import DamageRepair
 from millstream.cluster.in_sync_writer import InSyncWriter
 from millstream.cluster.replica_fetcher import FetchLimits, ReplicaFetcher
 from millstream.cluster.replica_link import ReplicaLinks
@@ -71,6 +72,7 @@ class Replicas:
         self._registration = registration
         self._may_join = may_join
         self._writer = InSyncWriter(store, self._wanted, Backoff(random))
+        self._repair = DamageRepair(me, links, random=random, registration=registration)
         self._fetchers: dict[NodeId, ReplicaFetcher] = {}
         self._tasks: dict[object, asyncio.Task[None]] = {}
         self._where: dict[PartitionKey, NodeId] = {}
@@ -87,6 +89,7 @@ class Replicas:
         """Begin to fetch and to write; what was applied before counts."""
         self._running = True
         self._spawn(self._writer, self._writer.run(), "in-sync sets")
+        self._spawn(self._repair, self._repair.run(), "repair of damage")
         for fetcher in self._fetchers.values():
             self._spawn(fetcher, fetcher.run(), f"follow node {fetcher.leader}")
         self._sweep_later()
@@ -124,6 +127,8 @@ class Replicas:
             self._spawn(what, what.run(), name)
         elif what is self._writer:
             self._spawn(what, self._writer.run(), name)
+        elif what is self._repair:
+            self._spawn(what, self._repair.run(), name)
 
     # -- what the cluster has agreed on ---------------------------------------------------------------------
 
@@ -136,6 +141,22 @@ class Replicas:
                 self.wants_change(partition)
             self._note_incomplete(partition)
             self._place(partition)
+            self._mind_damage(partition)
+
+    def _mind_damage(self, partition: Partition) -> None:
+        """Have what the disk lost, or will lose, of a partition put back from other replicas, where there are some."""
+        partition.log.lost.on_change = lambda: self._damage_changed(partition)
+        self._repair.look_at(partition)
+
+    def _damage_changed(self, partition: Partition) -> None:
+        if partition.in_sync_keeper is not self:
+            return
+        self._repair.look_at(partition)
+        key = (partition.topic.topic_id, partition.index)
+        leader = self._where.get(key)
+        if leader is not None:
+            self._fetchers[leader].say_again(key)
+        partition.damage_changed()
 
     def nodes_changed(self) -> None:
         """Nodes came or went: somebody who has caught up may join now who might not before."""
@@ -148,6 +169,7 @@ class Replicas:
             self._leave((partition.topic.topic_id, partition.index), None)
             self._behind.pop(partition, None)
             self._incomplete.pop(partition, None)
+            self._repair.forget(partition)
             partition.in_sync_keeper = None
 
     def _note_incomplete(self, partition: Partition) -> None:
@@ -230,4 +252,5 @@ class Replicas:
         """How much is followed, and how many of the led partitions have somebody behind."""
         followed = len(self._where)
         yield gauge("millstream_replicas_followed", "Partitions that are fetched from their leaders.", followed)
+        yield from self._repair.metrics()
         yield gauge("millstream_replicas_behind", "Led, with somebody in sync who lacks something.", len(self._behind))

@@ -110,6 +110,8 @@ class FollowerFetch:
         fetch = read_replica_fetch(frame, header.body_at)
         if not self._may_follow(fetch.node, fetch.registration):
             return _written(header, _told_strangers(fetch))
+        if fetch.is_repair:
+            return _written(header, ReplicaAnswers(ErrorCode.none, NO_SESSION, self._read_for_repair(fetch)))
         session = self._session(fetch)
         if isinstance(session, ErrorCode):
             return _written(header, ReplicaAnswers(session, NO_SESSION))
@@ -215,6 +217,25 @@ class FollowerFetch:
         except MillstreamError as error:
             return ReplicaAnswer(error_code(error), NO_OFFSET, NO_OFFSET, None, b"")
         return ReplicaAnswer(ErrorCode.none, read.high_watermark, read.log_start, read.diverging, read.records)
+
+    def _read_for_repair(self, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer]:
+        """Give a replica what its disk lost, within the bytes allowed."""
+        left = min(fetch.max_bytes, self._bytes_max, max(BYTES_MIN, self._budget.share_bytes))
+        found: dict[PartitionKey, ReplicaAnswer] = {}
+        for key, position in fetch.wanted.items():
+            try:
+                read = self._partitions.partition_by_id(*key).read_for_repair(
+                    fetch.node,
+                    offset=position.offset,
+                    leader_epoch=position.last_epoch,
+                    max_bytes=min(position.max_bytes, left),
+                )
+            except MillstreamError as error:
+                found[key] = ReplicaAnswer(error_code(error), NO_OFFSET, NO_OFFSET, None, b"")
+            else:
+                found[key] = ReplicaAnswer(ErrorCode.none, read.high_watermark, read.log_start, None, read.records)
+                left = max(0, left - len(read.records))
+        return found
 
     def _look_at_watermark(
         self, session: FollowerSession, key: PartitionKey, found: dict[PartitionKey, ReplicaAnswer]

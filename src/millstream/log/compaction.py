@@ -301,7 +301,7 @@ class Compaction:
 
 def _new_segment(directory: str, old: list[Segment], cleaned: Cleaned) -> Segment:
     new = Segment(directory, old[0].base_offset)
-    new.size = new.unverified_to = cleaned.size
+    new.size = cleaned.size
     new.next_offset = old[-1].next_offset
     new.max_timestamp_ms = cleaned.max_timestamp_ms
     new.first_append_ms = min(segment.first_append_ms for segment in old)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -16,15 +16,23 @@ class LostRange(msgspec.Struct, frozen=True, array_like=True, order=True):
     segment: int
     start: int
     end: int
+    unread: bool = False
+    """Whether it was lost before it was ever read, so that nothing is known of the producers that wrote it."""
 
 
 class Damage:
     """Every lost range of a log, in order and without overlap."""
 
-    __slots__ = ("_lost",)
+    __slots__ = ("_lost", "beyond_repair", "has_replicas", "on_change")
 
     def __init__(self, lost: Iterable[LostRange] = ()) -> None:
         self._lost = sorted(lost)
+        self.on_change: Callable[[], None] = _nothing
+        """Called when a range was lost, or is whole again."""
+        self.has_replicas = False
+        """Whether other nodes carry the partition, so that what the disk lost is fetched from them."""
+        self.beyond_repair: set[tuple[int, int]] = set()
+        """Ranges that no other replica has, by their offsets."""
 
     def __len__(self) -> int:
         return len(self._lost)
@@ -38,6 +46,18 @@ class Damage:
             known for known in self._lost if known.next_offset <= lost.first or known.first >= lost.next_offset
         ]
         insort(self._lost, lost)
+
+    @property
+    def repairable(self) -> list[LostRange]:
+        """The ranges that another replica may still have."""
+        if not self.has_replicas:
+            return []
+        return [lost for lost in self._lost if (lost.first, lost.next_offset) not in self.beyond_repair]
+
+    def replace(self, lost: LostRange, left: Iterable[LostRange]) -> None:
+        """Forget a range, and all others of its segment but those that are left."""
+        kept = [one for one in self._lost if one != lost and (one.segment != lost.segment or one.segment < 0)]
+        self._lost = sorted([*kept, *left])
 
     def at(self, offset: int) -> LostRange | None:
         """The range that an offset lies in."""
@@ -64,6 +84,7 @@ class Damage:
                 lost.segment,
                 lost.start,
                 min(lost.end, size) if lost.segment == segment else lost.end,
+                lost.unread,
             )
             for lost in self._lost
             if lost.first < end_offset
@@ -80,3 +101,7 @@ class Damage:
 
 def _first(lost: LostRange) -> int:
     return lost.first
+
+
+def _nothing() -> None:
+    pass

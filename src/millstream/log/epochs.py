@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
 from millstream.model.ids import NO_EPOCH, NO_OFFSET, Epoch, Offset
+
+OFFSET_MAX = 2**63 - 1
 
 
 class EpochHistory:
@@ -35,6 +37,17 @@ class EpochHistory:
         self._starts.append(start)
         self.latest = Epoch(epoch)
 
+    def extend_back(self, epoch: int, start: int) -> None:
+        """Note that an epoch before the latest one wrote from an offset on, which may be before all that were known."""
+        at = bisect_left(self._epochs, epoch)
+        if epoch > self.latest:
+            self.begin(epoch, start)
+        elif self._epochs[at] != epoch:
+            self._epochs.insert(at, epoch)
+            self._starts.insert(at, start)
+        elif start < self._starts[at]:
+            self._starts[at] = start
+
     def end_of(self, epoch: int, end_offset: int) -> tuple[Epoch, Offset]:
         """The largest known epoch up to the one asked for, and where it ended.
 
@@ -52,6 +65,12 @@ class EpochHistory:
         """The epoch that wrote an offset, or -1."""
         at = bisect_right(self._starts, offset)
         return Epoch(self._epochs[at - 1]) if at else NO_EPOCH
+
+    def span_at(self, offset: int) -> tuple[Epoch, int]:
+        """The epoch that wrote an offset, or -1, and the offset at which the next epoch begins."""
+        at = bisect_right(self._starts, offset)
+        until = self._starts[at] if at < len(self._starts) else OFFSET_MAX
+        return Epoch(self._epochs[at - 1]) if at else NO_EPOCH, until
 
     def cut_after(self, end_offset: int) -> None:
         """Forget the epochs that begin at or beyond a new end of the log."""

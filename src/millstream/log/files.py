@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import resource
+import time
 from contextlib import suppress
 from typing import Protocol
 
@@ -20,6 +21,8 @@ Readable = bytes | bytearray | memoryview
 
 OPEN_FILES_MIN = 16
 OPEN_FILES_MAX = 4096
+STAMP_NS = 50_000_000
+"""The system's file times move in steps of up to 10 ms, and two writes within one cannot be told apart."""
 
 
 class Files(Protocol):
@@ -45,6 +48,9 @@ class Files(Protocol):
 
     def size(self, descriptor: int, /) -> int:
         """The size of an open file."""
+
+    def stamp(self, descriptor: int, /) -> int:
+        """A number that another write into the file changes; -1 while it was written too recently to tell."""
 
     def allocate(self, descriptor: int, size: int, /) -> None:
         """Reserve space, so that later writes neither fail for lack of it nor change the file's size."""
@@ -108,6 +114,11 @@ class DiskFiles:
     def size(self, descriptor: int, /) -> int:
         """The size of an open file."""
         return os.fstat(descriptor).st_size
+
+    def stamp(self, descriptor: int, /) -> int:
+        """When the inode last changed, which nobody can set back; -1 while a write would leave it as it is."""
+        changed_ns = os.fstat(descriptor).st_ctime_ns
+        return changed_ns if time.time_ns() - changed_ns > STAMP_NS else -1
 
     def allocate(self, descriptor: int, size: int, /) -> None:
         """Reserve space; where the file system cannot, later writes may fail instead."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from typing import NamedTuple
 
 from crc32c import crc32c
 
+from millstream.log.epochs import EpochHistory
 from millstream.model.errors import CorruptBatch
 from millstream.records.batch import HEADER_BYTES, LOG_OVERHEAD_BYTES, MAGIC
 
@@ -57,7 +57,7 @@ class Run(NamedTuple):
     broken: bool
 
 
-def valid_run(data: bytes, stop: int, expected: int, epoch_at: Callable[[int], int]) -> Run:
+def valid_run(data: bytes, stop: int, expected: int, epochs: EpochHistory) -> Run:
     """Check the batches from the start of a buffer up to one that begins at `stop` or does not fit in it.
 
     This is the one loop over batches on the way to a reader, so it is laid out for speed. Each batch has to go on at
@@ -66,6 +66,7 @@ def valid_run(data: bytes, stop: int, expected: int, epoch_at: Callable[[int], i
     view = memoryview(data)
     at, size = 0, len(data)
     unpack = _FRAME.unpack_from
+    wanted_epoch, epoch_until = epochs.span_at(expected)
     while at < stop and size - at >= FRAME_BYTES:
         base_offset, length, epoch, magic, crc, _, delta, _ = unpack(data, at)
         if magic != MAGIC or length < LENGTH_MIN or delta < 0 or base_offset != expected:
@@ -73,7 +74,9 @@ def valid_run(data: bytes, stop: int, expected: int, epoch_at: Callable[[int], i
         end = at + LOG_OVERHEAD_BYTES + length
         if end > size:
             break
-        if crc32c(view[at + _CRC_FROM : end]) != crc or epoch_at(base_offset) != epoch:
+        if base_offset >= epoch_until:
+            wanted_epoch, epoch_until = epochs.span_at(base_offset)
+        if crc32c(view[at + _CRC_FROM : end]) != crc or epoch != wanted_epoch:
             return Run(at, expected, True)
         at = end
         expected = base_offset + delta + 1

@@ -80,6 +80,11 @@ class OpenFiles:
         else:
             self._close(opened)
 
+    def close(self, opened: Opened) -> None:
+        """Close a file whose name stands for something else now, unless it is in use."""
+        if opened.descriptor >= 0 and not opened.pins:
+            self._close(opened)
+
     def close_all(self) -> None:
         """Close everything; no thread is at work any more."""
         self._doomed.clear()

@@ -11,6 +11,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Protocol
 from uuid import UUID
 
@@ -24,6 +25,7 @@ from millstream.log.index import RELATIVE_OFFSET_MAX, Index
 from millstream.log.indexes import LoadedIndexes
 from millstream.log.lookup import Found, Lookup
 from millstream.log.plain_append import append_plain
+from millstream.log.producer_replay import producers_up_to
 from millstream.log.producers import Producers
 from millstream.log.reader import Reader
 from millstream.log.replica import append_replica, begin_restart
@@ -39,6 +41,7 @@ from millstream.model.errors import (
     DamagedRange,
     OffsetOutOfRange,
     PartitionClosed,
+    RepairPending,
     StorageFailure,
 )
 from millstream.model.ids import Epoch, Offset
@@ -143,7 +146,7 @@ class Log:
         self.changed = contents.changed
         """Whether the last checkpoint is behind."""
         self.reader = Reader(
-            files, open_files, indexes, self.epochs, index_interval_bytes=settings.index_interval_bytes
+            files, open_files, indexes, self.epochs, clock, index_interval_bytes=settings.index_interval_bytes
         )
         self._lookup = Lookup(self.reader)
         self._bases = [segment.base_offset for segment in self.segments]
@@ -339,7 +342,8 @@ class Log:
             self._inspect(broken)
             return self.stretch(offset, max_bytes=max_bytes, up_to=up_to, at_once=at_once, at_least_one=at_least_one)
         except OSError as error:
-            raise self._unreadable(error) from error
+            self._lose_missing(error)
+            return self.stretch(offset, max_bytes=max_bytes, up_to=up_to, at_once=at_once, at_least_one=at_least_one)
         if not stretch.size:
             return None
         self.hint(stretch.next_offset, segment, stretch.end_position)
@@ -360,6 +364,11 @@ class Log:
     def _undamaged(self, offset: int, up_to: int) -> int:
         """Up to where reading may go before it meets a lost range; raise when the offset lies in one."""
         lost = self.lost.at(offset)
+        if lost is not None and lost in self.lost.repairable:
+            raise RepairPending(
+                f"{self.partition}: the disk lost the offsets {lost.first} to {lost.next_offset - 1}; "
+                "they are being fetched from another replica"
+            )
         if lost is not None:
             raise DamagedRange(
                 f"{self.partition}: the disk lost the offsets {lost.first} to {lost.next_offset - 1}; "
@@ -419,7 +428,7 @@ class Log:
             except BrokenSegment as broken:
                 self._inspect(broken)
             except OSError as error:
-                raise self._unreadable(error) from error
+                self._lose_missing(error)
 
     def boundary(self, offset: int) -> tuple[Segment, int, int]:
         """Where to cut so that nothing at or beyond an offset is left: segment, position, and the new end."""
@@ -434,7 +443,7 @@ class Log:
             except BrokenSegment as broken:
                 self._inspect(broken)
             except OSError as error:
-                raise self._unreadable(error) from error
+                self._lose_missing(error)
 
     # -- damage ---------------------------------------------------------------------------------------------
 
@@ -447,6 +456,26 @@ class Log:
                 self.lose(segment, bad)
                 return
         raise StorageFailure(f"{self.partition}: {broken}, and looking again found nothing wrong")
+
+    def _lose_missing(self, error: OSError) -> None:
+        """Note that all of a segment is lost if its file was removed; any other error is raised to the reader."""
+        missing = [segment for segment in self.segments if segment.path == error.filename]
+        if not isinstance(error, FileNotFoundError) or not missing or not self._files.exists(self.directory):
+            raise self._unreadable(error) from error
+        self.lose_file(missing[0])
+
+    def lose_file(self, segment: Segment) -> None:
+        """Note that all of a segment is lost, as its file was removed."""
+        if self.lost.at(segment.base_offset) == _whole(segment):
+            return
+        self.open_files.close(segment)
+        # There is nothing to sync any more; the checkpoint that follows says that it is lost.
+        segment.mark_synced(segment.size, segment.next_offset)
+        self.lose(segment, Bad(0, segment.size, segment.base_offset, segment.next_offset))
+        if segment is self.segments[-1]:
+            # A disk that takes no new file is told to whoever writes.
+            with suppress(StorageFailure):
+                self.roll()
 
     def inspect(self, segment: Segment, position: int) -> None:
         """Somebody found a segment to be broken; note what is lost."""
@@ -469,23 +498,54 @@ class Log:
         if scan.expected < segment.next_offset:
             yield Bad(scan.position, segment.size, scan.expected, segment.next_offset)
 
-    def lose(self, segment: Segment, bad: Bad) -> None:
+    def lose(self, segment: Segment, bad: Bad, *, unread: bool = False) -> None:
         """Note that a range of offsets is lost. What lies behind it stays."""
         segment.holes[bad.start] = (bad.end, bad.next_offset)
-        self.lost.add(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end))
+        self.lost.add(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end, unread))
         self._hints.clear()
         self.changed = True
         self.keeper.checkpoint_soon(self)
         _logger.error(
             "records are damaged on disk",
             extra={
-                "partition": str(self.partition),
+                "topic": self.partition.topic,
+                "partition": self.partition.partition,
                 "first_offset": bad.first,
                 "next_offset": bad.next_offset,
                 "file": segment.path,
                 "bytes": f"{bad.start}-{bad.end}",
             },
         )
+        self.lost.on_change()
+
+    def find_again(self, lost: LostRange) -> None:
+        """Serve a range that was lost and is whole again, as somebody restored its file."""
+        others = [one for one in self.lost if one.segment == lost.segment and one != lost]
+        self.heal(lost, lost.next_offset, others)
+
+    def heal(self, lost: LostRange, next_offset: int, left: list[LostRange]) -> None:
+        """Serve a lost range up to an offset again; `left` is what is still lost of its segment."""
+        self.lost.replace(lost, left)
+        for segment in self.segments:
+            segment.holes = self.lost.holes_of(segment.base_offset) if self.lost else {}
+            if segment.base_offset <= lost.first < segment.next_offset:
+                segment.forget_verified()
+        self._hints.clear()
+        self.changed = True
+        self.keeper.checkpoint_soon(self)
+        _logger.warning(
+            "records that were damaged are whole again",
+            extra={
+                "topic": self.partition.topic,
+                "partition": self.partition.partition,
+                "first_offset": lost.first,
+                "next_offset": next_offset,
+            },
+        )
+        if lost.unread and not any(one.unread for one in self.lost):
+            # Among what is back may be the end of a transaction, or the last batch of a producer.
+            self.producers = producers_up_to(self, self.end_offset)
+        self.lost.on_change()
 
     # -- deletion -------------------------------------------------------------------------------------------
 
@@ -594,6 +654,10 @@ class Log:
         settle_swaps(self, list(self.swaps))
         for segment in self.segments:
             self.open_files.release(segment)
+
+
+def _whole(segment: Segment) -> LostRange:
+    return LostRange(segment.base_offset, segment.next_offset, segment.base_offset, 0, segment.size)
 
 
 def _takes_plain(settings: TopicSettings) -> bool:

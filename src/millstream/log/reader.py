@@ -1,7 +1,8 @@
 """Finding whole batches in a segment, to be read in one go: no work per batch in what is returned.
 
-Bytes that this process did not write are checked once before they are used, CRC and offsets: a bit that flipped on
-disk since is found here, whatever the checkpoint says.
+Whatever is not just written is verified before it is used, CRC, offsets and epochs: a bit that flipped on disk, or a
+write of somebody else into the file, is found here. What was verified is used for `VERIFIED_S` without doing so again,
+unless the file was written to since.
 """
 
 from __future__ import annotations
@@ -16,12 +17,18 @@ from millstream.log.index import Index
 from millstream.log.indexes import LoadedIndexes, build_index, load_index
 from millstream.log.scan import Scan, Window
 from millstream.log.segment import Segment
-from millstream.log.stretch import BrokenSegment, Stretch
+from millstream.log.stretch import BrokenSegment, Stretch, Verify
+from millstream.model.clock import Clock
 from millstream.model.errors import CorruptBatch
 
 WALK_BYTES = 16 * 1024
 VERIFY_BYTES = 256 * 1024
 STEP_BYTES = 4 * 1024
+COLD_BYTES_MAX = 2 * 1024 * 1024
+"""No more is verified for one answer: this happens on the loop."""
+
+VERIFIED_S = 60.0
+"""A disk may flip a bit, and the page that was verified may have left memory, without a write that would tell."""
 
 
 class Reader:
@@ -33,6 +40,7 @@ class Reader:
         open_files: OpenFiles,
         indexes: LoadedIndexes,
         epochs: EpochHistory,
+        clock: Clock,
         *,
         index_interval_bytes: int,
     ) -> None:
@@ -40,6 +48,7 @@ class Reader:
         self._open_files = open_files
         self._indexes = indexes
         self._epochs = epochs
+        self._clock = clock
         self._index_interval_bytes = index_interval_bytes
 
     # -- index ----------------------------------------------------------------------------------------------
@@ -67,12 +76,12 @@ class Reader:
     def frames(self, segment: Segment, position: int) -> Iterator[Frame]:
         """The batches from one whose position is known to the end of the segment, damaged stretches left out."""
         descriptor = self._open_files.descriptor(segment)
-        end = segment.size
+        end, cold_to = segment.size, segment.cold_to(self._clock.monotonic())
         while (position := segment.beyond_hole(position)) < end:
             stop = end
-            if position < segment.unverified_to:
-                self.verify(segment, position, position + WALK_BYTES)
-                stop = segment.verified_to if segment.verified_to < segment.unverified_to else end
+            if position < cold_to:
+                self.verify(segment, position, min(position + WALK_BYTES, cold_to))
+                stop = segment.verified_to if segment.verified_to < cold_to else end
             chunk = self._files.read_at(descriptor, min(WALK_BYTES, end - position), position)
             at = 0
             while len(chunk) - at >= FRAME_BYTES and position + at < stop:
@@ -138,8 +147,12 @@ class Reader:
         size, next_offset = limit - position, limit_offset
         if size <= 0 or (not at_least_one and max_bytes < FRAME_BYTES):
             return Stretch(self._open_files, segment, position, 0, next_offset)
-        if position < segment.unverified_to:
-            self.verify(segment, position, position + min(max_bytes, size))
+        verify: Verify | None = None
+        if position < segment.cold_to(self._clock.monotonic()):
+            verify = self.verify
+            max_bytes = min(max_bytes, COLD_BYTES_MAX)
+            if not self._is_verified(segment, position, position + min(max_bytes, size)):
+                return self._find_cold(segment, position, max_bytes, limit, at_once, at_least_one=at_least_one)
         data = b""
         if size > max_bytes:
             if max_bytes <= at_once:
@@ -147,12 +160,47 @@ class Reader:
                 data = self._read_at(segment, descriptor, min(size, max(max_bytes, FRAME_BYTES)), position)
             end, next_offset = self._whole(segment, position, position + max_bytes, data)
             size = end - position if at_least_one or end - position <= max_bytes else 0
-        stretch = Stretch(self._open_files, segment, position, size, next_offset)
+        stretch = Stretch(self._open_files, segment, position, size, next_offset, verify)
         if size <= len(data):
             stretch.data = memoryview(data)[:size]
         elif size <= at_once or segment.suspect:
             stretch.data = stretch.read(0, size)
         return stretch
+
+    def _find_cold(
+        self, segment: Segment, position: int, max_bytes: int, limit: int, at_once: int, *, at_least_one: bool
+    ) -> Stretch:
+        """Find the same by reading and verifying it; where a batch is broken, those before it are found."""
+        expected = self._reach(segment, position)
+        descriptor = self._open_files.descriptor(segment)
+        data = self._read_at(segment, descriptor, min(max(max_bytes, FRAME_BYTES), limit - position), position)
+        run = valid_run(data, len(data), expected, self._epochs)
+        if run.end == 0 and not run.broken:
+            if not at_least_one:
+                return Stretch(self._open_files, segment, position, 0, expected)
+            # The first batch is larger than what was asked for.
+            end = self._frame(segment, data, 0, position).end_position
+            data = self._read_at(segment, descriptor, end - position, position)
+            run = valid_run(data, 1, expected, self._epochs)
+        if run.end == 0:
+            raise BrokenSegment(segment, position)
+        self._note_verified(segment, position + run.end, run.next_offset)
+        stretch = Stretch(self._open_files, segment, position, run.end, run.next_offset, self.verify)
+        if run.end <= at_once or segment.suspect:
+            stretch.data = memoryview(data)[: run.end]
+            segment.suspect = False
+        return stretch
+
+    def _reach(self, segment: Segment, position: int) -> int:
+        """Verify up to a batch from the last known one before it; return its offset."""
+        if segment.verified_from <= position < segment.verified_to:
+            descriptor = self._open_files.descriptor(segment)
+            return self._frame(segment, self._read_at(segment, descriptor, FRAME_BYTES, position), 0, position)[1]
+        self.verify(segment, position, position)
+        self._skip_hole(segment)
+        if segment.verified_to != position:
+            raise BrokenSegment(segment, position)
+        return segment.verified_offset
 
     def _whole(self, segment: Segment, position: int, stop: int, data: bytes) -> tuple[int, int]:
         """Where the last whole batch between two positions ends, or the first beyond them, and the offset after it.
@@ -180,10 +228,17 @@ class Reader:
 
     # -- verifying ------------------------------------------------------------------------------------------
 
+    def _is_verified(self, segment: Segment, start: int, stop: int) -> bool:
+        """Whether the batches between two positions were verified; forget what was, if it does not hold any more."""
+        stamp, now = self._files.stamp(self._open_files.descriptor(segment)), self._clock.monotonic()
+        if stamp < 0 or stamp != segment.verified_stamp or now - segment.verified_at > VERIFIED_S:
+            segment.forget_verified()
+            segment.verified_stamp, segment.verified_at = stamp, now
+        return segment.verified_from <= start and stop <= segment.verified_to
+
     def verify(self, segment: Segment, start: int, stop: int) -> None:
         """Check the batches that begin between two positions, unless that was done; `BrokenSegment` tells where."""
-        stop = min(stop, segment.unverified_to)
-        if segment.verified_from <= start and stop <= segment.verified_to:
+        if self._is_verified(segment, start, stop):
             return
         if not segment.verified_from <= start <= segment.verified_to:
             relative, position = self.index_of(segment).start_before(start)
@@ -194,6 +249,10 @@ class Reader:
             self._skip_hole(segment)
             if segment.verified_to < stop:
                 self._verify_chunk(segment, descriptor, stop)
+
+    def _note_verified(self, segment: Segment, end: int, next_offset: int) -> None:
+        if end > segment.verified_to:
+            segment.verified_to, segment.verified_offset = end, next_offset
 
     def _skip_hole(self, segment: Segment) -> None:
         """Go on behind a damaged stretch that is known."""
@@ -215,7 +274,7 @@ class Reader:
             run = self._valid_run(segment, self._read_at(segment, descriptor, end - position, position), stop)
         if run.broken or run.end == 0:
             raise BrokenSegment(segment, position + run.end)
-        segment.verified_to, segment.verified_offset = position + run.end, run.next_offset
+        self._note_verified(segment, position + run.end, run.next_offset)
 
     def _valid_run(self, segment: Segment, data: bytes, stop: int) -> Run:
-        return valid_run(data, stop - segment.verified_to, segment.verified_offset, self._epochs.epoch_at)
+        return valid_run(data, stop - segment.verified_to, segment.verified_offset, self._epochs)

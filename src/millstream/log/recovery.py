@@ -275,7 +275,8 @@ class Recovery:
         self._contents.changed = True
         first = max(lost.first, self._contents.start_offset)
         if first < lost.next_offset:
-            self._contents.damage.add(msgspec.structs.replace(lost, first=first))
+            unread = lost.next_offset > self._checkpoint
+            self._contents.damage.add(msgspec.structs.replace(lost, first=first, unread=unread))
             self._report.lost.append((first, lost.next_offset))
 
     def _settle(self) -> None:

@@ -41,7 +41,8 @@ class RecoveryTold:
         if report.lost:
             self._lost.append(report)
             if len(self._lost) <= NAMED_MAX:
-                _logger.error("a log is damaged", extra={"what": str(report)})
+                place = {"topic": report.topic, "partition": report.partition}
+                _logger.error("a log is damaged", extra={**place, "what": str(report)})
         elif report.cut_bytes:
             self._cut.append(report)
         if self._listener is not None and (self._listened is None or now - self._listened >= LISTENER_S):

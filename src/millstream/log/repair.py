@@ -119,7 +119,7 @@ class Repair:
         """Some of the tail could not be read back: fail whoever waits for it, and do not forget that it was there."""
         log = self.log
         for lost in self._lost:
-            log.lose(self._new, lost)
+            log.lose(self._new, lost, unread=True)
             log.producers.drop_range(lost.first, lost.next_offset)
         try:
             log.keeper.checkpoint_now(log)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from math import inf
 
 from millstream.log.files import Files
 from millstream.log.index import Index
@@ -17,6 +18,8 @@ REPAIR_SUFFIX = ".log.repair"
 DELETED_SUFFIX = ".deleted"
 CLEANED_SUFFIX = ".cleaned"
 _NAME_DIGITS = 20
+FRESH_S = 1.0
+"""For so long, and at most twice as long, the end of a segment is read as it was written, without verifying it."""
 
 
 def segment_path(directory: str, base_offset: int, suffix: str = LOG_SUFFIX) -> str:
@@ -46,11 +49,12 @@ class Segment:
     """A file of batches. `size` counts the bytes of whole, valid batches; what lies behind them is ignored.
 
     `synced_bytes` are durable in the file itself, `journaled_bytes` in the file or in the journal. Bytes below
-    `unverified_to` were written by an earlier process and are checked when they are first read; those from
-    `verified_from` to `verified_to` have been. `holes` maps the start of each damaged stretch to its end and to the
-    offset that goes on there. `cuts` counts how often the end was cut off, since when other bytes may be in its place;
-    a `suspect` segment could not be read in the middle of an answer, so that nothing is promised of it unread. The
-    files of one that `is_removed` are gone, or those of another segment.
+    `cold_to` are verified before they are used; those from `verified_from` to `verified_to` have been, at
+    `verified_at` and while the file had `verified_stamp`, which tells a later write of anybody. `holes` maps the
+    start of each damaged stretch to its end and to the offset that goes on there. `cuts` counts how often the end was
+    cut off, since when other bytes may be in its place; a `suspect` segment could not be read in the middle of an
+    answer, so that nothing is promised of it unread. The files of one that `is_removed` are gone, or those of another
+    segment.
     """
 
     __slots__ = (
@@ -61,6 +65,7 @@ class Segment:
         "descriptor",
         "directory",
         "first_append_ms",
+        "fresh_from",
         "holes",
         "index",
         "index_checksum",
@@ -69,6 +74,8 @@ class Segment:
         "is_removed",
         "journaled_bytes",
         "last_append_ms",
+        "mark_at",
+        "mark_size",
         "max_timestamp_ms",
         "next_offset",
         "path",
@@ -79,10 +86,11 @@ class Segment:
         "suspect",
         "synced_bytes",
         "synced_offset",
-        "unverified_to",
         "used",
+        "verified_at",
         "verified_from",
         "verified_offset",
+        "verified_stamp",
         "verified_to",
     )
 
@@ -105,7 +113,11 @@ class Segment:
         self.synced_bytes = 0
         self.synced_offset = base_offset
         self.journaled_bytes = 0
-        self.unverified_to = 0
+        self.fresh_from = 0
+        self.mark_at = -inf
+        self.mark_size = 0
+        self.verified_at = -inf
+        self.verified_stamp = -1
         self.verified_from = 0
         self.verified_to = 0
         self.verified_offset = base_offset
@@ -125,7 +137,7 @@ class Segment:
     def from_state(cls, directory: str, state: SegmentState) -> Segment:
         """A segment that is believed to be as the checkpoint saw it; its index is read when it is needed."""
         segment = cls(directory, state.base_offset)
-        segment.size = segment.synced_bytes = segment.journaled_bytes = segment.unverified_to = state.size
+        segment.size = segment.synced_bytes = segment.journaled_bytes = state.size
         segment.next_offset = segment.synced_offset = state.next_offset
         segment.max_timestamp_ms = state.max_timestamp_ms
         segment.first_append_ms = state.first_append_ms
@@ -150,6 +162,29 @@ class Segment:
             self.index_entries,
             self.index_checksum,
         )
+
+    def cold_to(self, now: float) -> int:
+        """Up to where bytes are verified before they are used: all of a sealed segment, else what is not just written.
+
+        What lies behind `fresh_from` was written by this process, at most twice `FRESH_S` ago.
+        """
+        if self.sealed:
+            return self.size
+        age = now - self.mark_at
+        if age > FRESH_S:
+            self.fresh_from = self.mark_size if age <= 2 * FRESH_S else self.size
+            self.mark_at, self.mark_size = now, self.size
+        return self.fresh_from
+
+    def forget_verified(self) -> None:
+        """Have everything verified again."""
+        self.verified_from = self.verified_to = 0
+        self.verified_offset = self.base_offset
+
+    def cut_verified(self, position: int) -> None:
+        """Other bytes may follow from a position on."""
+        self.fresh_from, self.mark_size = min(self.fresh_from, position), min(self.mark_size, position)
+        self.forget_verified()
 
     def beyond_hole(self, position: int) -> int:
         """The position itself, or the end of the damaged stretch that it lies in."""

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from uuid import UUID
@@ -27,10 +28,12 @@ from millstream.log.indexes import LoadedIndexes
 from millstream.log.journal import Journal, remove_journal
 from millstream.log.ledger import Ledger, LogKey
 from millstream.log.log import Log
+from millstream.log.mend import Mend
 from millstream.log.recovery import Opening, open_contents
 from millstream.log.recovery_told import RecoveryTold
 from millstream.log.replay import Replay
 from millstream.log.retention import Floors
+from millstream.log.scrub import Scrubber
 from millstream.log.state import LogState, decode_state
 from millstream.log.truncation import Cut, told_when_done
 from millstream.model.clock import Clock
@@ -67,6 +70,8 @@ class LogStore:
         journal_bytes: int,
         producer_expiry_ms: int,
         retention_check_ms: int,
+        scrub_bytes_per_s: int,
+        scrub_interval_ms: int,
     ) -> None:
         self.recovery_reports: list[RecoveryReport] = []
         self.stop_failure: str | None = None
@@ -107,6 +112,11 @@ class LogStore:
         self._upkeep_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="log-upkeep")
         self._compact_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="log-compaction")
         self._compactor = Compactor(files, clock)
+        self._scrub_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="log-scrub")
+        self._scrub_wake = asyncio.Event()
+        self._scrubber = Scrubber(
+            files, folder.path, clock, bytes_per_s=scrub_bytes_per_s, interval_ms=scrub_interval_ms
+        )
         self._closing = False
         self._commit_seconds = Histogram()
         self._checkpoints = 0
@@ -123,6 +133,8 @@ class LogStore:
         journal_bytes: int,
         producer_expiry_ms: int,
         retention_check_ms: int = 60_000,
+        scrub_bytes_per_s: int = 0,
+        scrub_interval_ms: int = 3_600_000,
     ) -> LogStore:
         """Lock a data folder, making it if it is not there, and bring back what the journal holds."""
         folder = DataFolder(directory, files)
@@ -134,6 +146,8 @@ class LogStore:
                 journal_bytes=journal_bytes,
                 producer_expiry_ms=producer_expiry_ms,
                 retention_check_ms=retention_check_ms,
+                scrub_bytes_per_s=scrub_bytes_per_s,
+                scrub_interval_ms=scrub_interval_ms,
             )
             store._recover()
         except OSError as error:
@@ -449,6 +463,8 @@ class LogStore:
                 tasks.create_task(self._commit_forever(), name="log commits")
                 tasks.create_task(self._upkeep_forever(), name="log upkeep")
                 tasks.create_task(self._compact_forever(), name="log compaction")
+                if self._scrubber.bytes_per_s > 0:
+                    tasks.create_task(self._scrub_forever(), name="log scrub")
         finally:
             self._loop = None
             self._running.set_result(None)
@@ -503,6 +519,42 @@ class LogStore:
             await self._in_thread(self._upkeep_thread if isinstance(job, Checkpoints) else self._compact_thread, job)
         self._compactor.ended(compaction)
 
+    async def _scrub_forever(self) -> None:
+        """Verify all logs, one pass after the other, as fast as is allowed."""
+        scrubber, loop = self._scrubber, asyncio.get_running_loop()
+        pause_s = scrubber.wait_s
+        while not await self._is_closing_within(pause_s):
+            step = scrubber.next(self._logs)
+            if step is not None:
+                await self._in_thread(self._scrub_thread, step)
+                pause_s = scrubber.ended(step)
+            if scrubber.is_to_be_kept:
+                await loop.run_in_executor(self._scrub_thread, scrubber.keep)
+            if step is None:
+                pause_s = scrubber.wait_s
+        await loop.run_in_executor(self._scrub_thread, scrubber.keep)
+
+    async def _is_closing_within(self, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._scrub_wake.wait(), seconds)
+        return self._closing
+
+    async def mend(self, mend: Mend) -> None:
+        """Put what another replica gave into the place of what was lost, or raise why that is not done."""
+        await self._in_thread(self._compact_thread, mend)
+        if isinstance(mend.error, OSError):
+            raise StorageFailure(f"{mend.log.partition}: lost offsets could not be put back: {mend.error}")
+        if mend.error is not None:
+            raise mend.error
+
+    def scrub_once(self) -> bool:
+        """Verify the next piece of a segment; False at the end of a pass."""
+        step = self._scrubber.next(self._logs)
+        if step is None or not self._do(step):
+            return False
+        self._scrubber.ended(step)
+        return True
+
     async def _in_thread(self, thread: ThreadPoolExecutor, job: Job) -> None:
         await asyncio.get_running_loop().run_in_executor(thread, job.execute)
         self._end(job)
@@ -533,6 +585,7 @@ class LogStore:
         self._commit_wake.set()
         self._upkeep_wake.set()
         self._compact_wake.set()
+        self._scrub_wake.set()
         self._compactor.cancel()
         if self._running is not None:
             await self._running
@@ -565,6 +618,7 @@ class LogStore:
         self._commit_thread.shutdown()
         self._upkeep_thread.shutdown()
         self._compact_thread.shutdown()
+        self._scrub_thread.shutdown()
         self._open_files.close_all()
         self._ledger.close()
         try:
@@ -601,9 +655,12 @@ class LogStore:
             if log.failure is not None and (log.broken or log.failed_at > since)
         }
 
-    def damage(self) -> Iterator[tuple[TopicPartition, tuple[tuple[int, int], ...]]]:
-        """The partitions of which the disk lost something, each with the ranges of offsets, as (first, next)."""
-        return ((log.partition, log.damage) for log in self._logs.values() if log.lost)
+    def damage(self) -> Iterator[tuple[TopicPartition, list[tuple[int, int, bool]]]]:
+        """The partitions of which the disk lost something, each with ranges: first, next, and if a replica may help."""
+        for log in self._logs.values():
+            if log.lost:
+                repairable = log.lost.repairable
+                yield log.partition, [(lost.first, lost.next_offset, lost in repairable) for lost in log.lost]
 
     def metrics(self) -> Iterable[Metric]:
         """The numbers of the log."""
@@ -611,6 +668,7 @@ class LogStore:
         yield Metric("millstream_log_commit_seconds", "histogram", "How long group commits took.", seconds)
         yield counter("millstream_log_checkpoints_total", "Checkpoints of logs since the start.", self._checkpoints)
         yield from self._compactor.metrics()
+        yield from self._scrubber.metrics()
         yield gauge("millstream_log_open_files", "Segment files that are open.", len(self._open_files))
         transactions = [log.producers.transactions for log in self._logs.values()]
         opened = sum(len(of_log.open) for of_log in transactions)
@@ -618,7 +676,7 @@ class LogStore:
         aborted = sum(len(of_log.aborted) for of_log in transactions)
         yield gauge("millstream_log_aborted_transactions", "Aborted transactions that readers are told of.", aborted)
         yield gauge("millstream_log_failed_partitions", "Partitions that the disk fails.", len(self.failures))
-        lost = [after - first for _, ranges in self.damage() for first, after in ranges]
+        lost = [after - first for _, ranges in self.damage() for first, after, _ in ranges]
         yield gauge("millstream_log_damaged_ranges", "Ranges of offsets that the disk lost.", len(lost))
         yield gauge("millstream_log_damaged_offsets", "Offsets that the disk lost.", sum(lost))
         yield gauge("millstream_log_free_bytes", "What the disk of the data folder still takes.", self.free_bytes)

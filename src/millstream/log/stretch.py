@@ -2,14 +2,20 @@
 
 An answer to a consumer tells its length before its first record is sent, and is read from files while it is sent. So a
 stretch stays what it is, whatever happens to the log meanwhile: while it is held, retention and compaction cannot take
-the file from under it, and what was cut off or cannot be read raises an error instead of being other bytes.
+the file from under it, and what was cut off, was damaged or cannot be read raises an error instead of being other
+bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from millstream.log.handles import OpenFiles
 from millstream.log.segment import Segment
 from millstream.model.errors import CorruptBatch, StorageFailure
+
+Verify = Callable[[Segment, int, int], None]
+"""Check the batches of a segment that begin between two positions; `BrokenSegment` tells where one is broken."""
 
 
 class BrokenSegment(CorruptBatch):
@@ -24,13 +30,34 @@ class BrokenSegment(CorruptBatch):
 class Stretch:
     """Whole batches of one segment, and where the next one begins."""
 
-    __slots__ = ("_cuts", "_is_held", "_open_files", "_position", "_segment", "data", "next_offset", "size")
+    __slots__ = (
+        "_cuts",
+        "_is_held",
+        "_open_files",
+        "_position",
+        "_segment",
+        "_stamp",
+        "_verify",
+        "data",
+        "next_offset",
+        "size",
+    )
 
-    def __init__(self, open_files: OpenFiles, segment: Segment, position: int, size: int, next_offset: int) -> None:
+    def __init__(
+        self,
+        open_files: OpenFiles,
+        segment: Segment,
+        position: int,
+        size: int,
+        next_offset: int,
+        verify: Verify | None = None,
+    ) -> None:
         self._open_files = open_files
         self._segment = segment
         self._cuts = segment.cuts
         self._position = position
+        self._verify = verify
+        self._stamp = segment.verified_stamp
         self._is_held = False
         self.size = size
         self.next_offset = next_offset
@@ -73,6 +100,8 @@ class Stretch:
         if descriptor < 0:
             descriptor = self._open_files.descriptor(segment)
         segment.used = True
+        if self._verify is not None and 0 <= self._stamp != self._open_files.files.stamp(descriptor):
+            self._verify(segment, self._position + at, self._position + at + size)
         data = self._open_files.files.read_at(descriptor, size, self._position + at)
         if len(data) != size:
             raise BrokenSegment(segment, self._position + at + len(data))

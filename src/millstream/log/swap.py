@@ -1,4 +1,4 @@
-"""Putting a compacted segment in the place of those it was made of, so that a crash leaves the old or the new ones.
+"""Putting a new segment in the place of those it was made of, so that a crash leaves the old or the new ones.
 
 1. The new file is complete and synced under a name of its own, which no one else uses.
 2. On the loop, the log goes on with the new segment, read under that name.
@@ -12,6 +12,7 @@ and removes every other such file. Before the checkpoint the old segments are al
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,11 +37,14 @@ def swap_names(swaps: Iterable[Swap]) -> list[SwapName]:
 
 
 def swap_in(log: Log, old: list[Segment], new: Segment, token: str) -> bool:
-    """Go on with a new segment in the place of old ones, unless the log is not what it was; called on the loop."""
+    """Go on with a new segment in the place of old ones, unless the log is not what it was; called on the loop.
+
+    Without old ones it goes where its offsets belong, which no segment has.
+    """
     if log.closed or log.broken or log.repairing:
         return False
-    at = next((at for at, segment in enumerate(log.segments) if segment is old[0]), -1)
-    if at < 0 or [*map(id, log.segments[at : at + len(old)])] != [*map(id, old)] or not old[-1].sealed:
+    at = bisect_left(log.segments, new.base_offset, key=lambda segment: segment.base_offset)
+    if old and ([*map(id, log.segments[at : at + len(old)])] != [*map(id, old)] or not old[-1].sealed):
         return False
     new.path = cleaned_path(log.directory, new.base_offset, token)
     # Pinned until it is renamed, as nothing can open it by name in that moment.

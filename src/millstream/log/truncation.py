@@ -202,6 +202,4 @@ def _cut_segment(log: Log, segment: Segment, position: int, end: int) -> None:
     if segment.synced_bytes > position:
         segment.synced_bytes, segment.synced_offset = position, end
     segment.journaled_bytes = min(segment.journaled_bytes, position)
-    segment.unverified_to = min(segment.unverified_to, position)
-    segment.verified_from = segment.verified_to = 0
-    segment.verified_offset = segment.base_offset
+    segment.cut_verified(position)

@@ -67,6 +67,7 @@ MillstreamError
 │   └── TransactionCoordinatorFenced   a newer coordinator has written a marker already
 ├── LogUnavailable                 the log cannot do this now
 │   ├── StorageFailure             the disk is full or failed; reads go on
+│   │   └── RepairPending          the disk lost these offsets; another replica may have them
 │   ├── OffsetOutOfRange
 │   ├── DamagedRange               the disk lost these offsets; others are unharmed
 │   └── PartitionClosed            the partition was deleted or the broker is stopping
@@ -396,6 +397,10 @@ class LogUnavailable(MillstreamError):
 
 class StorageFailure(LogUnavailable):
     """The disk is full or failed. Reads go on."""
+
+
+class RepairPending(StorageFailure):
+    """The disk lost what was asked for, and another replica may have it; it is being fetched from there."""
 
 
 class OffsetOutOfRange(LogUnavailable):

@@ -205,6 +205,19 @@ class InSync:
         registrations = {node: self._followers[node].registration for node in joined if node != self._me}
         return InSyncChange(replace(state, in_sync=in_sync, eligible=eligible), self.revision, registrations)
 
+    def handed_over(self, *, high_watermark: Offset, may_join: MayJoin = anybody) -> InSyncChange | None:
+        """The change that makes a follower the leader that is in sync and has everything; None if there is none now.
+
+        It is what a controller does, over the same revision, so of two elections only one comes about.
+        """
+        if self.pending is not None:
+            return None
+        for node in self.state.in_sync:
+            if node != self._me and self._has_caught_up(node, high_watermark, may_join):
+                joining = {node: self._followers[node].registration}
+                return InSyncChange(self.state.elected(node), self.revision, joining)
+        return None
+
     def began(self, change: InSyncChange) -> None:
         """A change is asked for: from now on both sets count."""
         self.pending = change.state

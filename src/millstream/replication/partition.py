@@ -20,6 +20,7 @@ from millstream.log.stretch import Stretch
 from millstream.log.transactions import Guard, OpenTransaction
 from millstream.model.clock import Clock, SystemClock
 from millstream.model.errors import (
+    DamagedRange,
     FencedLeaderEpoch,
     MillstreamError,
     NotEnoughReplicas,
@@ -27,6 +28,7 @@ from millstream.model.errors import (
     OffsetOutOfRange,
     OutOfOrderSequence,
     PartitionClosed,
+    RepairPending,
     StorageFailure,
     UnknownLeaderEpoch,
 )
@@ -75,6 +77,7 @@ class Partition(Replica):
     __slots__ = (
         "_append_listeners",
         "_clock",
+        "_hands_over",
         "_in_sync",
         "_is_behind",
         "_listeners",
@@ -100,6 +103,8 @@ class Partition(Replica):
         self._in_sync: InSync | None = None
         """The followers, while there are some and this node leads them."""
         self._is_behind = False
+        self._hands_over = False
+        """Whether another replica should lead, as this one cannot put back what its disk lost."""
         self._clock = clock or SystemClock()
         # Dictionaries keep an order, so that a simulated run can be repeated.
         self._listeners: dict[AdvanceListener, None] = {}
@@ -335,6 +340,8 @@ class Partition(Replica):
         before = (self.is_leader, self.leader_epoch)
         self.state, self._revision, self._me = state, versioned.revision, me
         alone = state.replicas == (me,)
+        # Before anybody reads: what the disk lost is then waited for, and not passed over.
+        self.log.lost.has_replicas = not alone
         if inherited and state.leader == me and not alone:
             self._stale_epoch = state.leader_epoch
         if state.leader == me and state.leader_epoch > self._stale_epoch:
@@ -365,6 +372,7 @@ class Partition(Replica):
 
     def _stand_down(self, state: PartitionState) -> None:
         was_leader, self.is_leader = self.is_leader, False
+        self._hands_over = False
         self.leader_epoch = state.leader_epoch
         self._in_sync = None
         self._is_behind = False
@@ -426,6 +434,30 @@ class Partition(Replica):
         if max_bytes > 0 and offset < log.end_offset:
             records = self._read_shared(in_sync, offset, max_bytes, reads, at_least_one=at_least_one)
         return FollowerRead(records, None, self.high_watermark, log.start_offset)
+
+    def read_for_repair(self, node: NodeId, *, offset: Offset, leader_epoch: int, max_bytes: int) -> FollowerRead:
+        """What follows an offset, for a replica whose disk lost it.
+
+        Any replica answers this up to what it knows to be acknowledged, since below that all of them are the same. The
+        leader of the epoch that is named gives all that it has, as to any follower.
+        """
+        log, state = self.log, self.state
+        if state is None or self._closed or node not in state.replicas:
+            raise NotLeader(f"{log.partition}: node {node} has no replica of it")
+        leads = self.is_leader and leader_epoch == self.leader_epoch
+        up_to = log.end_offset if leads else self.high_watermark
+        records: Buffer = b""
+        if offset < up_to:
+            try:
+                records = log.read(offset, max_bytes=max_bytes, up_to=up_to)
+            except RepairPending as error:
+                # It was lost here, too, and the one that asks must not wait for this one.
+                raise DamagedRange(str(error), first=offset, next_offset=offset + 1) from error
+        return FollowerRead(records, None, self.high_watermark, log.start_offset)
+
+    def damage_changed(self) -> None:
+        """A range was lost, is whole again or given up: those who wait for records look again."""
+        self._tell_listeners()
 
     def _read_shared(
         self, in_sync: InSync, offset: Offset, max_bytes: int, reads: SharedReads | None, *, at_least_one: bool
@@ -495,6 +527,10 @@ class Partition(Replica):
         """The change of the in-sync set to ask the store for, if there is one; `change_began` when it is asked."""
         if self._in_sync is None:
             return None
+        if self._hands_over:
+            change = self._in_sync.handed_over(high_watermark=self.high_watermark, may_join=may_join)
+            if change is not None:
+                return change
         return self._in_sync.wanted(
             end=self.log.end_offset,
             high_watermark=self.high_watermark,
@@ -502,6 +538,12 @@ class Partition(Replica):
             lag_s=lag_s,
             may_join=may_join,
         )
+
+    def hand_over(self) -> None:
+        """Have another replica lead that is in sync, as soon as there is one."""
+        if self._in_sync is not None and not self._hands_over:
+            self._hands_over = True
+            self._look_for_change()
 
     def change_began(self, change: InSyncChange) -> bool:
         """A change is about to be asked for: until it ends, both sets count. False if it is out of date."""

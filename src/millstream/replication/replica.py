@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from millstream.log.damage import LostRange
 from millstream.log.log import Log
+from millstream.log.mend import Mend, fit_batches
 from millstream.log.store import LogStore
 from millstream.log.truncation import Cut
 from millstream.model.errors import FencedLeaderEpoch, MillstreamError, NotLeader, PartitionClosed
@@ -37,6 +39,7 @@ class Replica:
         "is_leader",
         "leader_epoch",
         "log",
+        "must_refetch",
         "state",
         "topic",
     )
@@ -51,6 +54,8 @@ class Replica:
         self.state: PartitionState | None = None
         self.high_watermark = log.end_offset if alone else log.start_offset
         self.bytes_in = 0
+        self.must_refetch = False
+        """Whether what other replicas have does not fit in the place of what the disk lost here."""
         self._revision = _NO_REVISION
         self._me: NodeId | None = None
         self._store = store
@@ -110,13 +115,17 @@ class Replica:
         if records:
             log.append_replica(records, leader_epoch=leader_epoch)
             self.bytes_in += len(records)
-        known = max(min(high_watermark, log.end_offset), log.start_offset)
-        if known > self.high_watermark:
-            self.high_watermark = Offset(known)
+        self.note_watermark(high_watermark)
         if log.start_offset < log_start <= log.end_offset:
             log.delete_before(log_start)
             self.high_watermark = max(self.high_watermark, log.start_offset)
         return self.stored()
+
+    def note_watermark(self, high_watermark: Offset) -> None:
+        """The leader tells up to where records are acknowledged; it has seen that both logs agree up to `has_until`."""
+        known = max(min(high_watermark, self.has_until), self.log.start_offset)
+        if known > self.high_watermark:
+            self.high_watermark = Offset(known)
 
     def stored(self) -> asyncio.Future[None] | None:
         """None when all of the log is as durable as the topic asks for, else a future that is done when it is."""
@@ -155,21 +164,40 @@ class Replica:
 
     @property
     def has_until(self) -> Offset:
-        """Up to where this replica has everything: the end of its log, or the first that its disk lost."""
+        """Up to where this replica has everything: the end of its log, or the first offset that its disk lost.
+
+        What no other replica has either does not count: nobody could ever have more.
+        """
         log = self.log
-        return Offset(max(log.damage[0][0], log.start_offset)) if log.lost else log.end_offset
+        lost = log.lost.repairable if log.lost else ()
+        return Offset(max(lost[0].first, log.start_offset)) if lost else log.end_offset
 
-    def cut_damage(self) -> asyncio.Future[None] | None:
-        """Cut a log where it has lost something, to fetch that anew; not while anybody counts on what is left.
+    async def put_back(self, lost: LostRange, batches: Buffer) -> None:
+        """Put what another replica has into the place of what the disk lost; `CorruptBatch` if it does not fit."""
+        fitted, next_offset = fit_batches(self.log, lost, batches)
+        await self._store.mend(Mend(self.log, lost, fitted, next_offset))
 
-        The leader hears of it by `has_until`, and then sees to it that nobody does. The future is that of `truncate`.
+    def give_up(self, lost: LostRange) -> None:
+        """Tell readers that a range is lost for good: no other replica has it either."""
+        self.log.lost.beyond_repair.add((lost.first, lost.next_offset))
+        self.log.lost.on_change()
+
+    def cut_damage(self, watermark: Offset) -> asyncio.Future[None] | None:
+        """Cut a log that has lost what was never acknowledged, to fetch it again; not while anybody counts on the rest.
+
+        The leader, whose high watermark is given, hears of it by `has_until`, and then sees to it that nobody does.
+        What was acknowledged is put back in its place instead, from any replica, unless that cannot be done. The future
+        is that of `truncate`.
         """
         state, log = self.state, self.log
-        if not log.lost or self.follows is None or state is None or self._me in (*state.in_sync, *state.eligible):
-            return None
         first = self.has_until
+        if first >= log.end_offset or self.follows is None or state is None:
+            return None
+        if self._me in (*state.in_sync, *state.eligible) or (first < watermark and not self.must_refetch):
+            return None
+        self.must_refetch = False
         _logger.warning(
-            "a log has lost something and is fetched anew from there",
+            "a log is cut off where it has lost something, and is fetched again from there",
             extra={"partition": str(log.partition), "first": first, "end": log.end_offset},
         )
         return self._cut(log.begin_truncation(first))

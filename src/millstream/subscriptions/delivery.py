@@ -28,13 +28,14 @@ from millstream.model.errors import (
     NotCoordinator,
     NotLeader,
     OffsetOutOfRange,
+    RepairPending,
 )
 from millstream.model.heap import give_back_in
 from millstream.model.ids import Epoch, Offset
 from millstream.model.metric import LATENCY_BOUNDS_S, Histogram
 from millstream.model.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSettings
 from millstream.model.verb import Verb
-from millstream.records.batch import iterate_whole_headers
+from millstream.records.batch import Buffer, iterate_whole_headers
 from millstream.replication.partition import Partition
 from millstream.subscriptions.delta import DeltaKind
 from millstream.subscriptions.endings import Endings
@@ -143,6 +144,8 @@ class Delivery:
         """When a worker was last heard of; 0 since it was opened never."""
         self.latency = Histogram(LATENCY_BOUNDS_S)
         """How long messages took from their batch's timestamp to their first delivery."""
+        self.damaged = 0
+        """Offsets that were passed over since it was opened, as the disk has lost them."""
         self.when_rejecting: Callable[[], None] = lambda: None
         """Called when messages are on their way to the dead letter topic."""
         self.when_closed: Callable[[Delivery], None] = lambda _delivery: None
@@ -374,23 +377,10 @@ class Delivery:
         self._prepare(wanted.max_records)
         # Looking may have taken a while. What has become due meanwhile may lie before everything that is read below.
         queue.tick(now_ms := self._clock.now_ms())
-        oldest = queue.next_available
-        if oldest is None:
+        found = self._read_oldest(wanted)
+        if found is None:
             return NOTHING
-        try:
-            records, _ = read(
-                self.partition,
-                oldest,
-                self.settings.isolation,
-                max_bytes=self._enough(wanted),
-                at_least_one=wanted.at_least_one,
-            )
-        except OffsetOutOfRange:
-            # The log is shorter than it was; what comes in its place is looked at when the queue is opened again.
-            return NOTHING
-        except DamagedRange as damage:
-            self._give_up(oldest, damage)
-            return NOTHING
+        oldest, records = found
         ends, until = batch_ends(records)
         if until <= oldest:
             return NOTHING
@@ -407,6 +397,30 @@ class Delivery:
             self._observe(batches, now_ms)
         return Received(leases, batches)
 
+    def _read_oldest(self, wanted: Wanted) -> tuple[Offset, Buffer] | None:
+        """Read the log from the oldest message that is available; what the disk has lost of it holds up nothing."""
+        while (oldest := self.queue.next_available) is not None:
+            try:
+                records, _ = read(
+                    self.partition,
+                    oldest,
+                    self.settings.isolation,
+                    max_bytes=self._enough(wanted),
+                    at_least_one=wanted.at_least_one,
+                )
+            except OffsetOutOfRange:
+                # The log is shorter than it was; what comes in its place is looked at when the queue is opened again.
+                return None
+            except RepairPending:
+                # Those who wait are woken when it is back, or when nobody has it.
+                return None
+            except DamagedRange as damage:
+                if not self._give_up(oldest, damage):
+                    return None
+            else:
+                return oldest, records
+        return None
+
     def _enough(self, wanted: Wanted) -> int:
         """How many bytes are read for what is asked for: clients allow far more than their messages take."""
         return min(wanted.max_bytes, max(READ_BYTES_MIN, 2 * wanted.max_records * self._message_bytes))
@@ -418,14 +432,23 @@ class Delivery:
         self.queue.tick(now_ms)
         self._look_ahead(wanted)
 
-    def _give_up(self, oldest: Offset, damage: DamagedRange) -> None:
-        """The disk has lost messages that were to be delivered; they hold up nothing."""
+    def _give_up(self, oldest: Offset, damage: DamagedRange) -> bool:
+        """Take messages that the disk has lost out of the queue; whether there were any to take."""
         now_ms = self._clock.now_ms()
         count = damage.next_offset - oldest
         leases = self.queue.acquire(_NOBODY, now_ms=now_ms, max_records=count, until=damage.next_offset)
         lost = [Settle(lease.first, lease.last, Verb.REJECT, None, str(damage)) for lease in leases]
         self.queue.settle(_NOBODY, lost, now_ms=now_ms)
-        self._is_cut_short = True
+        self._note_damage(sum(lease.last - lease.first + 1 for lease in leases), damage)
+        return bool(leases)
+
+    def _note_damage(self, count: int, damage: DamagedRange) -> None:
+        """Count messages that are not delivered, as the disk has lost them, and say so."""
+        if count:
+            self.damaged += count
+            place = {"topic": self.topic, "partition": self.partition.index, "offsets": count}
+            place["subscription_id"] = self.key.subscription_id
+            _logger.error("messages are passed over: %s", damage, extra=place)
 
     def _observe(self, batches: list[memoryview], now_ms: int) -> None:
         """Note how long the batches of a first delivery have waited."""
@@ -513,6 +536,8 @@ class Delivery:
             keys=seen.keys,
             due=seen.due,
         )
+        if seen.damage is not None:
+            self._note_damage(seen.next_offset - seen.first, seen.damage)
         self._looked += seen.next_offset - seen.first
         if self._looked >= TRIM_OFFSETS and self.queue.fold.unfinished >= TRIM_OFFSETS:
             self._looked = 0

@@ -12,7 +12,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from millstream.model.errors import BatchRejected, DamagedRange, OffsetOutOfRange
+from millstream.model.errors import BatchRejected, DamagedRange, OffsetOutOfRange, RepairPending
 from millstream.model.ids import Offset
 from millstream.model.subscription import READ_COMMITTED
 from millstream.records.aborted_batches import AbortedBatches
@@ -48,6 +48,8 @@ class Stretch(NamedTuple):
     due: Ranges
     """Delayed messages: offset and time."""
     keys: npt.NDArray[np.int64] | None
+    damage: DamagedRange | None = None
+    """Why all of it is absent, if the disk lost it."""
 
 
 def readable_end(partition: Partition, isolation: str) -> Offset:
@@ -78,7 +80,11 @@ def look(
     try:
         records, aborted = read(partition, offset, isolation, max_bytes=max_bytes)
     except DamagedRange as damage:
-        return _lost(offset, min(damage.next_offset, readable_end(partition, isolation)), with_keys=with_keys)
+        next_offset = Offset(min(damage.next_offset, readable_end(partition, isolation)))
+        return _lost(offset, next_offset, damage, with_keys=with_keys)
+    except RepairPending:
+        # Whoever waits is woken when it is back, or when nobody has it.
+        return None
     absent: Ranges = []
     due: Ranges = []
     left_out = AbortedBatches(aborted)
@@ -109,12 +115,12 @@ def look(
     )
 
 
-def _lost(offset: Offset, next_offset: int, *, with_keys: bool) -> Stretch | None:
+def _lost(offset: Offset, next_offset: Offset, damage: DamagedRange, *, with_keys: bool) -> Stretch | None:
     """A stretch that the disk has lost: nothing is there, and what follows goes on."""
     if next_offset <= offset:
         return None
     keys = np.zeros(next_offset - offset, np.int64) if with_keys else None
-    return Stretch(b"", offset, Offset(next_offset), [(offset, next_offset - 1)], [], keys)
+    return Stretch(b"", offset, next_offset, [(offset, next_offset - 1)], [], keys, damage)
 
 
 def _open_if_needed(records: Buffer, header: BatchHeader, first: int, absent: Ranges, due: Ranges) -> None:
@@ -182,7 +188,7 @@ def keys_in_batch(partition: Partition, offset: Offset) -> tuple[dict[int, int],
     found: dict[int, int] = {}
     try:
         records = partition.read(offset, max_bytes=1)
-    except (OffsetOutOfRange, DamagedRange):
+    except (OffsetOutOfRange, DamagedRange, RepairPending):
         return found, Offset(offset + 1)
     header = next(iterate_whole_headers(records), None)
     if header is None:

@@ -28,6 +28,8 @@ class MemoryFile:
         self.durable = bytearray()
         self.pending: list[tuple[int, bytes] | int] = []
         """Writes (position and bytes) and truncations (the size) since the last sync."""
+        self.changes = 0
+        """How often it was written to or cut."""
 
     def write(self, position: int, data: bytes) -> None:
         """Write into the page cache."""
@@ -35,11 +37,13 @@ class MemoryFile:
             return
         _put(self.data, position, data)
         self.pending.append((position, data))
+        self.changes += 1
 
     def truncate(self, size: int) -> None:
         """Cut or extend in the page cache."""
         _resize(self.data, size)
         self.pending.append(size)
+        self.changes += 1
 
     def sync(self) -> None:
         """Make everything durable that was written since the last sync."""
@@ -152,6 +156,12 @@ class MemoryFiles:
                 if position < len(content):
                     content[position] ^= 1 << bit
 
+    def overwrite(self, path: str, position: int, data: bytes) -> None:
+        """Write into a file from outside, as another process does."""
+        with self._lock:
+            self._file(path).write(position, data)
+            self._file(path).sync()
+
     def content(self, path: str) -> bytes:
         """The content of a file, as the process sees it."""
         return bytes(self._file(path).data)
@@ -239,6 +249,10 @@ class MemoryFiles:
     def size(self, descriptor: int, /) -> int:
         """The size of an open file."""
         return len(self._opened(descriptor).data)
+
+    def stamp(self, descriptor: int, /) -> int:
+        """A number that another write into the file changes, but not a bit that a bad disk flips."""
+        return self._opened(descriptor).changes
 
     def allocate(self, descriptor: int, size: int, /) -> None:
         """Reserve space."""

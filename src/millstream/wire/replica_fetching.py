@@ -3,7 +3,9 @@
 It is Kafka's own layout. A follower tells its node id and, as its epoch, the revision of its registration; for each
 partition the leader epoch it knows, where its log ends and the epoch of its last record. The answer has records, or
 the place where the two histories part (KIP-595). Within a session (KIP-227) both name only what has changed. One thing
-Kafka leaves out is said here: an answer that an offset is out of range also tells where the log begins.
+Kafka leaves out is said here: an answer that an offset is out of range also tells where the log begins. And a fetch
+without a session that names no leader epoch asks any replica, leader or not, for what the disk of the one that asks has
+lost; where it asks its leader, the epoch of that takes the place of the epoch of its last record.
 
 Every megabyte that is replicated passes here four times, so what nodes say to each other all the time is read with a
 few look-ups of fixed layouts. Whatever does not fit these goes through the reader that checks every step.
@@ -19,7 +21,7 @@ from typing import Final, NamedTuple
 from uuid import UUID
 
 from millstream.model.errors import ProtocolViolation
-from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.model.ids import NO_EPOCH, Epoch, NodeId, Offset, PartitionIndex
 from millstream.replication.epochs import EpochEnd
 from millstream.wire.codec import response_body_at, response_head
 from millstream.wire.primitives import Buffer, Reader, Writer
@@ -79,6 +81,13 @@ class ReplicaFetch(NamedTuple):
     session_id: int = NO_SESSION
     session_epoch: int = FIRST_SESSION_EPOCH
     min_bytes: int = 1
+
+    @property
+    def is_repair(self) -> bool:
+        """Whether it asks for what a disk lost, of any replica, and says nothing about where the follower is."""
+        return self.session_epoch == CLOSED_SESSION_EPOCH and all(
+            position.leader_epoch == NO_EPOCH for position in self.wanted.values()
+        )
 
 
 class ReplicaAnswer(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from millstream import __version__
+from millstream.admin.damage import LostOffsets
 from millstream.cli import broker_check
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.finding import Severity
@@ -102,13 +103,18 @@ async def test_a_gateway_that_says_nothing_is_told_so(gateway: str, monkeypatch:
 
 
 def test_lost_offsets_are_problems_that_say_what_to_do() -> None:
-    assert [one.severity for one in broker_check._damage(status(damage=[]))] == [Severity.OK]
-    lost = [{"topic": "orders", "partition": 0, "first": 3, "next": at} for at in range(10, 17)]
-    found = list(broker_check._damage(status(damage=lost)))
+    assert [one.severity for one in broker_check._damage([])] == [Severity.OK]
+    found = list(broker_check._damage([("", LostOffsets("orders", 0, 3, at)) for at in range(10, 17)]))
     assert {one.severity for one in found} == {Severity.PROBLEM}
     assert found[0].detail == "orders-0: the disk lost the offsets 3 to 9"
     assert "group reset GROUP --topic orders --partition 0 --to 10" in found[0].advice
     assert (len(found), found[-1].detail) == (6, "2 more ranges that the disk lost")
+
+
+def test_lost_offsets_that_another_replica_may_have_are_a_warning() -> None:
+    (found,) = broker_check._damage([("node 2: ", LostOffsets("orders", 0, 3, 10, True))])
+    assert (found.severity, found.detail) == (Severity.WARNING, "node 2: orders-0: the disk lost the offsets 3 to 9")
+    assert "fetched from another replica" in found.advice
 
 
 def test_what_waits_beyond_its_retention_is_a_warning() -> None:
@@ -123,7 +129,6 @@ def test_what_waits_beyond_its_retention_is_a_warning() -> None:
 
 
 def test_lost_states_of_transactions_are_no_matter_of_groups() -> None:
-    lost = [{"topic": "__transaction_state", "partition": 0, "first": 3, "next": 4}]
-    (found,) = broker_check._damage(status(damage=lost))
+    (found,) = broker_check._damage([("", LostOffsets("__transaction_state", 0, 3, 4))])
     assert "millstream transaction list --hanging" in found.advice
     assert "group reset" not in found.advice

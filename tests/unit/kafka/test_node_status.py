@@ -58,12 +58,14 @@ def test_ready_and_unharmed_means_no_reasons() -> None:
 
 def test_what_the_disk_lost_is_named_up_to_a_bound() -> None:
     partition = TopicPartition("orders", PartitionIndex(2))
-    api = NodeStatus(node(), (), ManualClock(), damage=lambda: [(partition, ((3, 5), (9, 10)))])
+    api = NodeStatus(node(), (), ManualClock(), damage=lambda: [(partition, ((3, 5, True), (9, 10, False)))])
     assert api.snapshot()["damage"] == [
-        {"topic": "orders", "partition": 2, "first": 3, "next": 5},
-        {"topic": "orders", "partition": 2, "first": 9, "next": 10},
+        {"topic": "orders", "partition": 2, "first": 3, "next": 5, "repair": True},
+        {"topic": "orders", "partition": 2, "first": 9, "next": 10, "repair": False},
     ]
-    many = NodeStatus(node(), (), ManualClock(), damage=lambda: [(partition, [(at, at + 1) for at in range(5000)])])
+    many = NodeStatus(
+        node(), (), ManualClock(), damage=lambda: [(partition, [(at, at + 1, False) for at in range(5000)])]
+    )
     assert len(many.snapshot()["damage"]) == DAMAGE_MAX
 
 

@@ -20,7 +20,7 @@ from millstream.log.files import DiskFiles
 from millstream.log.log import Log
 from millstream.log.store import LogStore
 from millstream.model.clock import SystemClock
-from millstream.model.errors import DataFolderInUse, DataFolderInvalid, OutOfOrderSequence, StorageFailure
+from millstream.model.errors import DamagedRange, DataFolderInUse, DataFolderInvalid, OutOfOrderSequence, StorageFailure
 from millstream.model.ids import Epoch, PartitionIndex
 from millstream.model.topic import TopicPartition, TopicSettings
 from millstream.records.record import NewRecord, decode_records, encode_batch
@@ -202,14 +202,32 @@ def test_a_log_can_be_closed_and_opened_again(store: LogStore) -> None:
     assert values(open_log(store)) == [b"a", b"b"]
 
 
-def test_files_that_cannot_be_opened_are_told(store: LogStore, files: MemoryFiles) -> None:
+def test_a_file_that_was_removed_is_lost_and_writes_go_on(
+    store: LogStore, files: MemoryFiles, open_store: OpenStore
+) -> None:
     put(open_log(store), b"a")
     store.close_now()
-    broken = LogStore.open(Path("/data"), files=files, clock=SystemClock(), journal_bytes=1000, producer_expiry_ms=1000)
-    log = open_log(broken)
+    harmed = open_store()
+    log = open_log(harmed)
     files.remove(log.segments[0].path)
+    with pytest.raises(DamagedRange, match="t-0: the disk lost the offsets 0 to 0"):
+        log.read(0, max_bytes=1, up_to=1)
+    put(log, b"b")
+    harmed.close_now()
+    again = open_log(open_store())
+    assert again.damage == ((0, 1),)
+    assert b"b" in bytes(again.read(1, max_bytes=1, up_to=2))
+
+
+def test_a_folder_that_cannot_be_reached_is_no_damage(store: LogStore, files: MemoryFiles) -> None:
+    log = open_log(store)
+    put(log, b"a")
+    log.segments[0].sealed = True
+    log.open_files.close(log.segments[0])
+    files.rename(log.directory, f"{log.directory}-away")
     with pytest.raises(StorageFailure, match="t-0: reading from"):
         log.read(0, max_bytes=1, up_to=1)
+    assert not log.lost
 
 
 def test_descriptors_stay_bounded(open_store: OpenStore, files: MemoryFiles) -> None:

@@ -5,17 +5,17 @@ The HTTP gateway and `millstream doctor` ask it. The request has no body. The an
     {"node_id": 1, "cluster_id": "…", "version": "0.1.0", "state": "starting" | "ready" | "stopping",
      "reasons": ["…"], "warnings": ["…"], "started_ms": …, "now_ms": …,
      "kafka": "host:port", "http": "host:port", "data": "/folder",
-     "damage": [{"topic": …, "partition": …, "first": …, "next": …}, …],
+     "damage": [{"topic": …, "partition": …, "first": …, "next": …, "repair": false}, …],
      "behind": [{"topic": …, "partition": …, "replica": …, "records": …}, …],
      "metrics": [{"name": …, "kind": …, "help": …, "samples": [[value, {label: text}], …], "left_out": false}, …]}
 
 `reasons` says why the node should get no traffic now; it is empty exactly when the node is ready and unharmed.
 `warnings` says what is not well although the node takes traffic, for example that the coordination store is away.
 `damage` names the ranges of offsets that the disk lost, each from `first` up to but without `next`, at most
-`DAMAGE_MAX` of them. `behind` names replicas on other nodes that lack records of what this node leads, at most
-`BEHIND_MAX` of them. The value of a histogram's sample is
-`{"bounds": […], "cumulative": […], "observations": …, "total": …}`. A metric has at most `SAMPLES_MAX` samples, so that
-a node with very many partitions answers as quickly as any; `left_out` tells whether there are more.
+`DAMAGE_MAX` of them; `repair` tells whether a range is being fetched from other replicas. `behind` names replicas on
+other nodes that lack records of what this node leads, at most `BEHIND_MAX` of them. The value of a histogram's sample
+is `{"bounds": […], "cumulative": […], "observations": …, "total": …}`. A metric has at most `SAMPLES_MAX` samples, so
+that a node with very many partitions answers as quickly as any; `left_out` tells whether there are more.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -46,8 +46,8 @@ DAMAGE_MAX = 1000
 
 BEHIND_MAX = 1000
 
-Damaged = Iterable[tuple[TopicPartition, Iterable[tuple[int, int]]]]
-"""Partitions with the ranges of offsets that were lost."""
+Damaged = Iterable[tuple[TopicPartition, Iterable[tuple[int, int, bool]]]]
+"""Partitions with the ranges of offsets that were lost, and whether other replicas are asked for each."""
 
 STARTING, READY, STOPPING = "starting", "ready", "stopping"
 
@@ -129,8 +129,9 @@ class NodeStatus:
 
     def _damaged_ranges(self) -> Iterator[dict[str, Any]]:
         for partition, ranges in self._damage():
-            for first, after in ranges:
-                yield {"topic": partition.topic, "partition": partition.partition, "first": first, "next": after}
+            for first, after, repair in ranges:
+                place = {"topic": partition.topic, "partition": partition.partition}
+                yield {**place, "first": first, "next": after, "repair": repair}
 
     def _described(self, metric: Metric) -> dict[str, Any]:
         samples = iter(metric.samples)

@@ -1,0 +1,135 @@
+"""Three nodes whose disks lose something: they put it back from each other while clients read and write."""
+
+from __future__ import annotations
+
+import os
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.log.frame import FRAME_BYTES, Frame, read_frame
+from millstream.testing.command import CommandLine
+from millstream.testing.etcd_server import EtcdServer
+from millstream.testing.postgres_server import PostgresServer
+from millstream.testing.server import Server
+from millstream.testing.server_group import ServerGroup
+
+WAIT_S = 90.0
+TOPIC = "harmed"
+COUNT = 400
+SETTINGS = {"lease-ms": 2000, "scrub-interval-ms": 500, "scrub-bytes-per-s": 100_000_000}
+
+
+def value_of(number: int) -> bytes:
+    return b"%d:" % number + b"%020d" % number * 500
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer) -> Iterator[ServerGroup]:
+    with ServerGroup(tmp_path, etcd.url, postgres.new_database(), settings=SETTINGS) as started:
+        admin = AdminClient({"bootstrap.servers": started.kafka, "log_level": 0})
+        until(lambda: len(admin.list_topics(timeout=WAIT_S).brokers) == 3)
+        topic = NewTopic(TOPIC, 1, 3, config={"segment.bytes": "1048576"})
+        admin.create_topics([topic], operation_timeout=WAIT_S)[TOPIC].result()
+        producer = Producer({"bootstrap.servers": started.kafka, "acks": "all", "batch.size": 20_000})
+        for number in range(COUNT):
+            producer.produce(TOPIC, value_of(number), partition=0)
+        assert producer.flush(WAIT_S) == 0
+        assert consume(started) == {number: value_of(number) for number in range(COUNT)}
+        yield started
+
+
+def consume(cluster: ServerGroup) -> dict[int, bytes]:
+    """Everything, as a default consumer gets it."""
+    consumer = Consumer({"bootstrap.servers": cluster.kafka, "group.id": "reader", "log_level": 0})
+    consumer.assign([TopicPartition(TOPIC, 0, 0)])
+    found: dict[int, bytes] = {}
+    try:
+        while len(found) < COUNT:
+            message = consumer.poll(WAIT_S)
+            assert message is not None
+            assert message.error() is None, message.error()
+            found[message.offset() or 0] = message.value() or b""
+        return found
+    finally:
+        consumer.close()
+
+
+def segments(node: Server) -> list[Path]:
+    found = sorted(node.data.glob("partitions/*/0/*.log"), key=lambda path: int(path.stem))
+    return [path for path in found if path.stat().st_size > 500_000]
+
+
+def frames(path: Path) -> list[Frame]:
+    content, position, found = path.read_bytes(), 0, []
+    while len(content) - position >= FRAME_BYTES:
+        frame = read_frame(content, position, position)
+        found.append(frame)
+        position = frame.end_position
+    return found
+
+
+def flip(path: Path, batch: int, at: int) -> None:
+    position = frames(path)[batch].position + at
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        (byte,) = os.pread(descriptor, 1, position)
+        os.pwrite(descriptor, bytes([byte ^ 0x41]), position)
+    finally:
+        os.close(descriptor)
+
+
+def metric(node: Server, name: str) -> float:
+    text = urllib.request.urlopen(f"http://{node.http}/metrics", timeout=WAIT_S).read().decode()
+    return float(next(line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")))
+
+
+def is_whole(node: Server) -> bool:
+    return metric(node, "millstream_log_damaged_ranges") == 0
+
+
+def in_sync(cluster: ServerGroup) -> bool:
+    admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
+    (partition,) = admin.list_topics(TOPIC, timeout=WAIT_S).topics[TOPIC].partitions.values()
+    return len(partition.isrs) == 3 and partition.leader >= 0
+
+
+def test_damaged_replicas_heal_each_other_while_they_run(cluster: ServerGroup) -> None:
+    whole = [b"".join(path.read_bytes() for path in segments(node)) for node in cluster]
+    # Payload, base offset and length, each on another node and at another place.
+    for number, (node, at) in enumerate(zip(cluster, (5000, 7, 10), strict=True)):
+        flip(segments(node)[number % 2], 3 + number, at)
+    # Whoever leads, a consumer never sees any of it.
+    assert consume(cluster) == {number: value_of(number) for number in range(COUNT)}
+    until(lambda: all(metric(node, "millstream_replicas_repaired_ranges_total") >= 1 for node in cluster))
+    until(lambda: all(map(is_whole, cluster)) and in_sync(cluster))
+    assert [b"".join(path.read_bytes() for path in segments(node)) for node in cluster] == whole
+    checked = CommandLine(cluster.kafka)("doctor", "--json")
+    assert [one for one in checked.document["findings"] if one["check"] == "damage" and one["severity"] != "ok"] == []
+
+
+def test_files_that_a_node_lost_while_it_was_stopped_come_back(cluster: ServerGroup) -> None:
+    for node, gone in ((cluster[1], 0), (cluster[2], 1)):
+        node.stop()
+        path = segments(node)[gone]
+        path.unlink()
+        node.start()
+        until(lambda node=node: is_whole(node) and in_sync(cluster))  # type: ignore[misc]
+    assert consume(cluster) == {number: value_of(number) for number in range(COUNT)}
+    # Also after the next start, and with only those nodes that were damaged.
+    cluster[3].stop()
+    assert consume(cluster) == {number: value_of(number) for number in range(COUNT)}

@@ -1,0 +1,212 @@
+"""Bytes that change under a running broker, after they were read once: never served, told everywhere, passed over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import confluent_kafka
+
+from millstream.log.frame import FRAME_BYTES, Frame, read_frame
+from millstream.model.subscription import FILTER, ORDERED, START
+from millstream.model.verb import Verb
+from millstream.records.record import NewRecord, encode_batch
+from millstream.testing.command import CommandLine
+from millstream.testing.server import Server
+from millstream.wire.client import Client
+from millstream.wire.subscriptions import SubscriptionClient
+
+TOPIC = "harmed"
+BATCHES = 120
+RECORDS = 5
+BATCH_OFFSETS = RECORDS * BATCHES
+
+Harm = Callable[[int, Frame], None]
+
+
+def value_of(offset: int) -> bytes:
+    return b"%d:" % offset + b"%016d" % offset * 600
+
+
+def keyed(offset: int) -> NewRecord:
+    return NewRecord(b"key-%d" % (offset % 7), value_of(offset), (("kind", b"good"),), 1_700_000_000_000)
+
+
+def frames(path: Path) -> Iterator[Frame]:
+    content, position = path.read_bytes(), 0
+    while len(content) - position >= FRAME_BYTES:
+        frame = read_frame(content, position, position)
+        yield frame
+        position = frame.end_position
+
+
+def flip(descriptor: int, position: int) -> None:
+    (byte,) = os.pread(descriptor, 1, position)
+    os.pwrite(descriptor, bytes([byte ^ 0x41]), position)
+
+
+def flip_payload(descriptor: int, frame: Frame) -> None:
+    flip(descriptor, frame.position + 9000)
+
+
+def flip_base_offset(descriptor: int, frame: Frame) -> None:
+    flip(descriptor, frame.position + 7)
+
+
+def flip_length(descriptor: int, frame: Frame) -> None:
+    flip(descriptor, frame.position + 10)
+
+
+def flip_epoch(descriptor: int, frame: Frame) -> None:
+    flip(descriptor, frame.position + 15)
+
+
+def truncate(descriptor: int, frame: Frame) -> None:
+    os.ftruncate(descriptor, frame.end_position - 100)
+
+
+def harm(path: Path, how: Harm) -> range:
+    """Damage one batch of a segment and tell which offsets it holds: the last for a file that is cut, or the fourth."""
+    found = list(frames(path))
+    frame = found[-1 if how is truncate else 3]
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        how(descriptor, frame)
+    finally:
+        os.close(descriptor)
+    return range(frame.base_offset, frame.next_offset)
+
+
+def consume(server: Server, start: int, end: int) -> tuple[dict[int, bytes], int]:
+    """What a default consumer gets from an offset on, up to the end or to an error, and the offset of that."""
+    consumer = confluent_kafka.Consumer({"bootstrap.servers": server.kafka, "group.id": "reader"})
+    consumer.assign([confluent_kafka.TopicPartition(TOPIC, 0, start)])
+    found: dict[int, bytes] = {}
+    try:
+        while max(found, default=start - 1) < end - 1:
+            message = consumer.poll(60)
+            assert message is not None
+            error = message.error()
+            if error is not None:
+                assert error.code() == confluent_kafka.KafkaError.INVALID_MSG
+                break
+            found[message.offset() or 0] = message.value() or b""
+        return found, max(found, default=start - 1) + 1
+    finally:
+        consumer.close()
+
+
+async def fill(server: Server) -> None:
+    async with Client.connect(server.kafka) as client:
+        for first in range(0, BATCH_OFFSETS, RECORDS):
+            await client.produce(TOPIC, 0, encode_batch([keyed(first + number) for number in range(RECORDS)]))
+
+
+def test_damage_under_a_running_broker_is_found_told_and_passed_over(tmp_path: Path) -> None:
+    with Server(tmp_path / "data", settings={"log-format": "json"}) as server:
+        millstream = CommandLine(server.kafka)
+        millstream("topic", "create", TOPIC, "--set", "segment.bytes=1048576")
+        asyncio.run(fill(server))
+        found, end = consume(server, 0, BATCH_OFFSETS)
+        assert end == BATCH_OFFSETS
+        paths = sorted(server.data.glob("partitions/*/0/*.log"), key=lambda path: path.stem)
+        closed = [path for path in paths if path.stat().st_size > 500_000][:-1]
+        lost = [
+            harm(path, how)
+            for path, how in zip(
+                closed, (flip_payload, flip_base_offset, flip_length, flip_epoch, truncate), strict=False
+            )
+        ]
+        assert len(lost) == 5
+        gone = {offset for one in lost for offset in one}
+
+        # A consumer gets everything before a damaged range, an error there, and everything behind it.
+        got: dict[int, bytes] = {}
+        start = 0
+        stops = []
+        while start < BATCH_OFFSETS:
+            found, start = consume(server, start, BATCH_OFFSETS)
+            got |= found
+            if start < BATCH_OFFSETS:
+                stops.append(start)
+                start = next(one.stop for one in lost if one.start == start)
+        assert stops == [one.start for one in lost]
+        assert got == {offset: value_of(offset) for offset in range(BATCH_OFFSETS) if offset not in gone}
+
+        # Subscriptions deliver the rest, each message once and at its first attempt.
+        for name, settings in (
+            ("plain", {}),
+            ("sorted", {ORDERED: "true"}),
+            ("sifted", {FILTER: "headers.kind = 'good'"}),
+        ):
+            asyncio.run(drain(server, name, settings, gone))
+
+        # Everything that tells of damage names the same ranges.
+        told = [f"{TOPIC}-0: the disk lost the offsets {one.start} to {one.stop - 1}" for one in lost]
+        checked = millstream("doctor", "--json")
+        details = [one["detail"] for one in checked.document["findings"] if one["check"] == "damage"]
+        assert (checked.code, details) == (1, told)
+        (partition,) = millstream("topic", "describe", TOPIC, "--json").document["partitions"]
+        assert partition["damage"] == [{"first": one.start, "next": one.stop} for one in lost]
+        shown = millstream("tail", TOPIC, "--from", "start", "--json")
+        assert [one["offset"] for one in shown.documents] == sorted(got)
+        metrics = metrics_of(server)
+        assert "\nmillstream_log_damaged_ranges 5.0\n" in metrics
+        assert f'\nmillstream_subscription_damaged_total{{subscription="plain"}} {float(len(gone))}\n' in metrics
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        logged = [one for one in lines if one["message"] == "records are damaged on disk"]
+        places = [(one["topic"], one["partition"], one["first_offset"], one["next_offset"]) for one in logged]
+        assert sorted(places) == [(TOPIC, 0, one.start, one.stop) for one in lost]
+        assert server.stop() == 0
+
+
+def test_the_scrub_finds_what_nobody_reads(tmp_path: Path) -> None:
+    settings = {"scrub-interval-ms": 100, "scrub-bytes-per-s": 100_000_000}
+    with Server(tmp_path / "data", settings=settings) as server:
+        millstream = CommandLine(server.kafka)
+        millstream("topic", "create", TOPIC, "--set", "segment.bytes=1048576")
+        asyncio.run(fill(server))
+        paths = sorted(server.data.glob("partitions/*/0/*.log"), key=lambda path: path.stem)
+        first, second, *_ = [path for path in paths if path.stat().st_size > 500_000]
+        lost = [harm(first, flip_payload), harm(second, flip_base_offset)]
+        wait_for_damage(server, len(lost))
+        checked = millstream("doctor", "--json")
+        details = [one["detail"] for one in checked.document["findings"] if one["check"] == "damage"]
+        assert details == [f"{TOPIC}-0: the disk lost the offsets {one.start} to {one.stop - 1}" for one in lost]
+        # What is put right again is served again.
+        harm(first, flip_payload)
+        wait_for_damage(server, 1)
+        assert server.stop() == 0
+
+
+def wait_for_damage(server: Server, ranges: int) -> None:
+    deadline = time.monotonic() + 60
+    while f"\nmillstream_log_damaged_ranges {float(ranges)}\n" not in metrics_of(server):
+        assert time.monotonic() < deadline, server.log_tail()
+        time.sleep(0.1)
+
+
+def metrics_of(server: Server) -> str:
+    answer: bytes = urllib.request.urlopen(f"http://{server.http}/metrics", timeout=60).read()
+    return answer.decode()
+
+
+async def drain(server: Server, name: str, settings: dict[str, str], gone: set[int]) -> None:
+    async with Client.connect(server.kafka) as client:
+        subscriptions = SubscriptionClient(client)
+        await subscriptions.create(name, [TOPIC], {**settings, START: "earliest"})
+        seen: dict[int, int] = {}
+        while len(seen) < BATCH_OFFSETS - len(gone):
+            messages = await subscriptions.receive(name, "worker", max_records=50, wait_ms=60_000)
+            assert messages
+            for message in messages:
+                assert message.record.offset not in {*seen, *gone}
+                assert message.record.value == value_of(message.record.offset)
+                seen[message.record.offset] = message.attempt
+            assert set(await subscriptions.settle(name, "worker", messages, Verb.ACCEPT)) == {None}
+        assert set(seen.values()) == {1}

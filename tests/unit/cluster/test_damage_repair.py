@@ -1,0 +1,188 @@
+"""Replicas that lost something put it back from each other, in its place, whoever leads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from millstream.model.errors import DamagedRange, NotLeader, RepairPending
+from millstream.model.ids import Epoch, NodeId, Offset
+from millstream.model.partition_state import PartitionState
+from millstream.model.topic import TopicSettings
+from millstream.records.record import NewRecord, encode_batch
+from millstream.replication.partition import Partition
+from millstream.testing.replica_group import ReplicaGroup, content
+
+ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
+FIRST = PartitionState(replicas=(ONE, TWO, THREE), leader=ONE, leader_epoch=Epoch(0), in_sync=(ONE, TWO, THREE))
+SETTINGS = TopicSettings(flush="os", min_insync_replicas=2, segment_bytes=2000, index_interval_bytes=400)
+COUNT = 60
+
+
+def a_batch(number: int) -> bytearray:
+    return encode_batch([NewRecord(None, b"%0100d" % number, (), 1000)])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def group() -> AsyncIterator[ReplicaGroup]:
+    async with ReplicaGroup(settings=SETTINGS) as started:
+        started.agree(FIRST)
+        leader = started.partition(1)
+        await until(lambda: leader.is_leader)
+        for number in range(COUNT):
+            await leader.append(a_batch(number))
+        await until(lambda: all(started.partition(node).high_watermark == COUNT for node in (1, 2, 3)))
+        yield started
+
+
+def place_of(partition: Partition, offset: int) -> tuple[str, int]:
+    log = partition.log
+    segment = log._segment_of(offset)
+    return segment.path, log.reader.locate(segment, offset)
+
+
+def harm(group: ReplicaGroup, node: int, offset: int) -> None:
+    """Change a byte of one batch of a replica on its disk, and have the scrub find it."""
+    path, position = place_of(group.partition(node), offset)
+    group.nodes[NodeId(node)].files.overwrite(path, position + 120, b"?")
+
+
+def scrub(group: ReplicaGroup, *nodes: int) -> None:
+    for node in nodes:
+        while group.nodes[NodeId(node)].logs.scrub_once():
+            pass
+
+
+def are_whole(group: ReplicaGroup) -> bool:
+    return not any(group.partition(node).log.lost for node in (1, 2, 3))
+
+
+def is_in_sync(group: ReplicaGroup) -> bool:
+    agreed = group.agreed()
+    return agreed is not None and set(agreed.state.in_sync) == {ONE, TWO, THREE}
+
+
+async def check_repaired(group: ReplicaGroup) -> None:
+    await until(lambda: are_whole(group) and is_in_sync(group))
+    contents = {content(group.partition(node)) for node in (1, 2, 3)}
+    assert len(contents) == 1
+    assert all(b"%0100d" % number in next(iter(contents)) for number in range(COUNT))
+    assert (await group.partition(1).append(a_batch(COUNT))).base_offset == COUNT
+
+
+@pytest.mark.parametrize("node", [1, 2])
+@pytest.mark.parametrize("offset", [0, 17, COUNT - 1])
+async def test_a_lost_batch_is_put_back_in_its_place(group: ReplicaGroup, node: int, offset: int) -> None:
+    harmed = group.partition(node)
+    harm(group, node, offset)
+    segments = list(harmed.log.segments)
+    scrub(group, node)
+    assert harmed.log.damage == ((offset, offset + 1),)
+    await check_repaired(group)
+    # Nothing behind it was fetched again.
+    assert harmed.log.segments[: len(segments)] == segments
+
+
+async def test_replicas_that_lost_different_ranges_heal_each_other(group: ReplicaGroup) -> None:
+    for node in (1, 2, 3):
+        for offset in range(node, COUNT, 12):
+            harm(group, node, offset)
+    scrub(group, 1, 2, 3)
+    assert all(group.partition(node).log.lost for node in (1, 2, 3))
+    await check_repaired(group)
+
+
+async def test_a_leader_that_was_read_is_repaired_before_readers_are_refused(group: ReplicaGroup) -> None:
+    leader = group.partition(1)
+    harm(group, 1, 17)
+    with pytest.raises(RepairPending):
+        leader.read(Offset(17), max_bytes=1)
+    await until(lambda: not leader.log.lost)
+    assert b"%0100d" % 17 in bytes(leader.read(Offset(17), max_bytes=1))
+
+
+async def test_files_that_are_gone_come_back(group: ReplicaGroup) -> None:
+    """One replica finds out while it runs, one when it starts."""
+    running, stopped = group.partition(1), group.nodes[THREE]
+    removed = running.log.segments[1]
+    group.nodes[ONE].files.remove(removed.path)
+    first, second = (segment.path for segment in group.partition(3).log.segments[2:4])
+    await stopped.stop()
+    stopped.files.remove(first)
+    descriptor = stopped.files.open(second)
+    stopped.files.truncate(descriptor, 500)
+    stopped.files.close(descriptor)
+    await stopped.start()
+    scrub(group, 1, 3)
+    assert running.log.damage == ((removed.base_offset, removed.next_offset),)
+    assert group.partition(3).log.lost
+    await check_repaired(group)
+    await group.nodes[ONE].stop()
+    await group.nodes[ONE].start()
+    assert not group.partition(1).log.lost
+
+
+async def test_what_every_replica_lost_is_told_and_holds_up_nothing(group: ReplicaGroup) -> None:
+    for node in (1, 2, 3):
+        harm(group, node, 17)
+    harm(group, 2, 30)
+    scrub(group, 1, 2, 3)
+    leader = group.partition(1)
+    await until(lambda: all(group.partition(node).log.damage == ((17, 18),) for node in (1, 2, 3)))
+    await until(lambda: all(not group.partition(node).log.lost.repairable for node in (1, 2, 3)))
+    with pytest.raises(DamagedRange):
+        leader.read(Offset(17), max_bytes=1)
+    await until(lambda: is_in_sync(group))
+    assert (await leader.append(a_batch(COUNT))).base_offset == COUNT
+
+
+async def test_while_a_replica_that_may_have_it_is_away_a_range_is_not_given_up(group: ReplicaGroup) -> None:
+    leader = group.partition(1)
+    group.cut |= {(ONE, TWO), (ONE, THREE)}
+    harm(group, 1, 17)
+    scrub(group, 1)
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+        with pytest.raises(RepairPending):
+            leader.read(Offset(17), max_bytes=1)
+    group.heal()
+    await check_repaired(group)
+
+
+async def test_only_replicas_are_given_what_others_lost(group: ReplicaGroup) -> None:
+    follower = group.partition(2)
+    assert follower.read_for_repair(THREE, offset=Offset(17), leader_epoch=-1, max_bytes=1).records
+    with pytest.raises(NotLeader):
+        follower.read_for_repair(NodeId(4), offset=Offset(17), leader_epoch=-1, max_bytes=1)
+
+
+async def test_what_is_not_acknowledged_only_the_leader_gives_and_only_in_its_epoch(group: ReplicaGroup) -> None:
+    group.cut |= {(TWO, ONE), (THREE, ONE)}
+    leader = group.partition(1)
+    leader.write(a_batch(COUNT), acks=1)
+    assert leader.high_watermark == COUNT
+    given = [
+        bool(leader.read_for_repair(TWO, offset=Offset(COUNT), leader_epoch=epoch, max_bytes=1).records)
+        for epoch in (-1, 0, 1)
+    ]
+    assert given == [False, True, False]
+
+
+async def test_a_leader_whose_disk_takes_nothing_hands_over(group: ReplicaGroup) -> None:
+    files, harmed = group.nodes[ONE].files, group.partition(1)
+    harm(group, 1, 17)
+    files.fail_next_writes(*[".log"] * 3)
+    scrub(group, 1)
+    await until(lambda: group.partition(2).is_leader)
+    assert b"%0100d" % 17 in bytes(group.partition(2).read(Offset(17), max_bytes=1))
+    await until(lambda: are_whole(group) and is_in_sync(group))
+    assert not harmed.is_leader
+    assert (await group.partition(2).append(a_batch(COUNT))).base_offset == COUNT

@@ -1,0 +1,127 @@
+"""What is read again is verified again: after a write of somebody else, and after a while also without one."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import pytest
+
+from millstream.log.log import Log
+from millstream.log.reader import VERIFIED_S
+from millstream.log.segment import FRESH_S
+from millstream.log.store import LogStore
+from millstream.log.stretch import BrokenSegment
+from millstream.model.errors import DamagedRange
+from millstream.model.ids import Epoch, PartitionIndex
+from millstream.model.topic import TopicPartition, TopicSettings
+from millstream.records.record import NewRecord, decode_records, encode_batch
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import MemoryFiles
+
+SETTINGS = TopicSettings(segment_bytes=2000, index_interval_bytes=400)
+COUNT = 40
+BASE_OFFSET_AT, LENGTH_AT, EPOCH_AT, PAYLOAD_AT = 7, 11, 15, 120
+
+
+@pytest.fixture
+def log(store: LogStore) -> Log:
+    log = store.open_log(UUID(int=5), TopicPartition("orders", PartitionIndex(0)), SETTINGS)
+    for number in range(COUNT):
+        log.append(encode_batch([NewRecord(None, b"%0100d" % number, (), 1000)]), leader_epoch=Epoch(0))
+    assert len(log.segments) == 4
+    return log
+
+
+def read_all(log: Log) -> tuple[list[int], list[tuple[int, int]]]:
+    """The values that are served, by one batch each, and the ranges that are refused."""
+    served: list[int] = []
+    lost: list[tuple[int, int]] = []
+    offset = 0
+    while offset < log.end_offset:
+        try:
+            records = list(decode_records(log.read(offset, max_bytes=500, up_to=log.end_offset)))
+        except DamagedRange as damage:
+            lost.append((damage.first, damage.next_offset))
+            offset = damage.next_offset
+            continue
+        served += [int(record.value or b"") for record in records]
+        offset = records[-1].offset + 1
+    return served, lost
+
+
+def place_of(log: Log, offset: int) -> tuple[str, int]:
+    segment = log._segment_of(offset)
+    return segment.path, log.reader.locate(segment, offset)
+
+
+def without(*offsets: int) -> tuple[list[int], list[tuple[int, int]]]:
+    return [number for number in range(COUNT) if number not in offsets], [(one, one + 1) for one in offsets]
+
+
+@pytest.mark.parametrize("at", [BASE_OFFSET_AT, LENGTH_AT, EPOCH_AT, PAYLOAD_AT])
+@pytest.mark.parametrize("offset", [0, 5, 11, 25])
+def test_a_write_of_another_process_is_found_at_once(log: Log, files: MemoryFiles, offset: int, at: int) -> None:
+    assert read_all(log) == without()
+    path, position = place_of(log, offset)
+    old = files.content(path)[position + at]
+    files.overwrite(path, position + at, bytes([old ^ 0x21]))
+    assert read_all(log) == without(offset)
+
+
+def test_a_bit_that_flips_without_a_write_is_found_after_a_while(
+    log: Log, files: MemoryFiles, clock: ManualClock
+) -> None:
+    assert read_all(log) == without()
+    path, position = place_of(log, 5)
+    files.flip_bit(path, position + PAYLOAD_AT, 0)
+    clock.advance_ms(int(VERIFIED_S * 1000) + 1)
+    assert read_all(log) == without(5)
+
+
+def test_the_end_of_the_active_segment_is_verified_when_it_is_not_just_written(
+    log: Log, files: MemoryFiles, clock: ManualClock
+) -> None:
+    assert read_all(log) == without()
+    path, position = place_of(log, COUNT - 1)
+    files.flip_bit(path, position + PAYLOAD_AT, 0)
+    clock.advance_ms(int(FRESH_S * 2000) + 1)
+    log.segments[-1].forget_verified()
+    assert read_all(log) == without(COUNT - 1)
+
+
+def test_what_is_just_written_is_read_without_verifying_it(log: Log, files: MemoryFiles, clock: ManualClock) -> None:
+    read_all(log)
+    for number in range(5):
+        clock.advance_ms(int(FRESH_S * 600))
+        log.append(encode_batch([NewRecord(None, b"%d" % number, (), 1000)]), leader_epoch=Epoch(0))
+        reads = files.reads
+        log.read(log.end_offset - 1, max_bytes=500, up_to=log.end_offset)
+        assert files.reads == reads + 1
+
+
+def test_a_write_between_the_announcement_and_the_sending_is_found(log: Log, files: MemoryFiles) -> None:
+    stretch = log.stretch(0, max_bytes=1500, up_to=log.end_offset, at_once=0)
+    assert stretch is not None
+    path, position = place_of(log, 5)
+    files.overwrite(path, position + PAYLOAD_AT, b"x")
+    with pytest.raises(BrokenSegment):
+        stretch.read(0, stretch.size)
+    assert read_all(log) == without(5)
+
+
+def test_a_write_that_changes_nothing_does_not_disturb_an_answer(log: Log, files: MemoryFiles) -> None:
+    stretch = log.stretch(0, max_bytes=1500, up_to=log.end_offset, at_once=0)
+    assert stretch is not None
+    segment = log.segments[0]
+    files.overwrite(segment.path, 0, files.content(segment.path)[:100])
+    assert len(stretch.read(0, stretch.size)) == stretch.size
+
+
+def test_a_file_that_is_removed_is_lost_and_what_is_behind_it_is_served(log: Log, files: MemoryFiles) -> None:
+    read_all(log)
+    gone = log.segments[1]
+    log.open_files._close(gone)
+    files.remove(gone.path)
+    served, lost = read_all(log)
+    assert lost == [(gone.base_offset, gone.next_offset)]
+    assert served == [number for number in range(COUNT) if not gone.base_offset <= number < gone.next_offset]

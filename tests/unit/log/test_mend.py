@@ -1,0 +1,225 @@
+"""Batches of another replica take the place of what was lost; a crash leaves the range lost or whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from millstream.log.log import Log
+from millstream.log.mend import Mend, fit_batches
+from millstream.log.store import LogStore
+from millstream.model.errors import CorruptBatch, MillstreamError
+from millstream.model.ids import Epoch, PartitionIndex
+from millstream.model.topic import TopicPartition, TopicSettings
+from millstream.records.raw_record import empty_batch
+from millstream.records.record import NewRecord, decode_records, encode_batch
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import MemoryFiles
+
+PARTITION = TopicPartition("orders", PartitionIndex(0))
+SETTINGS = TopicSettings(segment_bytes=2000, index_interval_bytes=400)
+COUNT = 40
+PAYLOAD_AT = 120
+
+
+def a_batch(number: int) -> bytearray:
+    return encode_batch([NewRecord(None, b"%0100d" % number, (), 1000)])
+
+
+def open_log(files: MemoryFiles) -> tuple[LogStore, Log]:
+    store = LogStore.open(
+        Path("/data"), files=files, clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**12
+    )
+    return store, store.open_log(UUID(int=1), PARTITION, SETTINGS)
+
+
+def fill(store: LogStore, log: Log) -> None:
+    for number in range(COUNT):
+        log.append(a_batch(number), leader_epoch=Epoch(number // 7))
+    store.sync_soon(log)
+    store.commit_once()
+    store.checkpoint_now(log)
+
+
+@pytest.fixture
+def files() -> MemoryFiles:
+    return MemoryFiles(3, open_files_max=64)
+
+
+@pytest.fixture
+def opened(files: MemoryFiles) -> tuple[LogStore, Log]:
+    store, log = open_log(files)
+    fill(store, log)
+    return store, log
+
+
+def lose(files: MemoryFiles, store: LogStore, log: Log, *offsets: int) -> dict[int, bytes]:
+    """Damage batches on the disk; returns what they were."""
+    given = {offset: bytes(log.read(offset, max_bytes=1, up_to=COUNT)) for offset in offsets}
+    for path, position in [(log._segment_of(offset).path, place_of(log, offset)) for offset in offsets]:
+        files.flip_bit(path, position + PAYLOAD_AT, 2)
+    while store.scrub_once():
+        pass
+    assert {first for first, _ in log.damage} <= given.keys()
+    return given
+
+
+def place_of(log: Log, offset: int) -> int:
+    return log.reader.locate(log._segment_of(offset), offset)
+
+
+def mend(store: LogStore, log: Log, batches: bytes, *, lost: int = 0) -> None:
+    one = list(log.lost)[lost]
+    fitted, next_offset = fit_batches(log, one, batches)
+    job = Mend(log, one, fitted, next_offset)
+    job.execute()
+    job.finish()
+    assert job.error is None
+    while store.checkpoint_once():
+        pass
+
+
+def values(log: Log, expected: Callable[[int], bytes] = lambda number: b"%0100d" % number) -> list[int]:
+    """The offsets that are served, each with the value it should have."""
+    found: list[int] = []
+    offset = int(log.start_offset)
+    while offset < log.end_offset:
+        try:
+            data = log.read(offset, max_bytes=700, up_to=log.end_offset)
+        except MillstreamError:
+            offset += 1
+            continue
+        records = [record for record in decode_records(data) if record.offset >= offset]
+        assert [record.value for record in records] == [expected(record.offset) for record in records]
+        found += [record.offset for record in records]
+        offset = records[-1].offset + 1 if records else offset + 1
+    return found
+
+
+@pytest.mark.parametrize("offset", [0, 17, COUNT - 1])
+def test_the_same_bytes_go_where_they_were(opened: tuple[LogStore, Log], files: MemoryFiles, offset: int) -> None:
+    store, log = opened
+    given = lose(files, store, log, offset)
+    sizes = [(segment.path, segment.size) for segment in log.segments]
+    mend(store, log, given[offset])
+    assert values(log) == list(range(COUNT))
+    assert [(segment.path, segment.size) for segment in log.segments] == sizes
+    store.close_now()
+    assert values(open_log(files)[1]) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("offset", [0, 13, 17, COUNT - 1])
+def test_other_bytes_are_swapped_in_and_other_damage_of_the_segment_stays(
+    opened: tuple[LogStore, Log], files: MemoryFiles, offset: int
+) -> None:
+    """As a compacted replica has them: a batch without records in the place of several."""
+    store, log = opened
+    lose(files, store, log, offset, 15)
+    at = [first for first, _ in log.damage].index(offset)
+    epoch = log.epochs.epoch_at(offset)
+    first = max(0, offset - 2) if log.epochs.epoch_at(max(0, offset - 2)) == epoch else offset
+    mend(store, log, bytes(empty_batch(first, offset + 1, epoch)), lost=at)
+    assert log.damage == ((15, 16),)
+    whole = [number for number in range(COUNT) if number not in (offset, 15)]
+    assert values(log) == whole
+    log.append(a_batch(COUNT), leader_epoch=Epoch(9))
+    assert values(log) == [*whole, COUNT]
+    store.close_now()
+    again = open_log(files)[1]
+    assert again.damage == ((15, 16),)
+    assert values(again) == [*whole, COUNT]
+
+
+def test_a_range_may_be_put_back_in_parts(opened: tuple[LogStore, Log], files: MemoryFiles) -> None:
+    store, log = opened
+    segment = log.segments[1]
+    given = bytes(log.read(segment.base_offset, max_bytes=10_000, up_to=segment.next_offset))
+    files.remove(segment.path)
+    while store.scrub_once():
+        pass
+    part = len(given) // (segment.next_offset - segment.base_offset) * 4
+    mend(store, log, given[:part])
+    assert log.damage == ((segment.base_offset + 4, segment.next_offset),)
+    mend(store, log, given[part:])
+    assert not log.lost
+    assert values(log) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_loss_of_power_leaves_the_range_lost_or_whole(seed: int, is_same: bool) -> None:
+    files = MemoryFiles(seed, open_files_max=64)
+    store, log = open_log(files)
+    fill(store, log)
+    given = lose(files, store, log, 17)
+    store.checkpoint_now(log)
+    (lost,) = log.lost
+    fitted, next_offset = fit_batches(log, lost, given[17] if is_same else bytes(empty_batch(17, 18, 2)))
+    job = Mend(log, lost, fitted, next_offset)
+    job.execute()
+    job.finish()
+    assert job.error is None
+    if seed % 2:
+        store.checkpoint_now(log)
+    files.crash()
+    again = open_log(files)[1]
+    expected = [number for number in range(COUNT) if number != 17]
+    if is_same and not again.lost:
+        expected = list(range(COUNT))
+    if seed % 2:
+        assert not again.lost
+    assert values(again) == expected
+
+
+def test_batches_that_cannot_have_been_there_are_refused(opened: tuple[LogStore, Log], files: MemoryFiles) -> None:
+    store, log = opened
+    given = lose(files, store, log, 17)
+    (lost,) = log.lost
+    right = given[17]
+    wrong_crc = right[:-1] + b"?"
+    wrong_offset = b"\0" * 7 + b"\x13" + right[8:]
+    wrong_epoch = right[:12] + b"\0\0\0\x05" + right[16:]
+    for batches in (wrong_crc, wrong_offset, wrong_epoch):
+        with pytest.raises(CorruptBatch):
+            fit_batches(log, lost, batches)
+    assert fit_batches(log, lost, right) == (right, 18)
+
+
+def test_a_disk_that_refuses_leaves_the_range_lost(opened: tuple[LogStore, Log], files: MemoryFiles) -> None:
+    store, log = opened
+    given = lose(files, store, log, 17)
+    (lost,) = log.lost
+    job = Mend(log, lost, given[17], 18)
+    files.fail_next_writes(".log")
+    job.execute()
+    job.finish()
+    assert job.error is not None
+    assert log.damage == ((17, 18),)
+    mend(store, log, given[17])
+    assert values(log) == list(range(COUNT))
+
+
+def test_what_recovery_could_not_read_of_producers_is_learned_when_it_is_back(files: MemoryFiles) -> None:
+    """Lost before it was ever read: the marker of a transaction would be missed, and so would a sequence."""
+    store, log = open_log(files)
+    given = []
+    for number in range(5):
+        batch = encode_batch(
+            [NewRecord(None, b"%0100d" % number, (), 1000)], producer_id=7, producer_epoch=0, base_sequence=number
+        )
+        log.append(batch, leader_epoch=Epoch(0))
+        given.append(bytes(batch))
+    store.sync_soon(log)
+    store.commit_once()
+    path, position = log.segments[0].path, place_of(log, 2)
+    files.kill()
+    files.flip_bit(path, position + PAYLOAD_AT, 1)
+    store, log = open_log(files)
+    assert [(lost.first, lost.unread) for lost in log.lost] == [(2, True)]
+    mend(store, log, given[2])
+    producer = log.producers.get(7)
+    assert producer is not None
+    assert [batch.base_offset for batch in producer.batches] == [0, 1, 2, 3, 4]

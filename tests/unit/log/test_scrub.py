@@ -1,0 +1,108 @@
+"""The scrub finds what nobody reads, goes on after a restart, and notices what was put right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from uuid import UUID
+
+import pytest
+
+from millstream.log.log import Log
+from millstream.log.store import LogStore
+from millstream.model.ids import Epoch, PartitionIndex
+from millstream.model.topic import TopicPartition, TopicSettings
+from millstream.records.record import NewRecord, encode_batch
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import MemoryFiles
+
+OpenStore = Callable[[], LogStore]
+
+SETTINGS = TopicSettings(segment_bytes=2000, index_interval_bytes=400)
+BASE_OFFSET_AT, LENGTH_AT, EPOCH_AT, PAYLOAD_AT = 7, 11, 15, 120
+
+
+def open_log(store: LogStore, number: int) -> Log:
+    log = store.open_log(UUID(int=number + 1), TopicPartition(f"topic-{number}", PartitionIndex(0)), SETTINGS)
+    if not log.end_offset:
+        for value in range(40):
+            log.append(encode_batch([NewRecord(None, b"%0100d" % value, (), 1000)]), leader_epoch=Epoch(value // 7))
+        store.sync_soon(log)
+        store.commit_once()
+        store.checkpoint_now(log)
+    return log
+
+
+@pytest.fixture
+def logs(store: LogStore) -> list[Log]:
+    return [open_log(store, number) for number in range(3)]
+
+
+def scrub(store: LogStore) -> int:
+    """One pass; returns how many steps it took."""
+    steps = 0
+    while store.scrub_once():
+        steps += 1
+    return steps
+
+
+def place_of(log: Log, offset: int) -> tuple[str, int]:
+    segment = log._segment_of(offset)
+    return segment.path, log.reader.locate(segment, offset)
+
+
+def test_a_pass_over_whole_logs_finds_nothing(store: LogStore, logs: list[Log]) -> None:
+    assert scrub(store) == sum(len(log.segments) for log in logs)
+    assert scrub(store) == sum(len(log.segments) for log in logs)
+    assert list(store.damage()) == []
+
+
+@pytest.mark.parametrize("at", [BASE_OFFSET_AT, LENGTH_AT, EPOCH_AT, PAYLOAD_AT])
+def test_damage_is_found_that_nobody_reads(store: LogStore, logs: list[Log], files: MemoryFiles, at: int) -> None:
+    for path, position in [place_of(log, offset) for log in logs for offset in (0, 17, 39)]:
+        files.flip_bit(path, position + at, 0)
+    scrub(store)
+    assert [log.damage for log in logs] == [((0, 1), (17, 18), (39, 40))] * 3
+
+
+def test_a_file_that_is_cut_or_removed_is_found(store: LogStore, logs: list[Log], files: MemoryFiles) -> None:
+    cut, removed = logs[0].segments[0], logs[1].segments[1]
+    descriptor = files.open(cut.path)
+    files.truncate(descriptor, cut.size - 1)
+    files.remove(removed.path)
+    scrub(store)
+    assert logs[0].damage == ((cut.next_offset - 1, cut.next_offset),)
+    assert logs[1].damage == ((removed.base_offset, removed.next_offset),)
+    scrub(store)
+    assert len(logs[1].damage) == 1
+
+
+def test_what_was_put_right_is_served_again(store: LogStore, logs: list[Log], files: MemoryFiles) -> None:
+    path, position = place_of(logs[0], 5)
+    files.flip_bit(path, position + PAYLOAD_AT, 3)
+    scrub(store)
+    assert logs[0].damage == ((5, 6),)
+    scrub(store)
+    assert logs[0].damage == ((5, 6),)
+    files.flip_bit(path, position + PAYLOAD_AT, 3)
+    scrub(store)
+    assert not logs[0].lost
+    assert b"%0100d" % 5 in bytes(logs[0].read(5, max_bytes=1, up_to=40))
+
+
+def test_a_restart_goes_on_where_the_pass_was(
+    store: LogStore, logs: list[Log], open_store: OpenStore, clock: ManualClock
+) -> None:
+    steps = scrub(store)
+    clock.advance_ms(1)
+    for _ in range(5):
+        assert store.scrub_once()
+    store._scrubber.keep()
+    store.close_now()
+    again = open_store()
+    for number in range(3):
+        open_log(again, number)
+    assert again._scrubber.wait_s == 0
+    # The segment that it had come to is begun once more.
+    assert scrub(again) == steps - 4
+    again._scrubber.keep()
+    assert again._scrubber.wait_s > 0
