@@ -43,6 +43,7 @@ from millstream.net.connection import ConnectionLimits
 from millstream.net.heap import keep_freed_memory, leave_what_stays_alone
 from millstream.net.listener import Listener, bind, listen
 from millstream.pipelines.child import PipelineChild, driver_options, why_it_runs_none
+from millstream.records.compression import set_limits
 from millstream.wire.lean_kio import import_lean_kio
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ class Broker:
             keep_freed_memory()
             take_charge()
         config, undo = self._config, self._undo
+        set_limits(config.decompressed_bytes_max, config.compression_ratio_max)
         if config.advertise:
             # Used only when the APIs are built, but what is wrong with it is told before anything starts.
             parse_address(config.advertise, name="advertise")

@@ -10,10 +10,10 @@ from contextlib import aclosing
 from typing import NamedTuple, TypeVar
 
 from millstream.admin.damage import LostOffsets
-from millstream.model.errors import BrokerUnreachable, CorruptBatch, OffsetOutOfRange, RequestTimedOut
+from millstream.model.errors import BatchRejected, BrokerUnreachable, CorruptBatch, OffsetOutOfRange, RequestTimedOut
 from millstream.model.ids import NodeId, Offset, PartitionIndex
 from millstream.model.topic import TopicPartition
-from millstream.records.batch import iterate_whole_headers
+from millstream.records.batch import BatchHeader, iterate_whole_headers
 from millstream.records.record import Record, decode_records
 from millstream.wire.client import Client
 from millstream.wire.fetching import READ_UNCOMMITTED, FetchAnswer, FetchLimits
@@ -173,9 +173,15 @@ class Tailer:
 
     def _take(self, where: TopicPartition, answer: FetchAnswer) -> list[Message]:
         at = self._positions[where]
+
+        def pass_over(header: BatchHeader, error: BatchRejected) -> None:
+            if header.last_offset >= at:
+                first, last = max(at, header.base_offset), header.last_offset
+                self._note(f"{where} {first} to {last} cannot be read and are passed over: {error}.")
+
         messages = [
             Message(where.partition, record)
-            for record in decode_records(answer.records, aborted=answer.aborted)
+            for record in decode_records(answer.records, aborted=answer.aborted, unreadable=pass_over)
             if record.offset >= at
         ]
         # By the headers, since a batch may end in offsets that hold no record any more.

@@ -10,10 +10,10 @@ A length of -1 means null; a header's key cannot be null. Bulk work on many reco
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from millstream.model.errors import CorruptBatch, InvalidBatch
+from millstream.model.errors import BatchRejected, CorruptBatch, InvalidBatch
 from millstream.model.ids import NO_TIMESTAMP_MS, Offset
 from millstream.records.aborted_batches import Aborted, AbortedBatches
 from millstream.records.batch import (
@@ -29,7 +29,7 @@ from millstream.records.batch import (
     iterate_whole_headers,
     seal_batch,
 )
-from millstream.records.compression import DECOMPRESSED_BYTES_MAX, compress, decompress
+from millstream.records.compression import compress, decompress
 
 CREATE_TIME, LOG_APPEND_TIME = range(2)
 """The types of timestamp: given by the producer, or by the broker when it appended the batch."""
@@ -113,9 +113,12 @@ def decode_records(
     aborted: Aborted = (),
     control: bool = False,
     verify_crc: bool = True,
-    decompressed_bytes_max: int = DECOMPRESSED_BYTES_MAX,
+    decompressed_bytes_max: int | None = None,
+    unreadable: Callable[[BatchHeader, BatchRejected], None] | None = None,
 ) -> Iterator[Record]:
     """Yield the records of a fetch answer, without those of the aborted transactions that came with it.
+
+    A batch that cannot be opened is passed over if `unreadable` is there to hear of it, else it raises.
 
     A last batch that is cut off is ignored. Control batches are skipped unless asked for. The first batch may hold
     records below the offset that was fetched: dropping them is the caller's job.
@@ -128,14 +131,22 @@ def decode_records(
             continue
         if verify_crc:
             check_crc(buffer, header)
-        yield from decode_batch(buffer, header, decompressed_bytes_max=decompressed_bytes_max)
+        if unreadable is None:
+            yield from decode_batch(buffer, header, decompressed_bytes_max=decompressed_bytes_max)
+            continue
+        try:
+            records = list(decode_batch(buffer, header, decompressed_bytes_max=decompressed_bytes_max))
+        except BatchRejected as error:
+            unreadable(header, error)
+        else:
+            yield from records
 
 
 def decode_batch(
     buffer: Buffer,
     header: BatchHeader,
     *,
-    decompressed_bytes_max: int = DECOMPRESSED_BYTES_MAX,
+    decompressed_bytes_max: int | None = None,
     first: int = _INT64_MIN,
     last: int = _INT64_MAX,
 ) -> Iterator[Record]:
