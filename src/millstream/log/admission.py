@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from millstream.model.errors import BatchTooLarge, InvalidBatch, InvalidTimestamp
+from millstream.model.errors import BatchRejected, BatchTooLarge, InvalidBatch, InvalidTimestamp
 from millstream.model.topic import TopicSettings
-from millstream.records.batch import BatchHeader, Buffer, iterate_headers, read_header
+from millstream.records.batch import HEADER_BYTES, BatchHeader, Buffer, iterate_headers, read_header
+from millstream.records.compression import size_bound
 from millstream.records.raw_record import first_without_key, records_section
 
 KEYED_RECORDS_MAX = 100_000
-KEYED_BYTES_MAX = 32 * 1024 * 1024
-"""So much is looked through for keys on the way in, and no more, as everybody else waits meanwhile."""
+"""Of more records keys are not looked for: a compacted topic refuses the batch."""
+
+_LIGHT_RECORDS_MAX = 2_000
+_LIGHT_BYTES_MAX = 1024 * 1024
 
 
 def read_headers(batches: Buffer, *, internal: bool, max_message_bytes: int) -> list[BatchHeader]:
@@ -61,13 +64,23 @@ def check_times(header: BatchHeader, settings: TopicSettings, now_ms: int) -> No
         raise InvalidTimestamp(f"the batch's time {newest} is {newest - now_ms} ms after the broker's; {limit}")
 
 
+def needs_time_for_keys(batch: Buffer) -> bool:
+    """Whether `check_keys` may take more than a few milliseconds."""
+    try:
+        header = read_header(batch)
+    except BatchRejected:
+        return False
+    section = memoryview(batch)[HEADER_BYTES : header.end_position]
+    return header.record_count > _LIGHT_RECORDS_MAX or size_bound(header.compression, section) > _LIGHT_BYTES_MAX
+
+
 def check_keys(batches: Buffer, header: BatchHeader) -> None:
     """Raise `InvalidBatch` for a batch of a compacted topic with a record that has no key."""
     if header.record_count > KEYED_RECORDS_MAX:
         raise BatchTooLarge(
             f"the record batch has {header.record_count} records; on a compacted topic {KEYED_RECORDS_MAX} are the most"
         )
-    section = records_section(batches, header, decompressed_bytes_max=KEYED_BYTES_MAX)
+    section = records_section(batches, header)
     without = first_without_key(section, header.record_count)
     if without >= 0:
         raise InvalidBatch(f"record {without} of the batch has no key, and the topic is compacted by key")

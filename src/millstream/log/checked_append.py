@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 
 def append_checked(
-    log: Log, batches: bytearray | memoryview, leader_epoch: int, *, internal: bool, guard: Guard | None
+    log: Log,
+    batches: bytearray | memoryview,
+    leader_epoch: int,
+    *,
+    internal: bool,
+    guard: Guard | None,
+    is_keyed: bool = False,
 ) -> AppendedRange:
     """Check the batches, give them offsets in place, and write them; what is internal may be several, or a marker."""
     settings = log.settings
@@ -41,7 +47,7 @@ def append_checked(
         headers = _stamped(batches, headers, now_ms)
     elif not internal:
         check_times(headers[0], settings, now_ms)
-    if not internal and settings.compacts:
+    if not (internal or is_keyed) and settings.compacts:
         check_keys(batches, headers[0])
     base_offset = log.end_offset
     next_offset = int(base_offset)

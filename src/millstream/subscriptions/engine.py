@@ -209,7 +209,14 @@ class Engine:
             _go_back(queue, partition, around.clock.now_ms())
         sieve = self._sieve_for(settings, partition)
         delivery = Delivery(
-            key, queue, partition, around.store, around.clock, next_sequence=stored.sequence + 1, sieve=sieve
+            key,
+            queue,
+            partition,
+            around.store,
+            around.clock,
+            next_sequence=stored.sequence + 1,
+            sieve=sieve,
+            opener=around.sieve.open_batch,
         )
         letters = DeadLetters(
             delivery,
