@@ -14,7 +14,7 @@ SOAK_ARGS ?=
 CHAOS_ARGS ?=
 SIMULATE_ARGS ?=
 
-.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-push chaos-transactions conformance compare fuzz simulate spark docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -113,6 +113,9 @@ chaos-http: $(DEV_STAMP) ## Kill nodes of a cluster while messages are published
 
 chaos-cluster: $(DEV_STAMP) ## Let 200 faults happen to a loaded cluster of real processes, and check every message (half an hour)
 	@$(BIN)/python -m benchmarks.chaos_cluster $(CHAOS_ARGS)
+
+chaos-overload: $(DEV_STAMP) ## Flood a broker, and send it batches that hold far more than they are, beside a client that must not notice (8 minutes)
+	@$(BIN)/python -m benchmarks.chaos_overload $(CHAOS_ARGS)
 
 chaos-push: $(DEV_STAMP) ## Kill nodes, push processes and the endpoint while messages are pushed, and check every message (4 minutes)
 	@$(BIN)/python -m benchmarks.chaos_push $(CHAOS_ARGS)

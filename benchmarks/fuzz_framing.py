@@ -25,6 +25,7 @@ from benchmarks.fuzz_trial import Finding, listen, run
 from millstream.net.budget import Budget
 from millstream.net.connection import Answer, Buffers, Connection, ConnectionLimits
 from millstream.net.traffic import Traffic
+from millstream.net.turns import Turns
 
 FRAME_BYTES_MAX = 6 * 1024 * 1024
 _LENGTH = struct.Struct(">i")
@@ -111,7 +112,8 @@ class _Pair:
     async def open(self) -> None:
         limits = ConnectionLimits(frame_bytes_max=FRAME_BYTES_MAX)
         await asyncio.get_running_loop().connect_accepted_socket(
-            lambda: Connection(self._service, limits, self._budget, Traffic(), lambda _: self.lost.set()), self._server
+            lambda: Connection(self._service, limits, self._budget, Traffic(), lambda _: self.lost.set(), Turns()),
+            self._server,
         )
 
     async def send(self, pieces: list[bytes], *, end: bool) -> None:

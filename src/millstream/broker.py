@@ -41,6 +41,7 @@ from millstream.net.budget import Budget
 from millstream.net.connection import ConnectionLimits
 from millstream.net.heap import keep_freed_memory, leave_what_stays_alone
 from millstream.net.listener import Listener, bind, listen
+from millstream.records.compression import set_limits
 from millstream.wire.lean_kio import import_lean_kio
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ class Broker:
             keep_freed_memory()
             take_charge()
         config, undo = self._config, self._undo
+        set_limits(config.decompressed_bytes_max, config.compression_ratio_max)
         self._check_advertised()
         self._kafka_socket = bind(*parse_address(config.kafka, name="kafka"), flag="kafka", listening=False)
         undo.callback(self._kafka_socket.close)

@@ -15,6 +15,10 @@ from millstream.model.errors import InvalidSetting, NotFound
 from millstream.model.nearest import suggestion
 from millstream.model.setting import Setting, setting, settings_of
 
+DECOMPRESSED_BYTES_MAX = 64 * 1024 * 1024
+COMPRESSION_RATIO_MAX = 1000
+"""What one batch may decompress to, in bytes and in times its size; `records/compression.py` keeps to it."""
+
 ENVIRONMENT_PREFIX = "MILLSTREAM_"
 FILE_NAME = "millstream.toml"
 COMMAND_VARIABLES = frozenset({"MILLSTREAM_BROKERS", "MILLSTREAM_TIMEOUT", "MILLSTREAM_TRACEBACK"})
@@ -211,6 +215,20 @@ class Config:
         256 * 1024 * 1024,
         "Bytes of requests and replies held in memory for all clients together; beyond it, reading from sockets waits.",
         minimum=1024 * 1024,
+    )
+    decompressed_bytes_max: int = setting(
+        "decompressed-bytes-max",
+        DECOMPRESSED_BYTES_MAX,
+        "What the records of one batch may decompress to. Larger batches are refused, or passed over when they are "
+        "read; clients follow the environment variable of the same name.",
+        minimum=1024 * 1024,
+        maximum=2**30,
+    )
+    compression_ratio_max: int = setting(
+        "compression-ratio-max",
+        COMPRESSION_RATIO_MAX,
+        "How many times its size a batch may decompress to if that is more than 8 MiB; the same holds for it.",
+        minimum=10,
     )
     fetch_bytes_max: int = setting(
         "fetch-bytes-max", 55 * 1024 * 1024, "The most that one fetch is answered with.", minimum=1024

@@ -17,7 +17,6 @@ from millstream.http.message import document_bytes, message_bytes
 from millstream.model.errors import CorruptBatch
 from millstream.model.ids import NodeId, Offset
 from millstream.records.batch import BatchHeader, Buffer, check_crc, iterate_whole_headers
-from millstream.records.compression import DECOMPRESSED_BYTES_MAX
 from millstream.records.record import OversizedRecord, Record, decode_batch
 from millstream.wire.leasing import Leased
 from millstream.wire.subscription_messages import LeasedRange
@@ -81,9 +80,7 @@ class Unpacking:
                 pass
         loop = asyncio.get_running_loop()
         slice_bytes = max(bytes_max, large_bytes_max)
-        return await loop.run_in_executor(
-            self._thread, _read, batches, header, spans, slice_bytes, DECOMPRESSED_BYTES_MAX
-        )
+        return await loop.run_in_executor(self._thread, _read, batches, header, spans, slice_bytes, None)
 
     async def read_one(self, batches: Buffer, header: BatchHeader, offset: int) -> Record | None:
         """Read the record at an offset, or None if the batch has none there."""
@@ -178,7 +175,7 @@ def _overlapping(leases: Sequence[LeasedRange], at: int, header: BatchHeader) ->
 
 
 def _read(
-    batches: Buffer, header: BatchHeader, spans: Sequence[Span], bytes_max: int, decompressed_bytes_max: int
+    batches: Buffer, header: BatchHeader, spans: Sequence[Span], bytes_max: int, decompressed_bytes_max: int | None
 ) -> Slice:
     records: list[Record] = []
     size = 0
@@ -197,7 +194,7 @@ def _read(
 
 
 def _wanted(
-    batches: Buffer, header: BatchHeader, spans: Iterable[Span], decompressed_bytes_max: int
+    batches: Buffer, header: BatchHeader, spans: Iterable[Span], decompressed_bytes_max: int | None
 ) -> Iterator[Record]:
     waiting = list(reversed(list(spans)))
     if not waiting:

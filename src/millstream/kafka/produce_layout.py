@@ -51,12 +51,14 @@ _TOPICS_REMEMBERED: Final = 1000
 class Portion:
     """What a request holds for one partition, and what became of it."""
 
-    __slots__ = ("appended", "code", "index", "message", "record_errors", "records", "topic")
+    __slots__ = ("appended", "code", "index", "is_checked", "message", "record_errors", "records", "topic")
 
     def __init__(self, topic: str | UUID, index: int, records: memoryview | None) -> None:
         self.topic = topic
         self.index = index
         self.records = records
+        self.is_checked = False
+        """Whether every record is known to have a key."""
         self.appended: AppendedRange | None = None
         self.code = ErrorCode.none
         self.message: str | None = None
@@ -77,6 +79,12 @@ class Request(NamedTuple):
     acks: int
     timeout_ms: int
     portions: list[Portion]
+
+    def keep_records(self) -> None:
+        """Copy the records, as the memory of the request is used for another one once it has been handled."""
+        for portion in self.portions:
+            if portion.records is not None:
+                portion.records = memoryview(bytearray(portion.records))
 
 
 # -- reading ------------------------------------------------------------------------------------------------

@@ -128,12 +128,6 @@ class Opening:
             bumps_epoch=self._version >= FIRST_THAT_ADDS,
         )
 
-    def keep_records(self) -> None:
-        """Copy the records, as the memory of the request is used for another one meanwhile."""
-        for portion in self._request.portions:
-            if portion.records is not None:
-                portion.records = memoryview(bytearray(portion.records))
-
     async def ask(self, gate: TransactionGate) -> None:
         """Ask the coordinator; what it does not admit has failed when this returns."""
         answers = await self._answers(gate)

@@ -10,14 +10,17 @@ from collections.abc import Sequence
 
 from millstream.model.errors import BatchRejected, BatchTooLarge, InvalidBatch, InvalidTimestamp, RecordError
 from millstream.model.topic import TopicSettings
-from millstream.records.batch import BatchHeader, Buffer, iterate_headers, read_header
+from millstream.records.batch import HEADER_BYTES, BatchHeader, Buffer, iterate_headers, read_header
+from millstream.records.compression import size_bound
 from millstream.records.raw_record import find_without_key, read_timestamp_deltas, records_section
 
 KEYED_RECORDS_MAX = 100_000
-KEYED_BYTES_MAX = 32 * 1024 * 1024
-"""So much is looked through for keys on the way in, and no more, as everybody else waits meanwhile."""
+"""Of more records keys are not looked for: a compacted topic refuses the batch."""
 NAMED_MAX = 10
 """So many records the message of an error names by their index."""
+
+_LIGHT_RECORDS_MAX = 2_000
+_LIGHT_BYTES_MAX = 1024 * 1024
 
 
 def read_headers(batches: Buffer, *, internal: bool, max_message_bytes: int) -> list[BatchHeader]:
@@ -70,7 +73,7 @@ def check_records(batches: Buffer, header: BatchHeader, settings: TopicSettings,
                 f"the record batch has {header.record_count} records; on a compacted topic {KEYED_RECORDS_MAX} are "
                 "the most"
             )
-        section = records_section(batches, header, decompressed_bytes_max=KEYED_BYTES_MAX)
+        section = records_section(batches, header)
         without_key = find_without_key(section, header.record_count)
     wrong_times = _find_wrong_times(batches, header, settings, now_ms, set(without_key))
     if wrong_times is None and not without_key:
@@ -106,10 +109,10 @@ def _find_wrong_times(
         0 <= header.base_timestamp_ms < oldest or header.max_timestamp_ms > newest
     ):
         return None
-    if header.record_count > KEYED_RECORDS_MAX:
+    if not (settings.compacts or _is_light(batches, header)):
         return []
     try:
-        section = records_section(batches, header, decompressed_bytes_max=KEYED_BYTES_MAX)
+        section = records_section(batches, header)
         deltas = read_timestamp_deltas(section, header.record_count)
     except BatchRejected:
         return []
@@ -127,3 +130,17 @@ def _name(records: Sequence[RecordError], header: BatchHeader, fault: str) -> st
     more = ", …" if len(records) > NAMED_MAX else ""
     verb = "has" if len(records) == 1 else "have"
     return f"{len(records)} of {header.record_count} records {verb} {fault} (at index {first}{more})"
+
+
+def needs_time(batch: Buffer) -> bool:
+    """Whether `check_records` may take more than a few milliseconds."""
+    try:
+        header = read_header(batch)
+    except BatchRejected:
+        return False
+    return not _is_light(batch, header)
+
+
+def _is_light(batches: Buffer, header: BatchHeader) -> bool:
+    section = memoryview(batches)[header.position + HEADER_BYTES : header.end_position]
+    return header.record_count <= _LIGHT_RECORDS_MAX and size_bound(header.compression, section) <= _LIGHT_BYTES_MAX

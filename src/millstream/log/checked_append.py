@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 
 def append_checked(
-    log: Log, batches: bytearray | memoryview, leader_epoch: int, *, internal: bool, guard: Guard | None
+    log: Log,
+    batches: bytearray | memoryview,
+    leader_epoch: int,
+    *,
+    internal: bool,
+    guard: Guard | None,
+    is_checked: bool = False,
 ) -> AppendedRange:
     """Check the batches, give them offsets in place, and write them; what is internal may be several, or a marker."""
     settings = log.settings
@@ -39,7 +45,7 @@ def append_checked(
     if settings.message_timestamp_type == "LogAppendTime":
         append_time_ms = now_ms
         headers = _stamped(batches, headers, now_ms)
-    if not internal:
+    if not (internal or is_checked):
         check_records(batches, headers[0], settings, now_ms)
     base_offset = log.end_offset
     next_offset = int(base_offset)

@@ -202,10 +202,11 @@ class Log:
         leader_epoch: Epoch,
         internal: bool = False,
         guard: Guard | None = None,
+        is_checked: bool = False,
     ) -> AppendedRange:
         """Check the batches, give them offsets in place, and write them; nothing is synced yet.
 
-        The guard is what a transaction needs to begin here.
+        The guard is what a transaction needs to begin here. Keys are looked for unless `is_checked`.
         """
         if (self.closed or self.broken or self.is_cutting) and not tried_again(self, self._files):
             raise self._refusal()
@@ -213,7 +214,7 @@ class Log:
             appended = append_plain(self, batches, leader_epoch)
             if appended is not None:
                 return appended
-        return append_checked(self, batches, leader_epoch, internal=internal, guard=guard)
+        return append_checked(self, batches, leader_epoch, internal=internal, guard=guard, is_checked=is_checked)
 
     def _refusal(self) -> PartitionClosed | StorageFailure:
         if self.closed:

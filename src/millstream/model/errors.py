@@ -340,7 +340,7 @@ class InvalidBatch(BatchRejected):
 
 
 class BatchTooLarge(BatchRejected):
-    """The batch exceeds `max.message.bytes`."""
+    """The batch exceeds `max.message.bytes`, or decompresses to more than is allowed."""
 
 
 class UnsupportedCompression(BatchRejected):

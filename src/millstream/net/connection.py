@@ -19,6 +19,7 @@ import logging
 import struct
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol, cast
 
 from millstream.model.errors import MillstreamError, ProtocolViolation
@@ -32,6 +33,7 @@ from millstream.net.promise import Buffers as Buffers
 from millstream.net.promise import Promise, Reply, promise_of
 from millstream.net.stream import Piece, Stored, Stream
 from millstream.net.traffic import Traffic
+from millstream.net.turns import BYTE_S, LIGHT_ANSWER_BYTES, LIGHT_BYTES, LIGHT_REPLIES_MAX, REQUEST_S, Flow, Turns
 
 _logger = logging.getLogger(__name__)
 
@@ -44,12 +46,11 @@ START_BYTES = 20 * 1024
 WRITE_BUFFER_HIGH_BYTES = 64 * 1024
 """A client that leaves more than this unread is not served further until it has caught up; all of it then counts."""
 
-FRAMES_WAITING_MAX = 64
-FRAMES_AT_ONCE_MAX = 128
-"""So many requests of one connection are served before the others get their turn."""
+SHORT_READ_BYTES = 32 * 1024
+"""So much is read at a time while many wait for their turn."""
 
-SENT_AT_ONCE_MAX = 4 * 1024 * 1024
-"""So much of an answer is sent to a client that reads as fast before the others get their turn."""
+SHORT_PIECE_BYTES = 256 * 1024
+"""The same of large answers."""
 
 REPLIES_WAITING_MAX = 1024
 PIECES_MAX = 4
@@ -62,6 +63,7 @@ _LENGTH = struct.Struct(">i")
 
 _scratch_view = memoryview(bytearray(SCRATCH_BYTES))
 _start_view = _scratch_view[:START_BYTES]
+_short_view = _scratch_view[:SHORT_READ_BYTES]
 
 
 class Service(Protocol):
@@ -85,6 +87,7 @@ class Connection(asyncio.BufferedProtocol):
         budget: Budget,
         traffic: Traffic,
         closed: Callable[[Connection], None],
+        turns: Turns,
         hangups: Hangups | None = None,
     ) -> None:
         self._service = service
@@ -92,15 +95,23 @@ class Connection(asyncio.BufferedProtocol):
         self._budget = budget
         self._traffic = traffic
         self._closed = closed
+        self._turns = turns
+        self._flow: Flow
+        self._awaits_turn = False
+        self._serve_until = 0.0
+        self._read_bytes_max = 0
         self._hangups = hangups
         self._watched = -1
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._half: HalfFrame | None = None
         self._expects_large = False
-        self._served_at_once = 0
         self._length_bytes = bytearray()
-        self._waiting: deque[tuple[memoryview, bytearray]] = deque()
+        self._whole: tuple[memoryview, bytearray] | None = None
+        """A frame in a buffer of its own that has not been served yet."""
+        self._unserved: memoryview | None = None
+        """What was read behind the last frame that was served. Nothing more is read meanwhile."""
+        self._unserved_bytes = 0
         self._replies: deque[Promise] = deque()
         self._ready: list[Piece | Stored] = []
         self._outgoing = Outgoing()
@@ -137,11 +148,13 @@ class Connection(asyncio.BufferedProtocol):
         # What comes to an IPv6 listener by IPv4 has an address of both.
         self.reached_at = str(local[0]).removeprefix("::ffff:") if isinstance(local, tuple) else ""
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_HIGH_BYTES)
+        self._flow = self._turns.join(self.host, self._take_turn)
         self._traffic.connections_accepted += 1
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give back whatever the connection held."""
         self._closed(self)
+        self._turns.leave(self._flow)
         if exc is None and self._is_flushing:
             self.presence.delivered()
         self._watch_for_end(wanted=False)
@@ -155,7 +168,7 @@ class Connection(asyncio.BufferedProtocol):
         self._replies.clear()
         self._ready.clear()
         self._outgoing.clear()
-        self._forget_waiting()
+        self._forget_unserved()
         if self._half is not None:
             half, self._half = self._half, None
             give_back(self._budget, half.buffer)
@@ -165,8 +178,13 @@ class Connection(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: the frame under way, or the scratch buffer."""
         if self._half is not None:
-            return self._half.space
-        return _start_view if self._expects_large else _scratch_view
+            space = self._half.space
+        elif self._expects_large:
+            space = _start_view
+        else:
+            space = _short_view if self._turns.is_crowded else _scratch_view
+        self._read_bytes_max = len(space)
+        return space
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take in what has arrived."""
@@ -174,9 +192,13 @@ class Connection(asyncio.BufferedProtocol):
         self.last_activity = self._loop.time()
         if self.presence.has_undelivered:
             self._note_delivered()
+        # A small request with none before it and none behind it is one that its client waits for.
+        is_light = nbytes <= LIGHT_BYTES and nbytes < self._read_bytes_max and len(self._replies) < LIGHT_REPLIES_MAX
+        frames_before = self._traffic.frames_in
+        began = self._turns.clock()
+        self._serve_until = began + self._turns.allowance_s(is_light=is_light)
         # Replies to requests that arrived together leave together: a system call for each costs more than they do.
         self._gathering = True
-        self._served_at_once = 0
         try:
             if self._half is not None:
                 self._fill(self._half, nbytes)
@@ -192,6 +214,9 @@ class Connection(asyncio.BufferedProtocol):
             self._flush_replies()
         finally:
             self._gathering = False
+        cost_s = self._turns.clock() - began + nbytes * BYTE_S
+        is_light = is_light and not self._has_unserved and self._traffic.frames_in - frames_before < LIGHT_REPLIES_MAX
+        self._spend(cost_s, is_light=is_light)
 
     def eof_received(self) -> bool:
         """Let replies that are under way leave before the connection closes, and wait for nothing else."""
@@ -221,7 +246,7 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way, and the client is not being held back."""
-        if self._muted is not None or self._replies or self._ready or self._waiting or self._outgoing:
+        if self._muted is not None or self._replies or self._ready or self._has_unserved or self._outgoing:
             return False
         return not (self._task or self._write_paused or self._half is not None)
 
@@ -264,7 +289,7 @@ class Connection(asyncio.BufferedProtocol):
     def _unmute(self) -> None:
         self._muted = None
         self.last_activity = self._loop.time()
-        self._take_turn()
+        self._serve_next()
 
     def fail(self, error: BaseException) -> None:
         """Close because of what this client did or what went wrong for it; whole answers given before still leave."""
@@ -273,7 +298,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._traffic.connections_failed += 1
         _logger.warning("connection closed", extra={"peer": self.peer, "reason": str(error) or type(error).__name__})
-        self._forget_waiting()
+        self._forget_unserved()
         if self._outgoing or self._write_paused or not transport.get_write_buffer_size():
             transport.abort()
         else:
@@ -301,18 +326,17 @@ class Connection(asyncio.BufferedProtocol):
             (size,) = _LENGTH.unpack_from(data, position)
             if not 0 < size <= bytes_max:
                 raise impossible(size, bytes_max)
-            start = position + 4
-            position = start + size
-            if position > available:
+            start, end = position + 4, position + 4 + size
+            if end > available:
                 self._half = HalfFrame(self._budget, size, data[start:], self._loop.time())
                 self._expects_large = size >= LARGE_BYTES
                 return
+            if not self._may_serve():
+                self._keep_unserved(data[position:])
+                return
             self._traffic.frames_in += 1
-            if self._may_serve():
-                self._serve(data[start:position], None)
-            else:
-                # The scratch buffer is used again at once, so a frame that has to wait takes its bytes along.
-                self._keep_for_later(bytearray(data[start:position]))
+            self._serve(data[start:end], None)
+            position = end
         self._length_bytes += data[position:]
         self._expects_large = False
 
@@ -324,11 +348,12 @@ class Connection(asyncio.BufferedProtocol):
             if self._may_serve():
                 self._serve(view, half.buffer)
             else:
-                self._wait_for_turn(view, half.buffer)
+                self._whole = (view, half.buffer)
+                self._await_turn_if_free()
 
     def _may_grow(self) -> bool:
         # Only a frame that is served as soon as it is complete may have the pass, which others wait for.
-        is_busy = self._task is not None or bool(self._waiting) or self._draining
+        is_busy = self._task is not None or self._has_unserved or self._draining
         return self._budget.has_room_to_grow or (not is_busy and self._budget.take_pass(self))
 
     def _release(self, buffer: bytearray) -> None:
@@ -342,24 +367,34 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def _is_held_up(self) -> bool:
         """Whether something has to be over before the next request is served."""
-        return self._task is not None or self._write_paused or bool(self._outgoing) or self._muted is not None
+        return (
+            self._awaits_turn
+            or self._task is not None
+            or self._write_paused
+            or bool(self._outgoing)
+            or self._muted is not None
+        )
+
+    @property
+    def _has_unserved(self) -> bool:
+        return self._whole is not None or self._unserved is not None
 
     def _may_serve(self) -> bool:
-        """Whether nothing holds up the next frame; at most so many at once, so that others get their turn."""
-        if self._waiting or self._task is not None or self._write_paused or self._outgoing or self._muted is not None:
-            return False
-        self._served_at_once += 1
-        return self._served_at_once <= FRAMES_AT_ONCE_MAX
+        """Whether nothing holds up the next frame, and the turn is not over."""
+        return not self._is_held_up and self._turns.clock() < self._serve_until
 
-    def _keep_for_later(self, frame: bytearray) -> None:
-        self._budget.take(len(frame) + FRAME_COST_BYTES)
-        self._wait_for_turn(memoryview(frame), frame)
+    def _keep_unserved(self, data: memoryview) -> None:
+        """Keep what cannot be served yet; the scratch buffer is used again at once, so it takes its bytes along."""
+        if not self._unserved_bytes:
+            data = memoryview(bytearray(data))
+            self._unserved_bytes = len(data) + FRAME_COST_BYTES
+            self._budget.take(self._unserved_bytes)
+        self._unserved = data
+        self._await_turn_if_free()
 
-    def _wait_for_turn(self, view: memoryview, buffer: bytearray) -> None:
-        is_only_for_others = not (self._waiting or self._is_held_up)
-        self._waiting.append((view, buffer))
-        if is_only_for_others:
-            self._loop.call_soon(self._take_turn)
+    def _release_unserved(self) -> None:
+        self._budget.give_back(self._unserved_bytes)
+        self._unserved_bytes = 0
 
     def _serve(self, frame: memoryview, buffer: bytearray | None) -> None:
         """Serve one frame; the buffer that it lies in, if it has one of its own, is given back afterwards."""
@@ -382,9 +417,15 @@ class Connection(asyncio.BufferedProtocol):
             reply.keep(answer)
             self._flush_replies()
         elif answer is not None:
-            promise = answer if isinstance(answer, Promise) else promise_of(answer, self.fail)
-            self._replies.append(promise)
-            promise.when_kept = self._promise_kept
+            size = len(frame)
+            if isinstance(answer, Promise):
+                self._turns.promise(self._flow, size)
+                answer.when_kept = partial(self._keep_promise, size)
+                self._replies.append(answer)
+            else:
+                promise = promise_of(answer, self.fail)
+                promise.when_kept = self._promise_kept
+                self._replies.append(promise)
 
     def _begin_task(self, answer: Coroutine[Any, Any, Reply | None], size: int, buffer: bytearray | None) -> None:
         """Have the connection wait for an answer; what was read from the frame counts until then."""
@@ -422,34 +463,66 @@ class Connection(asyncio.BufferedProtocol):
             self._budget.give_back(size + FRAME_COST_BYTES)
         else:
             self._release(buffer)
-        self._serve_waiting()
+        self._spend(REQUEST_S, is_light=not self._has_unserved)
+        self._serve_next()
+
+    def _serve_next(self) -> None:
+        self._serve_unserved()
         self._adjust_reading()
         self._close_when_drained()
+
+    def _serve_unserved(self) -> None:
+        """Serve what was read before, as far as the turn allows."""
+        if not self._has_unserved or self._is_held_up or self._transport is None:
+            return
+        began = self._turns.clock()
+        self._serve_until = began + self._turns.quantum_s
+        try:
+            if self._whole is not None:
+                whole, self._whole = self._whole, None
+                self._serve(*whole)
+            elif self._unserved is not None:
+                unserved, self._unserved = self._unserved, None
+                self._split(unserved)
+        except Exception as error:
+            if not isinstance(error, ProtocolViolation):
+                _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
+            self.fail(error)
+        finally:
+            if self._unserved is None and self._unserved_bytes:
+                self._release_unserved()
+        self._spend(self._turns.clock() - began)
+
+    def _forget_unserved(self) -> None:
+        if self._whole is not None:
+            (_, buffer), self._whole = self._whole, None
+            self._release(buffer)
+        self._unserved = None
+        if self._unserved_bytes:
+            self._release_unserved()
+
+    # -- turns ----------------------------------------------------------------------------------------------
+
+    def _spend(self, cost_s: float, *, is_light: bool = False) -> None:
+        """Account for what was done for this client; it may have to wait for its turn now."""
+        if self._transport is not None and self._turns.spend(self._flow, cost_s, is_light=is_light):
+            self._awaits_turn = True
+            self._adjust_reading()
+
+    def _await_turn(self) -> None:
+        if self._transport is not None and not self._awaits_turn:
+            self._awaits_turn = True
+            self._turns.wait(self._flow)
+
+    def _await_turn_if_free(self) -> None:
+        """Have what is unserved taken up by a turn, unless something else does when it is over."""
+        if not self._is_held_up:
+            self._await_turn()
 
     def _take_turn(self) -> None:
         """Go on with what waits after others had their turn."""
-        self._serve_waiting()
-        self._adjust_reading()
-        self._close_when_drained()
-
-    def _serve_waiting(self) -> None:
-        served = 0
-        while self._waiting and not self._is_held_up and self._transport is not None:
-            if served >= FRAMES_AT_ONCE_MAX:
-                self._loop.call_soon(self._take_turn)
-                return
-            served += 1
-            try:
-                self._serve(*self._waiting.popleft())
-            except Exception as error:
-                if not isinstance(error, ProtocolViolation):
-                    _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
-                self.fail(error)
-                return
-
-    def _forget_waiting(self) -> None:
-        while self._waiting:
-            self._release(self._waiting.popleft()[1])
+        self._awaits_turn = False
+        self._go_on_sending()
 
     # -- replies --------------------------------------------------------------------------------------------
 
@@ -468,6 +541,10 @@ class Connection(asyncio.BufferedProtocol):
             self._flush_replies()
         elif not self._gathering:
             self._flush_soon()
+
+    def _keep_promise(self, size_bytes: int) -> None:
+        self._turns.keep(self._flow, size_bytes)
+        self._promise_kept()
 
     def _promise_kept(self) -> None:
         # One commit keeps many promises, so the others of this turn of the loop are waited for.
@@ -517,12 +594,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def _send_pieces(self, transport: asyncio.Transport) -> None:
         """Send as much of a large answer as the client reads now, or as the others have time for."""
-        sent = 0
-        while self._outgoing and not self._write_paused and not transport.is_closing():
-            if sent >= SENT_AT_ONCE_MAX:
-                self._loop.call_soon(self._go_on_sending)
-                return
-            wanted = min(PIECE_BYTES, max(WRITE_BUFFER_HIGH_BYTES, self._budget.share_bytes))
+        turns = self._turns
+        began = turns.clock()
+        cost_s, sent_bytes = 0.0, 0
+        while self._outgoing and not (self._write_paused or self._awaits_turn or transport.is_closing()):
+            if cost_s > turns.quantum_s:
+                break
+            piece_bytes = SHORT_PIECE_BYTES if turns.is_crowded else PIECE_BYTES
+            wanted = min(piece_bytes, max(WRITE_BUFFER_HIGH_BYTES, self._budget.share_bytes))
             try:
                 pieces = self._outgoing.take(wanted)
             except (OSError, MillstreamError) as error:
@@ -531,14 +610,21 @@ class Connection(asyncio.BufferedProtocol):
                 return
             size = sum(map(len, pieces))
             self._send(transport, pieces, size)
-            sent += size
+            sent_bytes += size
+            cost_s = turns.clock() - began + sent_bytes * BYTE_S
+        if cost_s:
+            self._spend(
+                cost_s, is_light=sent_bytes <= LIGHT_ANSWER_BYTES and not (self._outgoing or self._has_unserved)
+            )
+            if self._outgoing and not self._write_paused:
+                self._await_turn()
 
     def _go_on_sending(self) -> None:
         """Send the rest of a large answer, then see to whatever waits behind it."""
         if self._transport is not None:
             self._send_pieces(self._transport)
             self._flush_replies()
-            self._take_turn()
+            self._serve_next()
 
     def _send(self, transport: asyncio.Transport, out: list[Piece], size: int) -> None:
         self.last_activity = self._loop.time()
@@ -592,7 +678,9 @@ class Connection(asyncio.BufferedProtocol):
             or self._write_paused
             or self._outgoing
             or self._muted is not None
-            or len(self._waiting) >= FRAMES_WAITING_MAX
+            or self._awaits_turn
+            or not self._turns.may_promise(self._flow)
+            or self._has_unserved
             or len(self._replies) >= REPLIES_WAITING_MAX
         )
         if no_room:
@@ -622,6 +710,6 @@ class Connection(asyncio.BufferedProtocol):
     def _close_when_drained(self) -> None:
         if not self._draining or self._transport is None:
             return
-        if not (self._replies or self._ready or self._outgoing or self._waiting or self._task):
+        if not (self._replies or self._ready or self._outgoing or self._has_unserved or self._task):
             self._is_flushing = True
             self._transport.close()

@@ -13,6 +13,7 @@ from millstream.net.budget import Budget
 from millstream.net.connection import Connection, ConnectionLimits, Service
 from millstream.net.hangups import Hangups
 from millstream.net.traffic import Traffic
+from millstream.net.turns import Turns
 
 _logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Listener:
         budget: Budget,
         connections_max: int,
         idle_s: float,
+        turns: Turns | None = None,
     ) -> None:
         self._service = service
         self._limits = limits
@@ -48,6 +50,7 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._sweep: asyncio.TimerHandle | None = None
         self._hangups = Hangups()
+        self._turns = turns or Turns()
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self.connections: set[Connection] = set()
@@ -88,6 +91,8 @@ class Listener:
         yield gauge("millstream_connections", "Connections that are open.", len(self.connections))
         yield gauge("millstream_inflight_bytes", "Bytes held in memory for clients.", self._budget.used_bytes)
         yield gauge("millstream_inflight_waiting", "Connections that wait for memory.", self._budget.waiting)
+        yield gauge("millstream_turns_waiting", "Connections that wait for their turn.", self._turns.waiting)
+        yield counter("millstream_turns_total", "Turns given to connections that had to wait.", self._turns.given)
         yield counter("millstream_connections_total", "Connections accepted.", traffic.connections_accepted)
         yield counter("millstream_connections_refused_total", "Turned away: too many.", traffic.connections_refused)
         yield counter("millstream_connections_failed_total", "Closed for bad input.", traffic.connections_failed)
@@ -99,7 +104,9 @@ class Listener:
         if len(self.connections) >= self._connections_max:
             self.traffic.connections_refused += 1
             return _Refused()
-        connection = Connection(self._service, self._limits, self._budget, self.traffic, self._closed, self._hangups)
+        connection = Connection(
+            self._service, self._limits, self._budget, self.traffic, self._closed, self._turns, self._hangups
+        )
         self.connections.add(connection)
         self._all_closed.clear()
         return connection

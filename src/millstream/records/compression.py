@@ -7,19 +7,22 @@
 - zstd: one or several frames, with or without their content size.
 
 The frames of lz4 and zstd are made of blocks of limited size, so that walking over the block headers gives an upper
-bound of the output. A batch that would decompress to more than the caller allows is `CorruptBatch`, never a huge
-allocation.
+bound of the output. A batch that would decompress to more than the limits allow is `CorruptBatch`, never a huge
+allocation. The limits are the same for everyone who reads batches: a node sets them from its configuration, and hands
+them on to its child processes through the environment, where clients may set them too.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import cramjam
 
-from millstream.model.errors import CorruptBatch, UnsupportedCompression
+from millstream.config import COMPRESSION_RATIO_MAX, DECOMPRESSED_BYTES_MAX
+from millstream.model.errors import BatchTooLarge, CorruptBatch, UnsupportedCompression
 from millstream.records.batch import (
     COMPRESSION_GZIP,
     COMPRESSION_LZ4,
@@ -29,12 +32,16 @@ from millstream.records.batch import (
     Buffer,
 )
 
-DECOMPRESSED_BYTES_MAX = 128 * 1024 * 1024
-"""What one batch may decompress to unless the caller says otherwise."""
+RATIO_FREE_BYTES = 8 * 1024 * 1024
+"""So much every batch may decompress to, whatever its ratio."""
+
+DECOMPRESSED_BYTES_VARIABLE = "MILLSTREAM_DECOMPRESSED_BYTES_MAX"
+RATIO_VARIABLE = "MILLSTREAM_COMPRESSION_RATIO_MAX"
 
 _GZIP_WINDOW = 31
 _GZIP_LEVEL = 6
 _GZIP_STEP_BYTES = 16 * 1024
+_GZIP_RATIO_MAX = 1032
 
 _XERIAL_MAGIC = b"\x82SNAPPY\x00"
 _XERIAL_HEADER = _XERIAL_MAGIC + struct.pack(">ii", 1, 1)
@@ -55,6 +62,87 @@ _ZSTD_RAW, _ZSTD_REPEATED, _ZSTD_COMPRESSED, _ZSTD_RESERVED = range(4)
 _UINT32 = struct.Struct("<I")
 
 
+def set_limits(decompressed_bytes_max: int, ratio_max: int) -> None:
+    """Have batches that exceed these refused from now on, in this process and in those that it starts."""
+    global _limits
+    _limits = (decompressed_bytes_max, ratio_max)
+    os.environ[DECOMPRESSED_BYTES_VARIABLE] = str(decompressed_bytes_max)
+    os.environ[RATIO_VARIABLE] = str(ratio_max)
+
+
+def _limits_of_environment() -> tuple[int, int]:
+    told = (os.environ.get(DECOMPRESSED_BYTES_VARIABLE, ""), os.environ.get(RATIO_VARIABLE, ""))
+    bytes_max = int(told[0]) if told[0].isdigit() else DECOMPRESSED_BYTES_MAX
+    return bytes_max, int(told[1]) if told[1].isdigit() else COMPRESSION_RATIO_MAX
+
+
+_limits = _limits_of_environment()
+
+
+def decompressed_bytes_allowed(compressed_bytes: int) -> int:
+    """What a batch may decompress to whose compressed records take so many bytes."""
+    bytes_max, ratio_max = _limits
+    return min(bytes_max, max(RATIO_FREE_BYTES, compressed_bytes * ratio_max))
+
+
+def check_declared_size(codec: int, data: Buffer) -> None:
+    """Raise `BatchTooLarge` for records that say themselves that they decompress to more than is allowed.
+
+    What does not say so, or lies, is found when it is read.
+    """
+    view = memoryview(data)
+    try:
+        declared = _declared_bytes(codec, view)
+    except (cramjam.DecompressionError, struct.error, IndexError):
+        return
+    allowed = decompressed_bytes_allowed(len(view))
+    if declared > allowed:
+        raise BatchTooLarge(
+            f"the records of the batch decompress to {declared} bytes, {allowed} are allowed (decompressed-bytes-max "
+            "and compression-ratio-max of the node); send smaller batches"
+        )
+
+
+def size_bound(codec: int, data: Buffer) -> int:
+    """What records decompress to at most, without decompressing them; 0 for what is no such data."""
+    view = memoryview(data)
+    allowed = decompressed_bytes_allowed(len(view))
+    try:
+        if codec == COMPRESSION_NONE:
+            return len(view)
+        if codec == COMPRESSION_GZIP:
+            return min(allowed, len(view) * _GZIP_RATIO_MAX)
+        if codec == COMPRESSION_SNAPPY:
+            return min(allowed, len(view) * _SNAPPY_RATIO_MAX)
+        return _bound(_walk_lz4(view) if codec == COMPRESSION_LZ4 else _walk_zstd(view), allowed)
+    except (CorruptBatch, struct.error, IndexError):
+        return 0
+
+
+def _declared_bytes(codec: int, view: memoryview) -> int:
+    if codec == COMPRESSION_SNAPPY:
+        # Blocks of the Java library hold 32 KiB each, too little to be worth a look at every one of them.
+        return 0 if view[:8] == _XERIAL_MAGIC else int(cramjam.snappy.decompress_raw_len(view))
+    if codec == COMPRESSION_GZIP:
+        return int(_UINT32.unpack_from(view, len(view) - 4)[0])
+    if codec == COMPRESSION_LZ4:
+        return int.from_bytes(view[6:14], "little") if view[4] & 0x08 else 0
+    if codec == COMPRESSION_ZSTD:
+        return _zstd_content_bytes(view)
+    return 0
+
+
+def _zstd_content_bytes(view: memoryview) -> int:
+    flags = view[4]
+    size_bytes = (1 if flags & 0x20 else 0, 2, 4, 8)[flags >> 6]
+    at = 5 + (0 if flags & 0x20 else 1) + (0, 1, 2, 4)[flags & 3]
+    return int.from_bytes(view[at : at + size_bytes], "little") + (256 if size_bytes == 2 else 0)
+
+
+def _too_large(bytes_max: int) -> CorruptBatch:
+    return CorruptBatch(f"records decompress to more than the {bytes_max} bytes allowed")
+
+
 def compress(codec: int, data: Buffer) -> bytes:
     """Compress the records of a batch with the codec of that number."""
     if codec == COMPRESSION_NONE:
@@ -70,9 +158,14 @@ def compress(codec: int, data: Buffer) -> bytes:
     raise UnsupportedCompression(f"compression codec {codec} is unknown")
 
 
-def decompress(codec: int, data: Buffer, *, bytes_max: int = DECOMPRESSED_BYTES_MAX) -> Buffer:
-    """Decompress the records of a batch; raise `CorruptBatch` for what is no such data or exceeds `bytes_max`."""
+def decompress(codec: int, data: Buffer, *, bytes_max: int | None = None) -> Buffer:
+    """Decompress the records of a batch.
+
+    Raises `CorruptBatch` for what is no such data, or exceeds the limits or `bytes_max`.
+    """
     view = memoryview(data)
+    allowed = decompressed_bytes_allowed(len(view))
+    bytes_max = allowed if bytes_max is None else min(allowed, bytes_max)
     try:
         if codec == COMPRESSION_NONE:
             return _check_size(view, bytes_max)
@@ -81,13 +174,11 @@ def decompress(codec: int, data: Buffer, *, bytes_max: int = DECOMPRESSED_BYTES_
         if codec == COMPRESSION_SNAPPY:
             return _decompress_snappy(view, bytes_max)
         if codec == COMPRESSION_LZ4:
-            output = bytearray(_bound(_walk_lz4(view), bytes_max))
-            return memoryview(output)[: cramjam.lz4.decompress_into(view, output)]
+            return _decompress_into(cramjam.lz4.decompress_into, view, _bound(_walk_lz4(view), bytes_max), bytes_max)
         if codec == COMPRESSION_ZSTD:
-            output = bytearray(_bound(_walk_zstd(view), bytes_max))
-            return memoryview(output)[: cramjam.zstd.decompress_into(view, output)]
+            return _decompress_into(cramjam.zstd.decompress_into, view, _bound(_walk_zstd(view), bytes_max), bytes_max)
     except (cramjam.DecompressionError, zlib.error) as error:
-        raise CorruptBatch(f"records do not decompress within {bytes_max} bytes: {error}") from error
+        raise CorruptBatch(f"records do not decompress: {error}") from error
     except (struct.error, IndexError) as error:
         raise CorruptBatch("compressed records are cut off") from error
     raise UnsupportedCompression(f"compression codec {codec} is unknown")
@@ -97,6 +188,22 @@ def _check_size(view: memoryview, bytes_max: int) -> memoryview:
     if len(view) > bytes_max:
         raise CorruptBatch(f"records take {len(view)} bytes, more than the {bytes_max} allowed")
     return view
+
+
+def _decompress_into(
+    into: Callable[[memoryview, bytearray], int], view: memoryview, bound: int, bytes_max: int
+) -> memoryview:
+    """Decompress into no more than the bound; with one byte more than is allowed, too much is told from corrupt."""
+    output = bytearray(bound + 1 if bound >= bytes_max else bound)
+    try:
+        size = into(view, output)
+    except cramjam.DecompressionError:
+        if bound < bytes_max:
+            raise
+        raise _too_large(bytes_max) from None
+    if size > bytes_max:
+        raise _too_large(bytes_max)
+    return memoryview(output)[:size]
 
 
 def _bound(sizes: Iterator[int], bytes_max: int) -> int:
@@ -122,7 +229,7 @@ def _decompress_gzip(view: memoryview, bytes_max: int) -> bytes:
         pieces.append(member.decompress(step, room + 1))
         room -= len(pieces[-1])
         if room < 0:
-            raise CorruptBatch(f"records decompress to more than the {bytes_max} bytes allowed")
+            raise _too_large(bytes_max)
         position += len(step) - len(member.unused_data)
     if not member.eof:
         raise CorruptBatch("compressed records are cut off")
@@ -141,7 +248,7 @@ def _decompress_snappy(view: memoryview, bytes_max: int) -> memoryview:
     blocks = list(_xerial_blocks(view)) if view[:8] == _XERIAL_MAGIC else [view]
     sizes = [_snappy_size(block) for block in blocks]
     if sum(sizes) > bytes_max:
-        raise CorruptBatch(f"records decompress to more than the {bytes_max} bytes allowed")
+        raise _too_large(bytes_max)
     output = memoryview(bytearray(sum(sizes)))
     position = 0
     for block, size in zip(blocks, sizes, strict=True):

@@ -28,7 +28,7 @@ from millstream.records.batch import (
     Buffer,
 )
 from millstream.records.columns import BinaryColumn, Columns, HeaderColumn
-from millstream.records.compression import DECOMPRESSED_BYTES_MAX, decompress
+from millstream.records.compression import decompress
 from millstream.records.kernels import gather, parse, scan
 from millstream.records.layout import BATCHES, HEADERS, PARSING, RECORDS, Bytes, Int32s, Table, read_only
 
@@ -86,7 +86,7 @@ def decode_columns(
     aborted: Collection[tuple[int, int]] = (),
     control: bool = False,
     verify_crc: bool = True,
-    decompressed_bytes_max: int = DECOMPRESSED_BYTES_MAX,
+    decompressed_bytes_max: int | None = None,
     rows_max: int = ROWS_MAX,
 ) -> Iterator[Columns]:
     """Yield the records from `start_offset` up to, not including, `end_offset`, at most `rows_max` at a time.
@@ -131,7 +131,7 @@ def _check_crcs(data: Bytes, table: Table) -> None:
             )
 
 
-def _sources(data: Bytes, table: Table, decompressed_bytes_max: int) -> Iterator[tuple[Bytes, Table]]:
+def _sources(data: Bytes, table: Table, decompressed_bytes_max: int | None) -> Iterator[tuple[Bytes, Table]]:
     """Yield arrays that hold plain records, and the batches that lie in each."""
     codecs = table["attributes"] & COMPRESSION_MASK
     if not codecs.any():

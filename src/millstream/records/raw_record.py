@@ -21,7 +21,7 @@ from millstream.records.batch import (
     place_batch,
     seal_batch,
 )
-from millstream.records.compression import DECOMPRESSED_BYTES_MAX, compress, decompress
+from millstream.records.compression import compress, decompress
 from millstream.records.record import RECORD_BYTES_MIN
 
 _VARINT_BYTES_MAX = 10
@@ -41,9 +41,7 @@ class RawRecord(NamedTuple):
     has_value: bool
 
 
-def records_section(
-    batch: Buffer, header: BatchHeader, *, decompressed_bytes_max: int = DECOMPRESSED_BYTES_MAX
-) -> bytes:
+def records_section(batch: Buffer, header: BatchHeader, *, decompressed_bytes_max: int | None = None) -> bytes:
     """The records of a batch, decompressed."""
     section = memoryview(batch)[header.position + HEADER_BYTES : header.end_position]
     if header.compression == COMPRESSION_NONE or not len(section):

@@ -29,7 +29,7 @@ from millstream.records.batch import (
     iterate_whole_headers,
     seal_batch,
 )
-from millstream.records.compression import DECOMPRESSED_BYTES_MAX, compress, decompress
+from millstream.records.compression import compress, decompress
 
 CREATE_TIME, LOG_APPEND_TIME = range(2)
 """The types of timestamp: given by the producer, or by the broker when it appended the batch."""
@@ -122,7 +122,7 @@ def decode_records(
     aborted: Aborted = (),
     control: bool = False,
     verify_crc: bool = True,
-    decompressed_bytes_max: int = DECOMPRESSED_BYTES_MAX,
+    decompressed_bytes_max: int | None = None,
     skip: Callable[[BatchHeader, BatchRejected], None] | None = None,
 ) -> Iterator[Record]:
     """Yield the records of a fetch answer, without those of the aborted transactions that came with it.
@@ -151,7 +151,7 @@ def decode_batch(
     buffer: Buffer,
     header: BatchHeader,
     *,
-    decompressed_bytes_max: int = DECOMPRESSED_BYTES_MAX,
+    decompressed_bytes_max: int | None = None,
     first: int = _INT64_MIN,
     last: int = _INT64_MAX,
     record_bytes_max: int = _INT32_MAX,

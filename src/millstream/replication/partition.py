@@ -117,11 +117,17 @@ class Partition(Replica):
             log.acknowledged_offset = lambda: self.high_watermark
 
     def write(
-        self, batches: bytearray | memoryview, *, acks: int, internal: bool = False, guard: Guard | None = None
+        self,
+        batches: bytearray | memoryview,
+        *,
+        acks: int,
+        internal: bool = False,
+        guard: Guard | None = None,
+        is_checked: bool = False,
     ) -> AppendedRange:
         """Append without waiting; `acknowledged` tells when a reply may be sent.
 
-        A transaction begins here only under the guard of `start_transaction`.
+        A transaction begins here only under the guard of `start_transaction`. Keys are looked for unless `is_checked`.
         """
         if not self.is_leader:
             raise self._not_leader()
@@ -130,7 +136,9 @@ class Partition(Replica):
             raise self._not_enough(in_sync)
         settings = self.log.settings
         try:
-            appended = self.log.append(batches, leader_epoch=self.leader_epoch, internal=internal, guard=guard)
+            appended = self.log.append(
+                batches, leader_epoch=self.leader_epoch, internal=internal, guard=guard, is_checked=is_checked
+            )
         except OutOfOrderSequence as error:
             if self.log.failure is None:
                 raise

@@ -96,7 +96,7 @@ class PublishedIds:
                 self._next = damage.next_offset
                 continue
             data = bytes(records)
-            if len(data) > ON_LOOP_BYTES:
+            if len(data) > ON_LOOP_BYTES or any(header.compression for header in iterate_whole_headers(data)):
                 next_offset, seen = await asyncio.to_thread(_look_through, data, self._next)
             else:
                 next_offset, seen = _look_through(data, self._next)

@@ -22,9 +22,11 @@ from millstream.cluster.backoff import Backoff
 from millstream.model.clock import Clock
 from millstream.model.errors import BatchRejected, DamagedRange, MillstreamError, OffsetOutOfRange, ProducerRejected
 from millstream.model.ids import Offset, ProducerId
-from millstream.records.record import Headers, NewRecord, Record, decode_records, encode_batch
+from millstream.records.batch import COMPRESSION_NONE, check_crc, iterate_whole_headers
+from millstream.records.record import Headers, NewRecord, Record, decode_batch, encode_batch
 from millstream.subscriptions.delivery import Delivery
 from millstream.subscriptions.letter_box import LetterBox
+from millstream.subscriptions.look import LIGHT_RECORDS_MAX
 from millstream.subscriptions.rejected import Rejected
 
 _logger = logging.getLogger(__name__)
@@ -173,7 +175,7 @@ class DeadLetters:
     async def _write_one(self, topic: str, one: Rejected, plan: Plan) -> None:
         queue = self._delivery.queue
         try:
-            record = self._find(one.offset)
+            record = await self._find(one.offset)
             if record is None:
                 _logger.warning(
                     "a message is lost: the log no longer has it, so it cannot be dead-lettered",
@@ -217,13 +219,20 @@ class DeadLetters:
         self._sequences[index] = sequence + 1
         return plan
 
-    def _find(self, offset: Offset) -> Record | None:
+    async def _find(self, offset: Offset) -> Record | None:
         """The message itself; None when the log has it no more."""
         try:
             records = self._delivery.partition.read(offset, max_bytes=READ_BYTES)
         except (OffsetOutOfRange, DamagedRange):
             return None
-        return next((record for record in decode_records(records) if record.offset == offset), None)
+        header = next(iterate_whole_headers(records), None)
+        if header is None:
+            return None
+        check_crc(records, header)
+        if header.compression == COMPRESSION_NONE and header.record_count <= LIGHT_RECORDS_MAX:
+            return next(decode_batch(records, header, first=offset, last=offset), None)
+        # Beside the loop: it may have to decompress a lot for one message, or to step over many.
+        return await asyncio.to_thread(lambda: next(decode_batch(records, header, first=offset, last=offset), None))
 
     def _letter(self, one: Rejected, plan: Plan, record: Record) -> bytearray:
         key = self._delivery.key

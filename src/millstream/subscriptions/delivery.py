@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -41,11 +41,13 @@ from millstream.subscriptions.delta import DeltaKind
 from millstream.subscriptions.endings import Endings
 from millstream.subscriptions.lease import Lease, Settle
 from millstream.subscriptions.look_ahead import (
+    LOOKED_BYTES_MAX,
     Stretch,
     batch_ends,
     batches_with,
     keys_in_batch,
     look,
+    open_here,
     read,
     readable_end,
 )
@@ -133,6 +135,7 @@ class Delivery:
         next_sequence: int,
         name: str = "",
         sieve: QueueSieve | None = None,
+        opener: Callable[[Stretch], Awaitable[Stretch]] | None = None,
     ) -> None:
         self.key = key
         self.name = name
@@ -153,6 +156,7 @@ class Delivery:
         self._clock = clock
         self._next_sequence = next_sequence
         self._sieve = sieve
+        self._opener = opener
         self._looking: asyncio.Task[None] | None = None
         # In the order in which they came.
         self._waiting: dict[Waiter, None] = {}
@@ -286,10 +290,8 @@ class Delivery:
         next_offset = 0
         for offset in sorted(letters):
             if offset >= next_offset:
-                found, next_offset = keys_in_batch(self.partition, offset)
+                found, next_offset = await keys_in_batch(self.partition, offset)
                 keys.update(found)
-                # A batch takes a while to open, and there may be many.
-                await asyncio.sleep(0)
         self._check()
         now_ms, log_start = self._clock.now_ms(), self.partition.log_start
         self.queue.drop_before(log_start, now_ms=now_ms)
@@ -459,18 +461,25 @@ class Delivery:
     def _look_ahead(self, wanted: int) -> None:
         """Look further until enough is known to be there, or nothing more is."""
         self._is_cut_short = False
-        if self._sieve is not None:
-            self._look_through_sieve(wanted)
+        if self._sieve is not None or self._looking is not None:
+            self._look_beside(wanted)
             return
+        looked_bytes = 0
         for _ in range(LOOKS_AT_ONCE):
             seen = self._look_once(wanted)
             if seen is None:
                 return
+            if seen.is_heavy:
+                self._look_beside(wanted)
+                return
             self._take_in(seen, None)
+            looked_bytes += seen.looked_bytes
+            if looked_bytes > LOOKED_BYTES_MAX:
+                break
         self._is_cut_short = True
 
-    def _look_through_sieve(self, wanted: int) -> None:
-        """Have the filter look further, beside the loop; whoever waits is woken when it has."""
+    def _look_beside(self, wanted: int) -> None:
+        """Have the filter, or whoever opens heavy batches, look further; whoever waits is woken when it has."""
         if self._looking is None and self._needs_more(wanted):
             self._looking = asyncio.get_running_loop().create_task(self._sift(wanted), name=f"filter {self.key}")
             self._looking.add_done_callback(self._sifted)
@@ -481,11 +490,15 @@ class Delivery:
             await asyncio.wait([self._looking], timeout=patience_s)
 
     async def _sift(self, wanted: int) -> None:
-        while self._closed is None and (sieve := self._sieve) is not None:
+        while self._closed is None:
+            sieve = self._sieve
             seen = self._look_once(wanted)
-            if seen is None:
+            if seen is None or (sieve is None and not seen.is_heavy):
+                self._wake()
                 return
-            matches = await sieve.matches(seen.records, seen.first, seen.next_offset)
+            if seen.is_heavy:
+                seen = await self._opener(seen) if self._opener is not None else open_here(seen)
+            matches = None if sieve is None else await sieve.matches(seen.records, seen.first, seen.next_offset)
             if self._closed is None and self.queue.next_look == seen.first and self._sieve is sieve:
                 self._take_in(seen, matches)
                 self._wake()
@@ -527,6 +540,9 @@ class Delivery:
         )
 
     def _take_in(self, seen: Stretch, matches: npt.NDArray[np.bool_] | None) -> None:
+        for first, last, reason in seen.unreadable:
+            place = {"queue": f"{self.topic}-{self.index}", "first": first, "last": last, "reason": reason}
+            _logger.warning("messages that cannot be read are passed over", extra=place)
         self.queue.look(
             seen.first,
             seen.next_offset,

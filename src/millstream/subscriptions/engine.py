@@ -217,6 +217,7 @@ class Engine:
             next_sequence=stored.sequence + 1,
             name=declared.name,
             sieve=sieve,
+            opener=around.sieve.open_batch,
         )
         letters = DeadLetters(
             delivery,

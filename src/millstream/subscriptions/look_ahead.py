@@ -4,10 +4,10 @@ them are delayed, and their keys. Batches that raise none of these questions are
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -16,26 +16,12 @@ from millstream.model.errors import BatchRejected, DamagedRange, OffsetOutOfRang
 from millstream.model.ids import Offset
 from millstream.model.subscription import READ_COMMITTED
 from millstream.records.aborted_batches import AbortedBatches
-from millstream.records.batch import (
-    COMPRESSION_NONE,
-    HEADER_BYTES,
-    BatchHeader,
-    Buffer,
-    iterate_whole_headers,
-)
-from millstream.records.compression import decompress
-from millstream.records.raw_record import raw_records, records_section
-from millstream.records.record import Record, decode_batch
+from millstream.records.batch import Buffer, iterate_whole_headers, read_header
 from millstream.replication.partition import Partition
+from millstream.subscriptions.look import Opened, Ranges, TooHeavy, open_batch
 
-DELIVER_AT: Final = "deliver-at"
-"""The header that delays a message: milliseconds since 1970, as text."""
-
-_DELIVER_AT_BYTES: Final = DELIVER_AT.encode()
-_TIME_DIGITS_MAX: Final = 15
-
-Ranges = list[tuple[int, int]]
-"""Offsets, each range with its first and its last."""
+LOOKED_BYTES_MAX: Final = 2 * 1024 * 1024
+"""So much is looked through on the loop at once: a few milliseconds."""
 
 
 class Stretch(NamedTuple):
@@ -48,8 +34,30 @@ class Stretch(NamedTuple):
     due: Ranges
     """Delayed messages: offset and time."""
     keys: npt.NDArray[np.int64] | None
+    looked_bytes: int = 0
+    """How much was looked through."""
+    is_heavy: bool = False
+    """Whether it ends with a batch that is still to be opened, elsewhere."""
+    unreadable: tuple[tuple[int, int, str], ...] = ()
+    """Batches that cannot be read, each as its first and last offset and the reason; they are absent."""
     damage: DamagedRange | None = None
     """Why all of it is absent, if the disk lost it."""
+
+    @property
+    def batch_first(self) -> int:
+        """The first offset of the heavy batch that is looked at."""
+        return max(int(self.first), read_header(self.records).base_offset)
+
+    def with_batch(self, opened: Opened | str) -> Stretch:
+        """The same with its heavy batch opened, or with the reason why it cannot be."""
+        first = self.batch_first
+        if isinstance(opened, str):
+            lost = (first, self.next_offset - 1)
+            return self._replace(absent=[*self.absent, lost], is_heavy=False, unreadable=((*lost, opened),))
+        keys = self.keys
+        if keys is not None and opened.keys is not None:
+            keys[first - self.first :] = opened.keys
+        return self._replace(absent=[*self.absent, *opened.absent], due=opened.due, is_heavy=False)
 
 
 def readable_end(partition: Partition, isolation: str) -> Offset:
@@ -87,32 +95,55 @@ def look(
         return None
     absent: Ranges = []
     due: Ranges = []
+    keys: list[tuple[int, npt.NDArray[np.int64]]] = []
+    unreadable: list[tuple[int, int, str]] = []
     left_out = AbortedBatches(aborted)
     position = offset
+    looked_bytes = 0
     for header in iterate_whole_headers(records):
         if header.next_offset <= position:
             continue
-        if position > offset and header.next_offset - offset > offsets_max:
+        if position > offset and (header.next_offset - offset > offsets_max or looked_bytes > LOOKED_BYTES_MAX):
             break
-        if header.base_offset > position:
-            absent.append((position, header.base_offset - 1))
         first = max(position, header.base_offset)
-        is_aborted = left_out.holds(header.last_offset, header.attributes, header.producer_id)
-        if header.is_control or is_aborted:
-            absent.append((first, header.last_offset))
+        gap = [(int(position), header.base_offset - 1)] if header.base_offset > position else []
+        if header.is_control or left_out.holds(header.last_offset, header.attributes, header.producer_id):
+            absent += [*gap, (first, header.last_offset)]
         else:
-            _open_if_needed(records, header, first, absent, due)
+            try:
+                opened = open_batch(records, header, first, with_keys=with_keys)
+            except TooHeavy:
+                if position > offset:
+                    break
+                batch = memoryview(records)[header.position : header.end_position]
+                none = np.zeros(header.next_offset - offset, np.int64) if with_keys else None
+                return Stretch(batch, offset, header.next_offset, gap, [], none, is_heavy=True)
+            except BatchRejected as error:
+                absent += [*gap, (first, header.last_offset)]
+                unreadable.append((first, header.last_offset, str(error)))
+            else:
+                absent += [*gap, *opened.absent]
+                due += opened.due
+                looked_bytes += opened.looked_bytes
+                if opened.keys is not None:
+                    keys.append((first, opened.keys))
         position = header.next_offset
     if position == offset:
         return None
-    return Stretch(
-        records,
-        offset,
-        position,
-        absent,
-        due,
-        _keys(records, offset, position) if with_keys else None,
-    )
+    all_keys = np.zeros(position - offset, np.int64) if with_keys else None
+    if all_keys is not None:
+        for begin, some in keys:
+            all_keys[begin - offset : begin - offset + some.size] = some
+    return Stretch(records, offset, position, absent, due, all_keys, looked_bytes, False, tuple(unreadable))
+
+
+def open_here(seen: Stretch) -> Stretch:
+    """Open the heavy batch of a stretch in this process."""
+    header, with_keys = read_header(seen.records), seen.keys is not None
+    try:
+        return seen.with_batch(open_batch(seen.records, header, seen.batch_first, with_keys=with_keys, light=False))
+    except BatchRejected as error:
+        return seen.with_batch(str(error))
 
 
 def _lost(offset: Offset, next_offset: Offset, damage: DamagedRange, *, with_keys: bool) -> Stretch | None:
@@ -120,68 +151,11 @@ def _lost(offset: Offset, next_offset: Offset, damage: DamagedRange, *, with_key
     if next_offset <= offset:
         return None
     keys = np.zeros(next_offset - offset, np.int64) if with_keys else None
-    return Stretch(b"", offset, next_offset, [(offset, next_offset - 1)], [], keys, damage)
+    return Stretch(b"", offset, next_offset, [(offset, next_offset - 1)], [], keys, damage=damage)
 
 
-def _open_if_needed(records: Buffer, header: BatchHeader, first: int, absent: Ranges, due: Ranges) -> None:
-    is_dense = header.record_count == header.last_offset_delta + 1
-    try:
-        if is_dense and not _may_be_delayed(records, header):
-            return
-        position = first
-        for record in decode_batch(records, header):
-            if record.offset < first:
-                continue
-            if record.offset > position:
-                absent.append((position, record.offset - 1))
-            position = record.offset + 1
-            time_ms = deliver_at_ms(record)
-            if time_ms is not None:
-                due.append((record.offset, time_ms))
-    except BatchRejected:
-        # It cannot be opened here, so nothing is known to be missing or delayed; workers get it as it is.
-        return
-    if position <= header.last_offset:
-        absent.append((position, header.last_offset))
-
-
-def _may_be_delayed(records: Buffer, header: BatchHeader) -> bool:
-    section = memoryview(records)[header.position + HEADER_BYTES : header.end_position]
-    content: bytes | bytearray | memoryview = section
-    if header.compression != COMPRESSION_NONE and len(section):
-        content = decompress(header.compression, section)
-    return bytes(content).find(_DELIVER_AT_BYTES) >= 0
-
-
-def deliver_at_ms(record: Record) -> int | None:
-    """When a message wants to be delivered, if it says so in a way that can be read."""
-    for name, value in record.headers:
-        if name == DELIVER_AT and value is not None and value.isdigit() and len(value) <= _TIME_DIGITS_MAX:
-            return int(value)
-    return None
-
-
-def _keys(records: Buffer, first: Offset, next_offset: Offset) -> npt.NDArray[np.int64]:
-    """A number for the key of every offset, the same on every node; 0 where there is none.
-
-    In plain Python: this runs on the loop, where compiled code would first be compiled, for seconds. Two keys with the
-    same number wait for each other, which keeps the order of both.
-    """
-    keys = np.zeros(next_offset - first, np.int64)
-    for header in iterate_whole_headers(records):
-        if header.is_control or header.base_offset >= next_offset or header.last_offset < first:
-            continue
-        # A batch that cannot be opened has no keys; the others have.
-        with suppress(BatchRejected):
-            for record in raw_records(records_section(records, header), header):
-                place = header.base_offset + record.offset_delta - first
-                if 0 <= place < len(keys):
-                    keys[place] = _key_number(record.key)
-    return keys
-
-
-def keys_in_batch(partition: Partition, offset: Offset) -> tuple[dict[int, int], Offset]:
-    """Every message of the batch that holds an offset, with the number of its key; and the offset behind the batch.
+async def keys_in_batch(partition: Partition, offset: Offset) -> tuple[dict[int, int], Offset]:
+    """Find every message of the batch that holds an offset, with the number of its key, and the offset after the batch.
 
     What cannot be read any more, or cannot be opened, has none.
     """
@@ -195,13 +169,15 @@ def keys_in_batch(partition: Partition, offset: Offset) -> tuple[dict[int, int],
         return found, Offset(offset + 1)
     if not header.is_control:
         with suppress(BatchRejected):
-            for record in raw_records(records_section(records, header), header):
-                found[header.base_offset + record.offset_delta] = _key_number(record.key)
+            opened = await asyncio.to_thread(
+                open_batch, records, header, header.base_offset, with_keys=True, light=False
+            )
+            if opened.keys is not None:
+                found = dict(enumerate(opened.keys.tolist(), header.base_offset))
+            for first, last in opened.absent:
+                for missing in range(first, last + 1):
+                    del found[missing]
     return found, Offset(max(header.next_offset, offset + 1))
-
-
-def _key_number(key: bytes | None) -> int:
-    return 0 if key is None else crc32(key) + 1
 
 
 def batches_with(records: Buffer, leased: list[tuple[int, int]]) -> Iterator[memoryview]:

@@ -23,6 +23,7 @@ from millstream.records.batch import Buffer, iterate_whole_headers
 from millstream.subscriptions.filter.evaluation import Messages
 from millstream.subscriptions.filter.filter import Filter
 from millstream.subscriptions.filter.worker import FilterWorker
+from millstream.subscriptions.look_ahead import Stretch
 
 KEPT_BYTES_MAX: Final = 16 * 1024 * 1024
 
@@ -70,6 +71,11 @@ class Sieve:
     def kept_bytes(self) -> int:
         """How much of what was found is kept."""
         return self._kept_bytes
+
+    async def open_batch(self, seen: Stretch) -> Stretch:
+        """Open the heavy batch of a stretch, beside the loop."""
+        opened = await self._worker.open_batch(seen.records, seen.batch_first, with_keys=seen.keys is not None)
+        return seen.with_batch(opened)
 
     async def stop(self) -> None:
         """End the process that evaluates filters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from uuid import UUID
 
@@ -14,6 +15,7 @@ from millstream.model.topic import Topic, TopicPartition, TopicSettings
 from millstream.records.record import Headers, NewRecord, encode_batch
 from millstream.replication.partition import Partition
 from millstream.subscriptions.delivery import Delivery, Received, Wanted
+from millstream.subscriptions.look_ahead import Stretch
 from millstream.subscriptions.queue import Queue
 from millstream.subscriptions.sieve import QueueSieve
 from millstream.testing.clock import ManualClock
@@ -67,7 +69,12 @@ class Workbench:
         self.partition.write_marker(ended)
 
     async def open(
-        self, *, partition: Partition | None = None, sieve: QueueSieve | None = None, **settings: object
+        self,
+        *,
+        partition: Partition | None = None,
+        sieve: QueueSieve | None = None,
+        opener: Callable[[Stretch], Awaitable[Stretch]] | None = None,
+        **settings: object,
     ) -> Delivery:
         """A queue as the engine opens it."""
         on = partition or self.partition
@@ -77,7 +84,8 @@ class Workbench:
         queue = Queue(key, declared, leader_epoch=on.leader_epoch, snapshot=stored.snapshot)
         if not queue.is_started:
             queue.begin(0, now_ms=self.clock.now_ms())
-        delivery = Delivery(key, queue, on, self.store, self.clock, next_sequence=stored.sequence + 1, sieve=sieve)
+        sequence = stored.sequence + 1
+        delivery = Delivery(key, queue, on, self.store, self.clock, next_sequence=sequence, sieve=sieve, opener=opener)
         delivery.news()
         return delivery
 

@@ -9,6 +9,7 @@ import pytest
 from millstream.http import unpacking as bounds
 from millstream.http.unpacking import Span, Unpacked, Unpacking
 from millstream.model.errors import CorruptBatch
+from millstream.records import compression
 from millstream.records.batch import (
     COMPRESSION_GZIP,
     COMPRESSION_LZ4,
@@ -90,7 +91,7 @@ async def test_a_damaged_batch_keeps_nobody_from_the_others(unpacking: Unpacking
 async def test_a_batch_that_decompresses_to_too_much_is_not_read(
     unpacking: Unpacking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "DECOMPRESSED_BYTES_MAX", 4 * MIB)
+    monkeypatch.setattr(compression, "_limits", (4 * MIB, 1_000_000))
     batches = batch([bytes(MIB)] * 5, COMPRESSION_ZSTD)
     leased = await unpacking.read_leased(None, answer(batches, (0, 4)), MIB)
     assert offsets(leased) == ([], [], [0, 1, 2, 3, 4])

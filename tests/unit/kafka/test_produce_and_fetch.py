@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -20,9 +21,12 @@ from millstream.cluster.quotas import ClientQuotas
 from millstream.cluster.topics import Topics
 from millstream.config import Config
 from millstream.kafka.api import ClientInfo
+from millstream.kafka.apis import produce as produce_api
 from millstream.kafka.apis.fetch import Fetch
 from millstream.kafka.apis.produce import Produce
 from millstream.kafka.quota_meter import QuotaMeter
+from millstream.log import admission, checked_append
+from millstream.log.admission import check_records
 from millstream.log.files import DiskFiles
 from millstream.log.store import LogStore
 from millstream.model.clock import SystemClock
@@ -33,7 +37,7 @@ from millstream.net.budget import Budget
 from millstream.net.connection import Answer
 from millstream.net.promise import Promise
 from millstream.net.stream import Stream
-from millstream.records.batch import COMPRESSION_ZSTD
+from millstream.records.batch import COMPRESSION_GZIP, COMPRESSION_ZSTD
 from millstream.records.record import NewRecord, decode_records, encode_batch
 from millstream.replication.partition import Partition
 from millstream.wire.codec import load_request_class, read_request_header, read_response, write_request
@@ -132,6 +136,10 @@ def values(partition: Any) -> list[bytes | None]:
     return [record.value for record in decode_records(partition.records or b"")]
 
 
+BOMB = bytes(encode_batch([NewRecord(None, bytes(65 * 1024 * 1024), (), 1000)], compression=COMPRESSION_GZIP))
+"""A small batch that decompresses to more than is allowed."""
+
+
 def batch(*contents: bytes) -> bytes:
     return bytes(encode_batch([NewRecord(b"k", value, (), 1000) for value in contents]))
 
@@ -173,6 +181,41 @@ async def test_only_read_committed_is_told_of_aborted_transactions(
         assert response.responses[0].partitions[0].aborted_transactions == expected
 
 
+async def test_keys_of_heavy_batches_are_looked_for_beside_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def check(*given: Any) -> None:
+        threads.append(threading.get_ident())
+        check_records(*given)
+
+    monkeypatch.setattr(admission, "check_records", check)
+    monkeypatch.setattr(produce_api, "check_records", check)
+    monkeypatch.setattr(checked_append, "check_records", check)
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t", overrides={"cleanup.policy": "compact"})
+        produce = Produce(topics, no_quota())
+
+        async def code(*keys: bytes | None, compression: int = 0, size: int = 0) -> ErrorCode:
+            records = [NewRecord(key, bytes(size), (), 1000) for key in keys]
+            sent = bytes(encode_batch(records, compression=compression))
+            response = await ask(produce, produce_request(9, "t", topic.topic_id, sent))
+            return ErrorCode(response.responses[0].partition_responses[0].error_code)
+
+        here = threading.get_ident()
+        assert await code(b"k") is ErrorCode.none
+        assert await code(b"k", compression=COMPRESSION_ZSTD) is ErrorCode.none
+        assert threads == [here, here]
+        assert await code(*[b"k"] * 3000) is ErrorCode.none
+        assert await code(*[b"k"] * 3000, None) is ErrorCode.invalid_record
+        assert await code(b"k", compression=COMPRESSION_ZSTD, size=5_000_000) is ErrorCode.none
+        assert await code(None, compression=COMPRESSION_ZSTD, size=5_000_000) is ErrorCode.invalid_record
+        assert len(threads) == 6
+        assert here not in threads[2:]
+        assert topics.partition("t", 0).log.end_offset == 3003
+
+
 @pytest.mark.parametrize("version", [3, 8, 9, 13])
 async def test_produce_errors_are_told_by_partition(tmp_path: Path, version: int) -> None:
     async with topics_in(tmp_path) as topics:
@@ -195,6 +238,7 @@ async def test_produce_errors_are_told_by_partition(tmp_path: Path, version: int
         assert await code(records=None) is ErrorCode.invalid_record
         assert await code(records=bytes(torn)) is ErrorCode.corrupt_message
         assert await code(records=batch(bytes(2 * 1024 * 1024))) is ErrorCode.message_too_large
+        assert await code(records=BOMB) is ErrorCode.message_too_large
         assert await code(acks=2) is ErrorCode.invalid_required_acks
         assert await code() is ErrorCode.none
 

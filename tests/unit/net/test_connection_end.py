@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from millstream.net.budget import Budget
-from millstream.net.connection import FRAMES_WAITING_MAX, Answer, Connection, ConnectionLimits
+from millstream.net.connection import Answer, Connection, ConnectionLimits
 from millstream.net.hangups import Hangups
 from millstream.net.listener import Listener, bind
 from millstream.net.presence import Presence
@@ -180,7 +180,7 @@ async def test_the_end_is_noticed_while_nothing_is_read(kind: bytes) -> None:
     async with listening(service) as (listener, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         # So many wait behind the poll that no more is read, and the end is behind even more.
-        count = 3 * FRAMES_WAITING_MAX
+        count = 200
         writer.write(framed(kind))
         await until_polling(service)
         for number in range(count):
@@ -234,7 +234,7 @@ async def test_a_connection_that_is_read_from_again_is_not_watched() -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(framed(b"poll"))
         await until_polling(service)
-        for _ in range(2 * FRAMES_WAITING_MAX):
+        for _ in range(100):
             writer.write(framed(b"x"))
             await asyncio.sleep(0)
         while not len(listener._hangups):

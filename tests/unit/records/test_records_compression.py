@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.model.errors import CorruptBatch, UnsupportedCompression
+from millstream.model.errors import BatchTooLarge, CorruptBatch, UnsupportedCompression
+from millstream.records import compression
 from millstream.records.batch import COMPRESSION_GZIP, COMPRESSION_LZ4, COMPRESSION_SNAPPY, COMPRESSION_ZSTD
-from millstream.records.compression import compress, decompress
+from millstream.records.compression import check_declared_size, compress, decompress
 
 ARROW_NAMES = {COMPRESSION_GZIP: "gzip", COMPRESSION_SNAPPY: "snappy", COMPRESSION_LZ4: "lz4", COMPRESSION_ZSTD: "zstd"}
 CODECS = sorted(ARROW_NAMES)
@@ -150,3 +151,32 @@ def test_an_unknown_codec() -> None:
         compress(5, b"")
     with pytest.raises(UnsupportedCompression):
         decompress(7, b"")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_one_limit_of_size_and_ratio_holds_for_everyone(codec: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compression, "RATIO_FREE_BYTES", 100_000)
+    monkeypatch.setattr(compression, "_limits", (1_000_000, 10))
+    assert len(decompress(codec, compress(codec, bytes(100_000)))) == 100_000
+    with pytest.raises(CorruptBatch, match="decompress to more than"):
+        decompress(codec, compress(codec, bytes(900_000)))
+    noise = random.Random(codec).randbytes(900_000)
+    assert len(decompress(codec, compress(codec, noise))) == 900_000
+    with pytest.raises(CorruptBatch, match="decompress to more than"):
+        decompress(codec, compress(codec, noise + bytes(200_000)))
+
+
+def test_sizes_that_batches_declare_are_checked_when_they_come() -> None:
+    over = bytes(65 * 1024 * 1024)
+    declaring = {
+        COMPRESSION_GZIP: compress(COMPRESSION_GZIP, over),
+        COMPRESSION_SNAPPY: bytes(cramjam.snappy.compress_raw(over)),
+        COMPRESSION_ZSTD: compress(COMPRESSION_ZSTD, over),
+    }
+    for codec, data in declaring.items():
+        with pytest.raises(BatchTooLarge, match="decompressed-bytes-max"):
+            check_declared_size(codec, data)
+    for codec in CODECS:
+        check_declared_size(codec, compress(codec, MIXED))
+        check_declared_size(codec, b"")
+        check_declared_size(codec, b"abc")

@@ -22,12 +22,21 @@ from millstream.model.ids import Offset
 from millstream.model.subscription import AT_MOST_ONCE, EXACTLY_ONCE, READ_UNCOMMITTED, SubscriptionSettings
 from millstream.model.verb import Verb
 from millstream.net.budget import Budget
-from millstream.records.batch import COMPRESSION_ZSTD, Buffer
+from millstream.records import compression
+from millstream.records.batch import (
+    COMPRESSION_GZIP,
+    COMPRESSION_LZ4,
+    COMPRESSION_SNAPPY,
+    COMPRESSION_ZSTD,
+    Buffer,
+)
 from millstream.records.record import NewRecord, decode_records, encode_batch
 from millstream.subscriptions import delivery as driver
 from millstream.subscriptions.delivery import LEASES_S, Delivery
 from millstream.subscriptions.filter.filter import Filter, compile_filter
 from millstream.subscriptions.lease import Settle
+from millstream.subscriptions.look import LIGHT_BYTES_MAX, LIGHT_RECORDS_MAX
+from millstream.subscriptions.look_ahead import Stretch, open_here
 from millstream.subscriptions.receiving import Given, receive
 from millstream.subscriptions.sieve import QueueSieve
 from millstream.testing.queue_bench import Workbench, offsets, turns, wanted
@@ -490,14 +499,65 @@ async def test_a_queue_that_becomes_stricter_about_transactions_waits_for_them(b
     assert given_offsets(await waiting) == [0]
 
 
-async def test_a_batch_that_cannot_be_opened_is_delivered_as_it_is(bench: Workbench) -> None:
-    delivery = await bench.open(ordered=True)
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_a_batch_that_cannot_be_opened_is_named_and_passed_over(
+    bench: Workbench, caplog: pytest.LogCaptureFixture, ordered: bool
+) -> None:
+    delivery = await bench.open(ordered=ordered)
     bench.publish("a", key=b"a")
     broken = encode_batch([NewRecord(b"a", b"x" * 500, (), 1)], compression=COMPRESSION_ZSTD)
     _break(broken)
     bench.partition.write(broken, acks=-1)
     bench.publish("b", key=b"b")
-    assert offsets(delivery.try_receive(wanted(5))) == [0, 1, 2]
+    given = await receive([delivery], wanted(5), PLENTY, wait_s=0)
+    given += await receive([delivery], wanted(5), PLENTY, wait_s=0)
+    assert given_offsets(given) == [0, 2]
+    (told,) = [one for one in caplog.records if "passed over" in one.message]
+    assert (told.__dict__["first"], told.__dict__["last"]) == (1, 1)
+
+
+@pytest.mark.parametrize("codec", [COMPRESSION_GZIP, COMPRESSION_SNAPPY, COMPRESSION_LZ4, COMPRESSION_ZSTD])
+async def test_heavy_batches_are_opened_elsewhere_and_those_over_the_limit_passed_over(
+    bench: Workbench, codec: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heavy = encode_batch([NewRecord(b"a", bytes(LIGHT_BYTES_MAX), (), 1)], compression=codec)
+    monkeypatch.setattr(compression, "_limits", (2 * LIGHT_BYTES_MAX, 1000))
+    over = encode_batch([NewRecord(b"a", bytes(2 * LIGHT_BYTES_MAX), (), 1)], compression=codec)
+    bench.publish("a", key=b"a")
+    for batch in (heavy, over):
+        bench.partition.write(batch, acks=-1)
+    bench.publish("b", key=b"b")
+    opened: list[int] = []
+
+    async def opener(seen: Stretch) -> Stretch:
+        assert len(opened) < 2
+        opened.append(seen.first)
+        return open_here(seen)
+
+    delivery = await bench.open(opener=opener)
+    given: list[Given] = []
+    while len(given_offsets(given)) < 3:
+        given += await receive([delivery], wanted(5), PLENTY, wait_s=WAIT_S)
+    assert given_offsets(given) == [0, 1, 3]
+    assert opened == [1, 2]
+
+
+async def test_records_of_large_batches_are_walked_elsewhere(bench: Workbench) -> None:
+    records = [NewRecord(b"%d" % (number % 7), b"", (), 1) for number in range(LIGHT_RECORDS_MAX + 1)]
+    bench.partition.write(encode_batch(records), acks=-1)
+    opened: list[int] = []
+
+    async def opener(seen: Stretch) -> Stretch:
+        opened.append(seen.first)
+        return open_here(seen)
+
+    plain = await bench.open(opener=opener)
+    assert len(offsets(plain.try_receive(wanted(5)))) == 5
+    assert opened == []
+    ordered = await bench.open(opener=opener, ordered=True)
+    given = await receive([ordered], wanted(10), PLENTY, wait_s=WAIT_S)
+    assert given_offsets(given) == list(range(7))
+    assert opened == [0]
 
 
 def _break(batch: bytearray) -> None:

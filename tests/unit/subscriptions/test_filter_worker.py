@@ -11,12 +11,15 @@ import psutil
 import pytest
 
 from millstream.model.errors import CorruptBatch, FilterUnavailable
-from millstream.records.batch import COMPRESSION_ZSTD
+from millstream.records.batch import COMPRESSION_ZSTD, read_header
+from millstream.records.raw_record import raw_records, rebuild_batch, records_section
 from millstream.records.record import NewRecord, encode_batch
+from millstream.subscriptions import look as look_module
 from millstream.subscriptions.filter import worker as worker_module
 from millstream.subscriptions.filter.evaluation import OFFSET_MAX, Messages, evaluate
 from millstream.subscriptions.filter.filter import compile_filter
 from millstream.subscriptions.filter.worker import INLINE_BYTES_MAX, INLINE_MESSAGES_MAX, FilterWorker
+from millstream.subscriptions.look import LIGHT_RECORDS_MAX, Opened, TooHeavy, open_batch
 
 FILTERS = [
     compile_filter("payload.total > 2"),
@@ -182,3 +185,59 @@ def test_large_payloads_are_parsed_in_parts_with_the_same_answer() -> None:
     raw = bytes(encode_batch([NewRecord(None, value) for value in values]))
     found = evaluate(messages(raw), [compile_filter("payload.total > 4 AND payload.o IS NOT NULL")])
     assert found.matches[0].tolist() == [at > 4 for at in range(9)]
+
+
+# -- opening batches for queues --------------------------------------------------------------------------------------
+
+
+def delayed(count: int, *, compression: int = 0) -> bytes:
+    headers = ((), (("deliver-at", b"9000"),), (("deliver-at", b"soon"), ("deliver-at", b"7")))
+    records = [NewRecord(None if at % 4 == 3 else b"%d" % (at % 5), b"v", headers[at % 3], 1) for at in range(count)]
+    return bytes(encode_batch(records, base_offset=100, compression=compression))
+
+
+def sparse(count: int) -> bytes:
+    """A batch as compaction leaves it."""
+    batch = delayed(count)
+    header = read_header(batch)
+    section = records_section(batch, header)
+    kept = [record for at, record in enumerate(raw_records(section, header)) if at % 3 and at < count - 2]
+    return bytes(rebuild_batch(header, section, kept))
+
+
+@pytest.mark.parametrize("kind", ["delayed", "sparse", "plain"])
+@pytest.mark.parametrize("with_keys", [True, False])
+def test_compiled_code_opens_batches_as_plain_code_does(
+    kind: str, with_keys: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = {"delayed": delayed(300), "sparse": sparse(300), "plain": batch(300, base_offset=100)}[kind]
+    plain = open_batch(one, read_header(one), 107, with_keys=with_keys)
+    monkeypatch.setattr(look_module, "COMPILED_RECORDS_MIN", 1)
+    compiled = open_batch(one, read_header(one), 107, with_keys=with_keys)
+    assert (compiled.absent, compiled.due) == (plain.absent, plain.due)
+    assert bool(plain.absent) == (kind == "sparse")
+    assert bool(plain.due) == (kind != "plain")
+    if plain.keys is None:
+        assert compiled.keys is None
+    else:
+        assert compiled.keys is not None
+        assert compiled.keys.tolist() == plain.keys.tolist()
+        assert len(set(plain.keys.tolist())) > 1 or kind == "plain"
+
+
+async def test_the_child_opens_what_is_too_heavy_for_the_loop(worker: FilterWorker) -> None:
+    heavy = delayed(LIGHT_RECORDS_MAX + 1, compression=COMPRESSION_ZSTD)
+    with pytest.raises(TooHeavy):
+        open_batch(heavy, read_header(heavy), 100, with_keys=True)
+    expected = open_batch(heavy, read_header(heavy), 105, with_keys=True, light=False)
+    found = await worker.open_batch(heavy, 105, with_keys=True)
+    assert isinstance(found, Opened)
+    assert (found.absent, found.due) == (expected.absent, expected.due)
+    assert found.keys is not None
+    assert expected.keys is not None
+    assert found.keys.tolist() == expected.keys.tolist()
+    bomb = bytes(encode_batch([NewRecord(None, bytes(65 * 1024 * 1024), (), 1)], compression=COMPRESSION_ZSTD))
+    reason = await worker.open_batch(bomb, 0, with_keys=False)
+    assert isinstance(reason, str)
+    assert "decompress to more than" in reason
+    assert worker.opened_in_child == 2

@@ -37,6 +37,7 @@ from millstream.kafka.fenced import log_fenced
 from millstream.kafka.produce_layout import Portion, Request, read, write
 from millstream.kafka.quota_meter import QuotaMeter
 from millstream.kafka.transaction_opening import Opening, is_open
+from millstream.log.admission import check_records, needs_time
 from millstream.log.log import AppendedRange
 from millstream.log.transactions import Guard
 from millstream.model.errors import (
@@ -60,6 +61,7 @@ from millstream.records.batch import (
     TRANSACTIONAL_FLAG,
     read_header,
 )
+from millstream.records.compression import check_declared_size
 from millstream.replication.partition import Partition
 from millstream.replication.transaction_gate import TransactionGate
 from millstream.wire.codec import RequestHeader
@@ -72,6 +74,8 @@ _PENDING_SWEEP_S = 0.25
 _TIMEOUT_S_MAX = 600.0
 # The lower byte of a batch's attributes, which holds the codec and all flags.
 _FLAGS_AT = 22
+_MANY_RECORDS_BYTES = 8 * 1024
+"""What is smaller, and not compressed, holds few records."""
 _FIRST_FIELDS = struct.Struct(">qiib")
 _TIMED_OUT = "the records were not acknowledged within the request's timeout"
 _NO_TRANSACTION = "the record batch belongs to a transaction, but the request names none"
@@ -152,21 +156,47 @@ class Produce:
         if header.version < FIRST_SERVED:
             raise ProtocolViolation(f"Produce v{header.version} is not served; versions 3 and later are")
         request = read(frame, header)
+        opening = None
         if request.transactional_id is not None and not is_open(self._topics, request):
             opening = Opening(self._topics, request, header.version)
-            if opening:
-                opening.keep_records()
-                return self._begin(header, request, client, opening, len(frame))
+        heavy = [portion for portion in request.portions if self._is_heavy(portion)]
+        if opening or heavy:
+            request.keep_records()
+            return self._prepare(header, request, client, opening or None, heavy, len(frame))
         return self._answer(header, request, client, len(frame), None)
 
-    async def _begin(
-        self, header: RequestHeader, request: Request, client: ClientInfo, opening: Opening, size: int
+    async def _prepare(
+        self,
+        header: RequestHeader,
+        request: Request,
+        client: ClientInfo,
+        opening: Opening | None,
+        heavy: list[Portion],
+        size: int,
     ) -> Reply | None:
-        """Have the coordinator asked before anything is appended."""
-        if self._gate is not None:
+        """Check heavy batches beside the loop, and ask the coordinator, before anything is appended."""
+        for portion in heavy:
+            try:
+                records, log = portion.records or b"", self._partition(portion).log
+                await asyncio.to_thread(check_records, records, read_header(records), log.settings, log.clock.now_ms())
+                portion.is_checked = True
+            except MillstreamError as error:
+                self._reject(portion, error)
+        if opening is not None and self._gate is not None:
             await opening.ask(self._gate)
-        answer = self._answer(header, request, client, size, opening.guards)
+        answer = self._answer(header, request, client, size, None if opening is None else opening.guards)
         return await answer if isinstance(answer, Promise) else answer
+
+    def _is_heavy(self, portion: Portion) -> bool:
+        """Whether looking for the keys of a compacted topic's records would hold up the loop."""
+        records = portion.records
+        if records is None or not (len(records) >= _MANY_RECORDS_BYTES or _flags(records) & COMPRESSION_MASK):
+            return False
+        try:
+            return self._partition(portion).log.settings.compacts and needs_time(records)
+        except MillstreamError:
+            # It is refused when it is appended.
+            return False
 
     def _answer(
         self,
@@ -219,17 +249,21 @@ class Produce:
         records = portion.records
         if records is None:
             raise CorruptBatch("the request holds no records for this partition")
-        topic = portion.topic
-        if isinstance(topic, str):
-            partition = self._topics.partition(topic, portion.index)
-        else:
-            partition = self._topics.partition_by_id(topic, portion.index)
+        partition = self._partition(portion)
         if partition.topic.is_internal or version < FIRST_WITH_ZSTD:
             _check_allowed(partition, records, version)
-        appended = portion.appended = partition.write(records, acks=acks, guard=guard)
+        codec = _flags(records) & COMPRESSION_MASK
+        if codec:
+            check_declared_size(codec, records[HEADER_BYTES:])
+        appended = portion.appended = partition.write(records, acks=acks, guard=guard, is_checked=portion.is_checked)
         # The memory they lie in is not the request's any more once it is answered or promised.
         portion.records = None
         return None if partition.is_acknowledged(appended, acks) else partition
+
+    def _partition(self, portion: Portion) -> Partition:
+        if isinstance(portion.topic, str):
+            return self._topics.partition(portion.topic, portion.index)
+        return self._topics.partition_by_id(portion.topic, portion.index)
 
     def _reject(self, portion: Portion, error: MillstreamError) -> None:
         self.batches_rejected += 1

@@ -1,5 +1,7 @@
 """Where filters are evaluated: a handful of messages here, more in a child process, so that the loop is not held up.
 
+Batches that are too heavy for the loop are opened there as well.
+
 The child starts with the first batch that is worth it, ends when it has had nothing to do for a while, and is started
 again when it dies. It has one request at a time; others wait in the order of their coming, each with no more than the
 bytes that its caller holds anyway.
@@ -17,17 +19,21 @@ from contextlib import suppress
 import msgspec
 
 from millstream.model.errors import CorruptBatch, FilterUnavailable
-from millstream.records.batch import iterate_whole_headers
+from millstream.records.batch import Buffer, iterate_whole_headers
 from millstream.subscriptions.filter.evaluation import Evaluation, Messages, evaluate_few
 from millstream.subscriptions.filter.filter import Filter
 from millstream.subscriptions.filter.worker_message import (
     LENGTH_BYTES,
     MESSAGE_BYTES_MAX,
     Answer,
+    BatchRequest,
+    Found,
+    OpenedBatch,
     Request,
     Unreadable,
     packed,
 )
+from millstream.subscriptions.look import Opened
 
 _logger = logging.getLogger(__name__)
 
@@ -63,6 +69,7 @@ class FilterWorker:
         self._failures = 0
         self.evaluated_inline = 0
         self.evaluated_in_child = 0
+        self.opened_in_child = 0
         self.restarts = 0
 
     @property
@@ -85,10 +92,21 @@ class FilterWorker:
         request = _request(messages, filters)
         async with self._turn:
             answer = await self._ask(request)
-        if isinstance(answer, Unreadable):
-            raise CorruptBatch(answer.reason)
+        if not isinstance(answer, Found):
+            raise CorruptBatch(answer.reason if isinstance(answer, Unreadable) else "it was taken for another")
         self.evaluated_in_child += 1
         return answer.evaluation()
+
+    async def open_batch(self, batch: Buffer, first: int, *, with_keys: bool) -> Opened | str:
+        """Open a batch that is too heavy for the loop; the reason if it cannot be read.
+
+        Raises `FilterUnavailable` when the child keeps dying over it.
+        """
+        request = packed(BatchRequest(bytes(batch), first, with_keys))
+        async with self._turn:
+            answer = await self._ask(request)
+        self.opened_in_child += 1
+        return answer.opened() if isinstance(answer, OpenedBatch) else getattr(answer, "reason", "it was not opened")
 
     async def stop(self) -> None:
         """End the child; whoever waits for it is told that filters are unavailable."""

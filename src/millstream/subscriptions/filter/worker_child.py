@@ -14,26 +14,34 @@ import msgspec
 
 from millstream.model.errors import BatchRejected
 from millstream.net.heap import leave_what_stays_alone
+from millstream.records.batch import read_header
 from millstream.subscriptions.filter.evaluation import evaluate
 from millstream.subscriptions.filter.filter import compile_filter
 from millstream.subscriptions.filter.worker_message import (
     LENGTH_BYTES,
     MESSAGE_BYTES_MAX,
     Answer,
+    BatchRequest,
     Found,
+    OpenedBatch,
     Request,
     Unreadable,
     packed,
 )
+from millstream.subscriptions.look import open_batch
 
 FILTERS_KEPT = 1024
 
 _compiled = lru_cache(maxsize=FILTERS_KEPT)(compile_filter)
 
 
-def answer(request: Request) -> Answer:
-    """Evaluate the filters of one request."""
+def answer(request: Request | BatchRequest) -> Answer:
+    """Evaluate the filters of one request, or open its batch."""
     try:
+        if isinstance(request, BatchRequest):
+            header = read_header(request.batch)
+            found = open_batch(request.batch, header, request.first, with_keys=request.with_keys, light=False)
+            return OpenedBatch.of(found)
         return Found.of(evaluate(request.messages(), [_compiled(text) for text in request.filters]))
     except BatchRejected as error:
         return Unreadable(str(error))
@@ -41,7 +49,7 @@ def answer(request: Request) -> Answer:
 
 def serve(asking: IO[bytes], answering: IO[bytes]) -> None:
     """Answer requests until there are no more."""
-    decode = msgspec.msgpack.Decoder(Request).decode
+    decode = msgspec.msgpack.Decoder(Request | BatchRequest).decode
     while True:
         head = asking.read(LENGTH_BYTES)
         size = int.from_bytes(head, "big")

@@ -8,12 +8,13 @@ from __future__ import annotations
 import msgspec
 
 from millstream.subscriptions.filter.evaluation import Evaluation, Messages
+from millstream.subscriptions.look import Opened
 
 LENGTH_BYTES = 4
 MESSAGE_BYTES_MAX = 1 << 30
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
+class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Messages, and the texts of the filters to evaluate."""
 
     topic: str
@@ -34,6 +35,36 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
             end_offset=self.end_offset,
             aborted=self.aborted,
         )
+
+
+class BatchRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One batch to open for a queue, from an offset on."""
+
+    batch: bytes
+    first: int
+    with_keys: bool
+
+
+class OpenedBatch(msgspec.Struct, frozen=True, tag=True):
+    """The answer: see `subscriptions/look.py`; keys as numbers of 64 bits."""
+
+    absent: list[tuple[int, int]]
+    due: list[tuple[int, int]]
+    keys: bytes | None
+    looked_bytes: int
+
+    @staticmethod
+    def of(opened: Opened) -> OpenedBatch:
+        """Pack what was found."""
+        keys = None if opened.keys is None else opened.keys.astype("<i8").tobytes()
+        return OpenedBatch(opened.absent, opened.due, keys, opened.looked_bytes)
+
+    def opened(self) -> Opened:
+        """Unpack it again."""
+        import numpy as np
+
+        keys = None if self.keys is None else np.frombuffer(self.keys, "<i8").astype(np.int64)
+        return Opened(self.absent, self.due, keys, self.looked_bytes)
 
 
 class Found(msgspec.Struct, frozen=True, tag=True):
@@ -66,7 +97,7 @@ class Unreadable(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Answer = Found | Unreadable
+Answer = Found | OpenedBatch | Unreadable
 
 
 def packed(message: object) -> bytes:

@@ -1,0 +1,236 @@
+"""Fair turns for the connections of one event loop.
+
+What a connection costs is measured in seconds: the time that serving it took, plus its bytes at `BYTE_S` each, for
+what follows from them later. A connection that has used up its quantum is neither read nor sent to until its turn
+comes, so its backlog stays in the socket buffers. Turns are given as in start-time fair queueing: first to the client
+address that has used least, then to that address's connection that has used least; an address does not get more by
+opening more connections. Between two rounds the loop polls, so everything else waits for one round at most.
+
+A light request, one that is small and leaves nothing behind it in the socket, is served when it arrives and is not
+charged, as long as all light requests of its address together take no more than `LIGHT_SHARE` of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+from typing import Final
+
+QUANTUM_S: Final = 0.001
+"""What a connection may use before others that wait get their turn."""
+QUANTUM_ALONE_S: Final = 0.010
+"""The same while none waits."""
+CROWD: Final = 8
+ROUND_S: Final = 0.005
+"""How long one round of the loop should take; turns per round adapt to it."""
+ROUND_SPENT_MAX_S: Final = 2 * ROUND_S
+TURNS_MAX: Final = 64
+CHARGE_QUANTA_MAX: Final = 2
+"""No more is charged at once: the time may have gone to a slow disk, to another process, or to the collector."""
+BYTE_S: Final = 4e-9
+REQUEST_S: Final = 0.0001
+"""What a request costs that is answered by a task, whose own time is not known."""
+
+LIGHT_BYTES: Final = 16 * 1024
+LIGHT_ANSWER_BYTES: Final = 256 * 1024
+LIGHT_REPLIES_MAX: Final = 3
+"""A client with more requests under way does not wait for one of them."""
+LIGHT_SHARE: Final = 0.5
+LIGHT_BURST_S: Final = 0.02
+
+UNDER_WAY_BYTES_MAX: Final = 8 * 1024 * 1024
+UNDER_WAY_BYTES_MIN: Final = 64 * 1024
+"""What all connections together, and each one at least, may have promised: it becomes durable in one commit, and a
+commit that takes long delays everyone's."""
+PROMISE_COST_BYTES: Final = 8 * 1024
+
+
+class _Address:
+    """The account of a client address."""
+
+    __slots__ = ("connections", "floor_s", "light_at", "light_s", "used_s", "waiting")
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self.used_s = 0.0
+        self.floor_s = 0.0
+        """What the connection had used that got the last turn; those that used less start from here."""
+        self.light_s = LIGHT_BURST_S
+        self.light_at = 0.0
+        self.waiting: list[tuple[float, int, Flow]] = []
+
+    def take_light(self, cost_s: float, now: float) -> bool:
+        """Serve a light request out of the share for these, unless that is used up."""
+        self.light_s = min(LIGHT_BURST_S, self.light_s + (now - self.light_at) * LIGHT_SHARE)
+        self.light_at = now
+        if self.light_s <= 0:
+            return False
+        # Its time may have gone to a slow disk or to another process, so one alone may exceed the share.
+        self.light_s = max(self.light_s - cost_s, -LIGHT_BURST_S)
+        return True
+
+
+class Flow:
+    """The account of one connection."""
+
+    __slots__ = ("address", "host", "is_waiting", "resume", "under_way_bytes", "used_s")
+
+    def __init__(self, host: str, address: _Address, resume: Callable[[], None]) -> None:
+        self.host = host
+        self.address = address
+        self.resume = resume
+        self.used_s = 0.0
+        self.is_waiting = False
+        self.under_way_bytes = 0
+
+
+class Turns:
+    """Decides which connections go on and which wait."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._addresses: dict[str, _Address] = {}
+        self._queue: list[tuple[float, int, _Address]] = []
+        """Addresses of which some connection waits."""
+        self._floor_s = 0.0
+        self._order = count()
+        self._is_due = False
+        self._round_at = 0.0
+        self._spent_s = 0.0
+        """What was used since the last round."""
+        self._turns = 8
+        self._flows_under_way = 0
+        self.waiting = 0
+        """How many connections wait for their turn."""
+        self.given = 0
+
+    def join(self, host: str, resume: Callable[[], None]) -> Flow:
+        """Open the account of a connection; `resume` is called when its turn comes."""
+        address = self._addresses.get(host)
+        if address is None:
+            address = self._addresses[host] = _Address()
+        address.connections += 1
+        return Flow(host, address, resume)
+
+    def leave(self, flow: Flow) -> None:
+        """Close the account of a connection."""
+        if flow.is_waiting:
+            flow.is_waiting = False
+            self.waiting -= 1
+        flow.address.connections -= 1
+        if not flow.address.connections:
+            self._addresses.pop(flow.host, None)
+
+    @property
+    def quantum_s(self) -> float:
+        """What a connection may use at once: less, the more of them wait."""
+        return max(QUANTUM_S, QUANTUM_ALONE_S / (1 + self.waiting))
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so many wait that each should read and send in small steps."""
+        return self.waiting >= CROWD
+
+    def allowance_s(self, *, is_light: bool) -> float:
+        """How long a connection may be served now; none but light requests in a round that has taken too long."""
+        return 0.0 if self._spent_s > ROUND_SPENT_MAX_S and not is_light else self.quantum_s
+
+    def spend(self, flow: Flow, cost_s: float, *, is_light: bool = False) -> bool:
+        """Charge a connection; True if it has to wait for its turn now."""
+        if flow.is_waiting:
+            return True
+        address = flow.address
+        if is_light and address.take_light(cost_s, self.clock()):
+            return False
+        self._spent_s += cost_s
+        quantum_s = self.quantum_s
+        cost_s = min(cost_s, CHARGE_QUANTA_MAX * quantum_s)
+        used_s = flow.used_s if flow.used_s > address.floor_s else address.floor_s
+        flow.used_s = used_s + cost_s
+        address.used_s += cost_s
+        if flow.used_s - address.floor_s <= quantum_s:
+            return False
+        self.wait(flow)
+        return True
+
+    def wait(self, flow: Flow) -> None:
+        """Have a connection wait for its turn."""
+        flow.is_waiting = True
+        self.waiting += 1
+        address = flow.address
+        if not address.waiting:
+            address.used_s = max(address.used_s, self._floor_s)
+            heappush(self._queue, (address.used_s, next(self._order), address))
+        heappush(address.waiting, (flow.used_s, next(self._order), flow))
+        self._run_soon()
+
+    def _run_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._round_at = self.clock()
+            asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        """Give the turns of one round."""
+        self._is_due = False
+        self._spent_s = 0.0
+        self._adapt(self.clock() - self._round_at)
+        left = min(self._turns, self.waiting)
+        try:
+            while left and self._queue:
+                flow = self._next()
+                if flow is not None:
+                    left -= 1
+                    self.given += 1
+                    flow.resume()
+        finally:
+            if self._queue:
+                self._run_soon()
+
+    def _next(self) -> Flow | None:
+        _, _, address = heappop(self._queue)
+        flow = self._next_of(address)
+        if flow is not None:
+            self._floor_s = max(self._floor_s, address.used_s)
+        if address.waiting:
+            # What the turn costs is not known yet.
+            heappush(self._queue, (max(address.used_s, self._floor_s) + QUANTUM_S, next(self._order), address))
+        return flow
+
+    def _next_of(self, address: _Address) -> Flow | None:
+        while address.waiting:
+            used_s, _, flow = heappop(address.waiting)
+            if flow.is_waiting:
+                flow.is_waiting = False
+                self.waiting -= 1
+                address.floor_s = max(address.floor_s, used_s)
+                return flow
+        return None
+
+    def _adapt(self, took_s: float) -> None:
+        """Give fewer turns in a round after one that took too long, and more after one that did not."""
+        if took_s > 2 * ROUND_S:
+            self._turns = max(1, self._turns // 2)
+        elif took_s < ROUND_S and self._turns < TURNS_MAX:
+            self._turns += 1
+
+    # -- what is promised -----------------------------------------------------------------------------------
+
+    def promise(self, flow: Flow, size_bytes: int) -> None:
+        """Count a request whose answer is promised."""
+        self._flows_under_way += not flow.under_way_bytes
+        flow.under_way_bytes += size_bytes + PROMISE_COST_BYTES
+
+    def keep(self, flow: Flow, size_bytes: int) -> None:
+        """The answer is there."""
+        flow.under_way_bytes -= size_bytes + PROMISE_COST_BYTES
+        self._flows_under_way -= not flow.under_way_bytes
+
+    def may_promise(self, flow: Flow) -> bool:
+        """Whether a connection may have more requests under way."""
+        if flow.under_way_bytes < UNDER_WAY_BYTES_MIN:
+            return True
+        return flow.under_way_bytes < UNDER_WAY_BYTES_MAX // max(1, self._flows_under_way)

@@ -1,0 +1,38 @@
+"""The short form of `make chaos-overload`: nobody is timed here, but everybody is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from benchmarks.chaos_overload import GROWTH_BYTES_MAX, Chaos, flood
+from benchmarks.overload_flood import CONNECT, FETCH, METADATA, PRODUCE
+from benchmarks.processes import resident_of
+
+from millstream.testing.server import Server
+
+CONNECTIONS, SECONDS, SETTLE_S = 50, 1.0, 0.5
+KINDS = (PRODUCE, FETCH, METADATA, CONNECT)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    return Server(tmp_path / "data")
+
+
+async def test_a_bystander_and_health_are_served_beside_floods_and_bombs(server: Server) -> None:
+    with server:
+        async with httpx.AsyncClient(timeout=60) as http:
+            chaos = Chaos(server, http, settle_s=SETTLE_S)
+            await chaos.prepare()
+            before = resident_of(server.pid)
+            for kind in KINDS:
+                seen = await chaos.watch(kind, flood(server, kind, CONNECTIONS, SECONDS))
+                assert seen.times_ms, kind
+                assert set(seen.health) == {200}, kind
+                assert seen.peak_bytes - before < GROWTH_BYTES_MAX, kind
+            chaos.wrong.clear()
+            await chaos.bomb(1)
+            # The bystander's times depend on the machine; doors that are stuck, health and memory do not.
+            assert [each for each in chaos.wrong if "the bystander waited" not in each] == []

@@ -1,0 +1,179 @@
+"""Who gets the next turn, on a clock that only moves when something is served."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import Counter
+
+import pytest
+
+from millstream.net.budget import Budget
+from millstream.net.connection import SCRATCH_BYTES, Answer, Connection, ConnectionLimits
+from millstream.net.half_frame import FRAME_COST_BYTES
+from millstream.net.listener import Listener, bind
+from millstream.net.turns import (
+    LIGHT_BURST_S,
+    PROMISE_COST_BYTES,
+    QUANTUM_S,
+    UNDER_WAY_BYTES_MAX,
+    UNDER_WAY_BYTES_MIN,
+    Flow,
+    Turns,
+)
+
+ROUNDS = 300
+LIMITS = ConnectionLimits(frame_bytes_max=1 << 20)
+
+
+class Clock:
+    """Time that passes while a connection is served."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Glutton:
+    """A connection that always has more to do than a turn allows."""
+
+    def __init__(self, turns: Turns, clock: Clock, host: str, name: str, given: Counter[str]) -> None:
+        self._turns = turns
+        self._clock = clock
+        self._name = name
+        self._given = given
+        self.flow: Flow = turns.join(host, self.work)
+
+    def work(self) -> None:
+        self._given[self._name] += 1
+        cost_s = 2 * QUANTUM_S
+        self._clock.now += cost_s
+        if not self._turns.spend(self.flow, cost_s):
+            self._turns.wait(self.flow)
+
+
+async def rounds(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("connections", [50, 400])
+async def test_an_address_gets_no_more_by_opening_more_connections(connections: int) -> None:
+    clock, given = Clock(), Counter[str]()
+    turns = Turns(clock)
+    for number in range(connections):
+        turns.wait(Glutton(turns, clock, "10.0.0.1", "many", given).flow)
+        if number == connections // 2:
+            turns.wait(Glutton(turns, clock, "10.0.0.2", "one", given).flow)
+    await rounds(ROUNDS)
+    assert given.total() >= ROUNDS
+    assert given["one"] == pytest.approx(given["many"], rel=0.1)
+
+
+async def test_connections_of_one_address_share_it_evenly_and_a_new_one_is_not_last() -> None:
+    clock, given = Clock(), Counter[str]()
+    turns = Turns(clock)
+    for number in range(50):
+        turns.wait(Glutton(turns, clock, "10.0.0.1", str(number), given).flow)
+    while given.total() < 1000:
+        await asyncio.sleep(0)
+    assert max(given.values()) - min(given.values()) <= 1
+    before = given.total()
+    new = Glutton(turns, clock, "10.0.0.1", "new", given)
+    # What it uses first is charged from where the others are, so it comes within one round of them.
+    turns.spend(new.flow, 2 * QUANTUM_S)
+    while not given["new"]:
+        await asyncio.sleep(0)
+    assert given.total() - before <= 55
+
+
+async def test_light_requests_pass_until_they_take_half_of_the_loop() -> None:
+    clock, given = Clock(), Counter[str]()
+    turns = Turns(clock)
+    for number in range(10):
+        turns.wait(Glutton(turns, clock, "10.0.0.1", str(number), given).flow)
+    light = turns.join("10.0.0.1", lambda: None)
+    assert not any(turns.spend(light, LIGHT_BURST_S / 10, is_light=True) for _ in range(9))
+    # One that took long is not to blame for it, but it uses up the share.
+    assert not turns.spend(light, LIGHT_BURST_S, is_light=True)
+    assert turns.spend(light, 2 * QUANTUM_S, is_light=True)
+    other = turns.join("10.0.0.2", lambda: None)
+    assert not turns.spend(other, 2 * QUANTUM_S, is_light=True)
+    clock.now += 2 * LIGHT_BURST_S
+    again = turns.join("10.0.0.1", lambda: None)
+    assert not turns.spend(again, LIGHT_BURST_S / 2, is_light=True)
+
+
+async def test_a_connection_that_closes_while_it_waits_gets_no_turn() -> None:
+    clock, given = Clock(), Counter[str]()
+    turns = Turns(clock)
+    gone = Glutton(turns, clock, "10.0.0.1", "gone", given)
+    stays = Glutton(turns, clock, "10.0.0.1", "stays", given)
+    turns.wait(gone.flow)
+    turns.wait(stays.flow)
+    turns.leave(gone.flow)
+    await rounds(3)
+    assert given["gone"] == 0
+    assert given["stays"] == 3
+    assert turns.waiting == 1
+
+
+def test_what_is_promised_at_once_is_divided_among_those_who_have_something_promised() -> None:
+    turns = Turns(Clock())
+    flows = [turns.join("10.0.0.1", lambda: None) for _ in range(4)]
+    size = UNDER_WAY_BYTES_MAX // 4 - PROMISE_COST_BYTES
+    turns.promise(flows[0], size)
+    assert turns.may_promise(flows[0])
+    for flow in flows[1:]:
+        turns.promise(flow, UNDER_WAY_BYTES_MIN)
+    assert not turns.may_promise(flows[0])
+    turns.keep(flows[0], size)
+    assert turns.may_promise(flows[0])
+
+
+class Costly:
+    """Echoes each frame and lets time pass; notes who was served."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.served: list[bytes] = []
+
+    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+        self.served.append(bytes(frame[:1]))
+        self._clock.now += QUANTUM_S / 4
+        return [struct.pack(">i", 1), bytes(frame[:1])]
+
+
+async def test_who_waits_for_each_answer_comes_before_a_flood_that_stays_in_the_sockets() -> None:
+    clock, budget, floods = Clock(), Budget(1 << 30), 20
+    service = Costly(clock)
+    listener = Listener(service, limits=LIMITS, budget=budget, connections_max=100, idle_s=600, turns=Turns(clock))
+    socket = bind("127.0.0.1", 0, flag="kafka")
+    port = socket.getsockname()[1]
+    await listener.start(socket)
+    frame = struct.pack(">i", 20) + bytes(20)
+    flooding = [await asyncio.open_connection("127.0.0.1", port) for _ in range(floods)]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for _, flood in flooding:
+            flood.write(frame * 100_000)
+        while len(service.served) < 100:
+            await asyncio.sleep(0)
+        held_bytes = 0
+        for _ in range(20):
+            before = len(service.served)
+            writer.write(struct.pack(">i", 1) + b"b")
+            assert await reader.readexactly(5) == struct.pack(">i", 1) + b"b"
+            between = len(service.served) - before - 1
+            held_bytes = max(held_bytes, budget.used_bytes)
+            # It crosses the loop a few times; in each round a few turns of four frames are served.
+            assert between < 1000, between
+        assert service.served.count(b"\0") < floods * 100_000
+        assert held_bytes <= floods * (SCRATCH_BYTES + 2 * FRAME_COST_BYTES)
+    finally:
+        for _, each in [*flooding, (reader, writer)]:
+            each.transport.abort()
+        await listener.drain(0)
+    assert budget.used_bytes == 0
