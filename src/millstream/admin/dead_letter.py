@@ -37,6 +37,7 @@ from millstream.model.subscription import (
 )
 from millstream.model.verb import Verb
 from millstream.records.record import Headers, NewRecord
+from millstream.wire.open_letters import letters_would_be_lost, stored_letters
 from millstream.wire.refusal import TRANSIENT
 from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
 
@@ -356,7 +357,7 @@ async def dead_letter_topics(client: Client) -> list[DeadLetterTopic]:
                 # Letters outlive a subscription that was deleted by force.
                 writers.setdefault(topic, [])
     return [
-        DeadLetterTopic(topic, names, opened.get(topic, await _stored(client, topic)))
+        DeadLetterTopic(topic, names, opened.get(topic, await stored_letters(client, topic)))
         for topic, names in sorted(writers.items())
     ]
 
@@ -373,15 +374,6 @@ async def find_topic(client: Client, name: str, *, patience_s: float) -> str:
         (told,) = await SubscriptionClient(client).describe([name])
         raise NotFound(f"subscription {told['name']!r} has no dead letter topic")
     raise NotFound(f"no subscription is called {name!r} or has it as its dead letter topic; see millstream dlq list")
-
-
-async def open_letters(client: Client, topic: str) -> int:
-    """How many open letters a topic holds; 0 also for one that does not exist."""
-    try:
-        (told,) = await SubscriptionClient(client).describe([LETTERS_PREFIX + topic])
-    except UnknownGroup:
-        return await _stored(client, topic)
-    return sum(queue["backlog"] for queue in told["queues"])
 
 
 async def check_no_open_letters(client: Client, topic: str) -> None:
@@ -403,25 +395,3 @@ async def _dead_letter_topic(client: Client, topic: str) -> DeadLetterTopic | No
     with suppress(MillstreamError, ValueError):
         return next((one for one in await dead_letter_topics(client) if one.topic == topic), None)
     return None
-
-
-def letters_would_be_lost(topic: str, letters: int, subscriptions: Sequence[str]) -> str:
-    """Why a dead letter topic is not deleted."""
-    whose = f" of {', '.join(subscriptions)}" if subscriptions else ""
-    what, them = ("letter", "it") if letters == 1 else ("letters", "them")
-    return (
-        f"topic {topic!r} holds {letters:,} open dead {what}{whose}; redrive or purge {them} first, or delete {them} "
-        f"too with millstream topic delete {topic} --force"
-    )
-
-
-async def _stored(client: Client, topic: str) -> int:
-    """How many letters a topic holds that nobody has worked on yet."""
-    metadata = await client.metadata([topic])
-    found = metadata.topics.get(topic)
-    if found is None:
-        return 0
-    partitions = list(found.partitions)
-    first = await client.list_offsets(topic, dict.fromkeys(partitions, -2))
-    end = await client.list_offsets(topic, dict.fromkeys(partitions, -1))
-    return sum(end[index].offset - first[index].offset for index in partitions)

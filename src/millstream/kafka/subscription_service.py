@@ -170,7 +170,7 @@ class SubscriptionService:
         writers = [one.name for one in self.declared.all() if self.declared.settings_of(one).dead_letter_topic == topic]
         if not writers and self.declared.get(LETTERS_PREFIX + topic) is None:
             return
-        from millstream.admin.dead_letter import letters_would_be_lost, open_letters
+        from millstream.wire.open_letters import letters_would_be_lost, open_letters
 
         letters = await open_letters(self._wire_client(), topic)
         if letters:
@@ -182,7 +182,7 @@ class SubscriptionService:
         topic = settings.dead_letter_topic
         if not settings.has_dead_letters or self.topics.get(topic) is None:
             return
-        from millstream.admin.dead_letter import open_letters
+        from millstream.wire.open_letters import open_letters
 
         letters = await open_letters(self._wire_client(), topic)
         if letters:
